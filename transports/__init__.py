@@ -1,0 +1,8 @@
+"""Networks that carry UMessages. A transport is one module with a PLUGIN; it never knows the streamer.
+
+plugin.py      name, config, constructor; found by entry point, imported only when named
+listeners.py   filter -> listeners, shared by all plugins
+inbox.py       foreign thread -> event loop, in batches, acknowledged last; shared by all plugins
+local.py  zenoh.py  dds.py  mqtt5/      the plugins
+conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
+"""

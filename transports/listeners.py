@@ -1,0 +1,202 @@
+"""Filter -> listeners: the table that every push transport keeps.
+
+register_listener -> add    -> Filter that is new to the network, or None
+arrived batch     -> deliver -> validate, drop what expired, match, call each listener once per batch
+unregister        -> remove -> Filter that nobody needs any more, or None
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.transport import UListener, validate_filters
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+LISTENERS_MAX: Final = 100_000  # of one transport: a streamer has one per topic of interest, and memory is some 1 KB each
+LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
+ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A source filter and a sink filter, completed with the local authority. Hashable."""
+
+    key: tuple[Any, Any]
+    source: UUri = field(compare=False, repr=False)
+    sink: UUri | None = field(compare=False, repr=False)
+
+    @classmethod
+    def of(cls, source: UUri, sink: UUri | None, local_authority: str = "") -> Filter:
+        """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not list."""
+        validate_filters(source, sink)
+        source = uris.with_authority(source, local_authority)
+        sink = uris.with_authority(sink, local_authority) if sink is not None else None
+        return cls((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)
+
+    def matches(self, source: UUri, sink: UUri | None) -> bool:
+        """Without sink filter only messages without sink match; a message without sink matches no sink filter."""
+        if (self.sink is None) != (sink is None):
+            return False
+        return uris.matches(self.source, source) and (self.sink is None or sink is None or uris.matches(self.sink, sink))
+
+
+class ListenerTable:
+    """Who gets what. Lives on the event loop; `dropped` counts by reason what was thrown away on the way in."""
+
+    def __init__(
+        self,
+        local_authority: str,
+        *,
+        listeners_max: int = LISTENERS_MAX,
+        listeners_per_filter_max: int = LISTENERS_PER_FILTER_MAX,
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> None:
+        self._local_authority = local_authority
+        self._listeners_max, self._per_filter_max = listeners_max, listeners_per_filter_max
+        self._now_ms = now_ms
+        self._table: dict[Filter, list[UListener]] = {}
+        self._size = 0
+        self._routes: dict[Any, list[tuple[Filter, list[UListener]]] | None] = {}
+        self.dropped: Counter[str] = Counter()
+
+    def add(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
+        """The filter, if this is its first listener and the network has to be asked for it; else None.
+
+        Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not for what is registered already).
+        """
+        filter = Filter.of(source, sink, self._local_authority)
+        listeners = self._table.get(filter, [])
+        if any(known is listener for known in listeners):
+            return None
+        if self._size >= self._listeners_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._listeners_max} listeners are registered, which is the limit")
+        if len(listeners) >= self._per_filter_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._per_filter_max} listeners have this filter, which is the limit")
+        self._table[filter] = [*listeners, listener]
+        self._size += 1
+        self._routes.clear()
+        return None if listeners else filter
+
+    def remove(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
+        """The filter, if it has no listener left; else None. Raises INVALID_ARGUMENT or NOT_FOUND."""
+        filter = Filter.of(source, sink, self._local_authority)
+        listeners = self._table.get(filter, [])
+        rest = [known for known in listeners if known is not listener]
+        if len(rest) == len(listeners):
+            raise UStatusError(
+                UCode.NOT_FOUND, f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
+            )
+        self._size -= 1
+        self._routes.clear()
+        if rest:
+            self._table[filter] = rest
+            return None
+        del self._table[filter]
+        return filter
+
+    @property
+    def filters(self) -> list[Filter]:
+        """Every filter that the network must know, to be asked for again after a reconnect."""
+        return list(self._table)
+
+    def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
+        """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
+
+        `only` limits it to the listeners of one filter, for networks that deliver once per filter. What is invalid or expired is dropped
+        and counted. The awaitable, if any, completes when every listener has taken its share; it raises if one has not.
+        """
+        shares: dict[int, tuple[UListener, list[UMessage]]] = {}
+        now = self._now_ms()
+        for message in messages:
+            for listener in self._listeners(message, now, only):
+                share = shares.get(id(listener))
+                if share is None:
+                    shares[id(listener)] = (listener, [message])
+                else:
+                    share[1].append(message)
+        pending: list[Awaitable[None]] = []
+        for listener, share_messages in shares.values():
+            pending.extend(self._call(listener, share_messages))
+        if not pending:
+            return None
+        return pending[0] if len(pending) == 1 else _all(pending)
+
+    def _listeners(self, message: UMessage, now: int, only: Filter | None) -> Sequence[UListener]:
+        attributes = message.attributes
+        has_sink = attributes.HasField("sink")
+        source = attributes.source
+        route = (attributes.type, source.SerializeToString(), attributes.sink.SerializeToString() if has_sink else None)
+        found = self._routes.get(route, ())
+        if found == ():
+            found = self._resolve(route, message)
+        if found is None:
+            self.dropped["invalid"] += 1
+            return ()
+        try:
+            attrs.validate_rest(attributes)
+            attrs.validate_payload(attributes, message.HasField("payload"))
+        except UStatusError:
+            self.dropped["invalid"] += 1
+            return ()
+        if attributes.ttl and attrs.is_expired(attributes, now):
+            self.dropped["expired"] += 1
+            return ()
+        if only is not None:
+            return next((listeners for filter, listeners in found if filter == only), ())
+        if len(found) == 1:
+            return found[0][1]
+        unique = {id(listener): listener for _, listeners in found for listener in listeners}
+        return list(unique.values())
+
+    def _resolve(self, route: Any, message: UMessage) -> list[tuple[Filter, list[UListener]]] | None:
+        """Which filters match this (type, source, sink); None if no valid message can have it."""
+        if len(self._routes) >= ROUTES_CACHED_MAX:
+            self._routes.clear()
+        attributes = message.attributes
+        sink = attributes.sink if attributes.HasField("sink") else None
+        try:
+            attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
+        except UStatusError:
+            found = None
+        else:
+            source = uris.with_authority(attributes.source, self._local_authority)
+            sink = uris.with_authority(sink, self._local_authority) if sink is not None else None
+            found = [(filter, listeners) for filter, listeners in self._table.items() if filter.matches(source, sink)]
+        self._routes[route] = found
+        return found
+
+    @staticmethod
+    def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
+        batch = getattr(listener, "on_receive_batch", None)
+        calls = [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
+        pending = []
+        for call in calls:
+            try:
+                result = call()
+            except Exception:
+                log.exception("a listener failed; its message counts as taken", listener=repr(listener))
+            else:
+                if result is not None:
+                    pending.append(result)
+        return pending
+
+
+async def _all(pending: list[Awaitable[None]]) -> None:
+    await asyncio.gather(*pending)
+
+
+__all__ = ["Filter", "ListenerTable"]

@@ -1,0 +1,133 @@
+"""UAttributes: what each message type must, may and must not carry (spec basics/uattributes.adoc), as one table.
+
+validate(attributes)  =  validate_route(type, source, sink)   depends on the addresses alone, so callers may cache it
+                      +  validate_rest(attributes)            id, priority, ttl, reqid, ...: differs from message to message
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
+from uprotocol.v1.uri_pb2 import UUri
+
+PUBLISH: Final = UMessageType.UMESSAGE_TYPE_PUBLISH
+REQUEST: Final = UMessageType.UMESSAGE_TYPE_REQUEST
+RESPONSE: Final = UMessageType.UMESSAGE_TYPE_RESPONSE
+NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class _Rule(NamedTuple):
+    source: tuple[str, Callable[[UUri], bool]]
+    sink: tuple[str, Callable[[UUri], bool]] | None  # None: only the streamer's sink of a publish
+
+
+_TOPIC = ("a topic (8000 to FFFE)", uris.is_topic)
+_METHOD = ("a method (1 to 7FFF)", uris.is_method)
+_REPLY = ("0", uris.is_reply)
+
+RULES: Final[dict[int, _Rule]] = {
+    PUBLISH: _Rule(_TOPIC, None),
+    NOTIFICATION: _Rule(_TOPIC, _REPLY),
+    REQUEST: _Rule(_REPLY, _METHOD),
+    RESPONSE: _Rule(_METHOD, _REPLY),
+}
+
+
+def priority(attributes: UAttributes) -> UPriority.ValueType:
+    """The priority class, CS1 where none is set (dsn~up-attributes-priority~1)."""
+    return attributes.priority or UPriority.UPRIORITY_CS1
+
+
+def is_expired(attributes: UAttributes, now_ms: int) -> bool:
+    """Strictly after id time + ttl; a ttl of 0 never expires (dsn~up-attributes-ttl-timeout~1, dsn~up-attributes-ttl~1)."""
+    return attributes.ttl > 0 and now_ms > uuids.time_ms(attributes.id) + attributes.ttl
+
+
+def expires_ms(attributes: UAttributes) -> int | None:
+    """Last Unix millisecond of its life; None: it never expires."""
+    return uuids.time_ms(attributes.id) + attributes.ttl if attributes.ttl else None
+
+
+def is_streamer_sink(sink: UUri) -> bool:
+    """The sink that only a streamer gives a publish: a named authority, all else wildcard (dsn~up-attributes-publish-sink~2)."""
+    return (
+        sink.authority_name not in ("", uris.WILDCARD_AUTHORITY)
+        and sink.ue_id == uris.WILDCARD_ENTITY
+        and sink.ue_version_major == uris.WILDCARD_VERSION
+        and sink.resource_id == uris.WILDCARD_RESOURCE
+    )
+
+
+def streamer_sink(authority: str) -> UUri:
+    return uris.pattern(authority)
+
+
+def validate(attributes: UAttributes) -> None:
+    """Hold `attributes` to the table of its type. Raises UStatusError(INVALID_ARGUMENT) naming the first offence."""
+    validate_route(
+        attributes.type,
+        attributes.source if attributes.HasField("source") else None,
+        attributes.sink if attributes.HasField("sink") else None,
+    )
+    validate_rest(attributes)
+
+
+def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
+    """The part that depends on type and addresses only."""
+    rule = RULES.get(type)
+    if rule is None:
+        raise invalid(f"expected a message type of 1 to 4, got {type}")
+    name = UMessageType.Name(UMessageType.ValueType(type))[len("UMESSAGE_TYPE_") :].lower()
+    _validate_address(name, "source", source, rule.source)
+    if rule.sink is not None:
+        _validate_address(name, "sink", sink, rule.sink)
+    elif sink is not None:
+        uris.validate(sink)
+        if not is_streamer_sink(sink):
+            raise invalid(f"a publish has no sink, unless a streamer's //AUTHORITY/FFFFFFFF/FF/FFFF; got {uris.format(sink)}")
+
+
+def _validate_address(type_name: str, part: str, address: UUri | None, expected: tuple[str, Callable[[UUri], bool]]) -> None:
+    words, holds = expected
+    if address is None:
+        raise invalid(f"a {type_name} needs a {part} whose resource is {words}, got none")
+    uris.validate(address)
+    if not holds(address):
+        raise invalid(f"the {part} of a {type_name} has a resource that is {words}, got {uris.format(address)}")
+    if uris.has_wildcard(address):
+        raise invalid(f"the {part} of a {type_name} names one resource, but {uris.format(address)} has wildcards")
+
+
+def validate_rest(attributes: UAttributes) -> None:
+    """The part that differs from message to message."""
+    if not uuids.is_v7(attributes.id):
+        raise invalid(
+            f"the id is a UUID of version 7, got {uuids.format(attributes.id)}"
+            if attributes.HasField("id")
+            else "a message needs an id, got none"
+        )
+    if attributes.traceparent and not _TRACEPARENT.fullmatch(attributes.traceparent):
+        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}")
+    if attributes.type in (REQUEST, RESPONSE):
+        if attributes.priority < UPriority.UPRIORITY_CS4:
+            raise invalid(
+                f"requests and responses have priority CS4 or higher, got {UPriority.Name(attributes.priority) if attributes.priority in UPriority.values() else attributes.priority}"
+            )
+        if not attributes.ttl:
+            raise invalid("requests and responses need a ttl greater than 0 ms")
+        if attributes.type == RESPONSE and not uuids.is_v7(attributes.reqid):
+            raise invalid("a response names the id of its request (reqid), a UUID of version 7")
+
+
+def validate_payload(attributes: UAttributes, has_payload: bool) -> None:
+    """dsn~up-attributes-payload-format~1."""
+    if not has_payload and attributes.payload_format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED:
+        raise invalid(f"a message without payload has no payload format, got {attributes.payload_format}")

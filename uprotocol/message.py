@@ -1,0 +1,167 @@
+"""UMessage: payloads, builders, validation.
+
+UMessageBuilder.publish(topic).with_priority(CS2).build_from_upayload(UPayload.pack(sample))  ->  valid UMessage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError, Message
+
+from uprotocol import attributes as attrs
+from uprotocol import uuid as uuids
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from uprotocol.v1.uuid_pb2 import UUID
+
+M = TypeVar("M", bound=Message)
+
+PROTOBUF = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF
+PROTOBUF_WRAPPED_IN_ANY = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
+
+
+@dataclass(frozen=True, slots=True)
+class UPayload:
+    """Bytes and how to read them."""
+
+    data: bytes = b""
+    format: UPayloadFormat.ValueType = UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
+
+    @classmethod
+    def pack(cls, message: Message) -> UPayload:
+        """`message` as plain protobuf: the reader knows the type."""
+        return cls(message.SerializeToString(), PROTOBUF)
+
+    @classmethod
+    def pack_to_any(cls, message: Message) -> UPayload:
+        """`message` in a google.protobuf.Any: the payload says its type."""
+        wrapped = Any()
+        wrapped.Pack(message)
+        return cls(wrapped.SerializeToString(), PROTOBUF_WRAPPED_IN_ANY)
+
+    @classmethod
+    def of(cls, message: UMessage) -> UPayload:
+        return cls(message.payload, message.attributes.payload_format)
+
+    def unpack(self, type: type[M]) -> M:
+        """The protobuf message of `type` in this payload; no payload is an empty message.
+
+        Raises UStatusError(INVALID_ARGUMENT) if the format is not protobuf, the bytes don't parse, or the Any holds another type.
+        """
+        made = type()
+        try:
+            if self.format == PROTOBUF_WRAPPED_IN_ANY:
+                wrapped = Any.FromString(self.data)
+                if self.data and not wrapped.Unpack(made):
+                    raise invalid(f"expected {made.DESCRIPTOR.full_name} in the payload, got {wrapped.type_url}")
+            elif self.format in (PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED):
+                made.ParseFromString(self.data)
+            else:
+                raise invalid(
+                    f"expected a protobuf payload, got {UPayloadFormat.Name(self.format) if self.format in UPayloadFormat.values() else self.format}"
+                )
+        except DecodeError as error:
+            raise invalid(f"the payload is not a {made.DESCRIPTOR.full_name}: {error}") from None
+        return made
+
+
+def validate(message: UMessage) -> None:
+    """Attributes valid for their type, and no payload format without payload. Raises UStatusError(INVALID_ARGUMENT)."""
+    attrs.validate(message.attributes)
+    attrs.validate_payload(message.attributes, message.HasField("payload"))
+
+
+def is_expired(message: UMessage, now_ms: int | None = None) -> bool:
+    return attrs.is_expired(message.attributes, uuids.now_ms() if now_ms is None else now_ms)
+
+
+class UMessageBuilder:
+    """Builds one message; `build*` validates it, so a message that exists is a valid one."""
+
+    new_id: Callable[[], UUID] = staticmethod(uuids.new)
+
+    def __init__(self, type: UMessageType.ValueType, source: UUri, sink: UUri | None = None) -> None:
+        self._attributes = UAttributes(type=type, source=source, sink=sink)
+        self._id: UUID | None = None
+
+    @classmethod
+    def publish(cls, topic: UUri) -> Self:
+        return cls(attrs.PUBLISH, topic)
+
+    @classmethod
+    def notification(cls, topic: UUri, destination: UUri) -> Self:
+        return cls(attrs.NOTIFICATION, topic, destination)
+
+    @classmethod
+    def request(cls, reply_to: UUri, method: UUri, ttl_ms: int) -> Self:
+        builder = cls(attrs.REQUEST, reply_to, method)
+        return builder.with_priority(UPriority.UPRIORITY_CS4).with_ttl(ttl_ms)
+
+    @classmethod
+    def response(cls, method: UUri, reply_to: UUri, request_id: UUID) -> Self:
+        builder = cls(attrs.RESPONSE, method, reply_to)
+        builder._attributes.reqid.CopyFrom(request_id)
+        return builder.with_priority(UPriority.UPRIORITY_CS4)
+
+    @classmethod
+    def response_for_request(cls, request: UAttributes) -> Self:
+        """The response to `request`: addresses swapped, reqid, priority and ttl copied (spec section 3.5)."""
+        builder = cls.response(request.sink, request.source, request.id)
+        return builder.with_priority(request.priority).with_ttl(request.ttl)
+
+    def with_id(self, id: UUID) -> Self:
+        self._id = id
+        return self
+
+    def with_priority(self, priority: UPriority.ValueType) -> Self:
+        self._attributes.priority = priority
+        return self
+
+    def with_ttl(self, ttl_ms: int) -> Self:
+        self._attributes.ttl = ttl_ms
+        return self
+
+    def with_token(self, token: str) -> Self:
+        self._attributes.token = token
+        return self
+
+    def with_permission_level(self, level: int) -> Self:
+        self._attributes.permission_level = level
+        return self
+
+    def with_commstatus(self, code: UCode.ValueType) -> Self:
+        self._attributes.commstatus = code
+        return self
+
+    def with_traceparent(self, traceparent: str) -> Self:
+        self._attributes.traceparent = traceparent
+        return self
+
+    def build(self) -> UMessage:
+        return self.build_from_upayload(None)
+
+    def build_from_upayload(self, payload: UPayload | None) -> UMessage:
+        message = UMessage(attributes=self._attributes)
+        message.attributes.id.CopyFrom(self._id if self._id is not None else self.new_id())
+        if payload is not None:
+            message.payload = payload.data
+            message.attributes.payload_format = payload.format
+        validate(message)
+        return message
+
+    def pack(self, payload: Message) -> UMessage:
+        """`payload` as plain protobuf."""
+        return self.build_from_upayload(UPayload.pack(payload))
+
+
+def error_response(request: UAttributes, status: UStatus) -> UMessage:
+    """The response that tells the originator why: commstatus and a UStatus payload with the same code (dsn~service-error-model-error-response~1)."""
+    return UMessageBuilder.response_for_request(request).with_commstatus(status.code).pack(status)

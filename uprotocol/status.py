@@ -1,0 +1,60 @@
+"""UStatus as an exception, and the codes as one enum.
+
+world's error -> UStatusError(code, message) -> UStatus on the wire     (service error model, spec section 4)
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+OK: Final = UStatus(code=UCode.OK)
+
+RETRYABLE: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED})
+"""Codes after which the same message may be sent again; nothing else ever is."""
+
+
+class UStatusError(Exception):
+    """An operation failed with a UStatus other than OK.
+
+    `code` is the UCode, `message` says what was expected, what came, and what to do.
+    """
+
+    def __init__(self, code: UCode.ValueType, message: str = "", *, status: UStatus | None = None) -> None:
+        assert code != UCode.OK, "OK is not an error"
+        super().__init__(message)
+        self.status = status if status is not None else UStatus(code=code, message=message)
+
+    @classmethod
+    def from_status(cls, status: UStatus) -> UStatusError:
+        return cls(status.code, status.message, status=status)
+
+    @property
+    def code(self) -> UCode.ValueType:
+        return self.status.code
+
+    @property
+    def message(self) -> str:
+        return self.status.message
+
+    @property
+    def retryable(self) -> bool:
+        return self.code in RETRYABLE
+
+    def __str__(self) -> str:
+        return f"{code_name(self.code)}: {self.message}" if self.message else code_name(self.code)
+
+    def __repr__(self) -> str:
+        return f"UStatusError({self})"
+
+
+def code_name(code: int) -> str:
+    """`INVALID_ARGUMENT` for 3; the number itself for a code of a later specification."""
+    return UCode.Name(UCode.ValueType(code)) if code in UCode.values() else str(code)
+
+
+def invalid(message: str) -> UStatusError:
+    """An INVALID_ARGUMENT error, the commonest one."""
+    return UStatusError(UCode.INVALID_ARGUMENT, message)

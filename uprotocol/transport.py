@@ -1,0 +1,159 @@
+"""uP-L1: what a transport offers (spec up-l1/README.adoc). Everything above speaks to this, and to nothing else.
+
+send_batch ->  network  -> on_receive_batch            push, with "ack last": the network is told that a message was
+                        -> receive                     taken only after the listener's awaitable has completed
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol, Self, runtime_checkable
+
+from uprotocol import uri as uris
+from uprotocol.status import OK, UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+
+class Capability(enum.Flag):
+    """What a transport declares. What it does not declare answers its documented error, and the conformance suite checks that."""
+
+    NONE = 0
+    PUSH = enum.auto()  # register_listener, unregister_listener; else UNIMPLEMENTED
+    PULL = enum.auto()  # receive; else UNIMPLEMENTED
+    ACK = enum.auto()  # the network keeps a message until the listener's awaitable completed, and delivers it again otherwise
+    PERSISTENT_SESSION = enum.auto()  # what arrives while we are away is delivered when we are back
+    WILDCARD_SOURCE = enum.auto()  # (FFFF, none) and other source patterns without sink; else INVALID_ARGUMENT
+    PUBLISH_WITHOUT_SINK = enum.auto()  # else a publish needs the streamer's sink (MQTT off-vehicle); without it INVALID_ARGUMENT
+
+
+@runtime_checkable
+class UListener(Protocol):
+    """Receives messages on the event loop, in arrival order.
+
+    A listener that also has `on_receive_batch(messages: Sequence[UMessage])` gets all that arrived together in one call of it instead.
+    Either may return an awaitable: the message counts as taken when it completes.
+    """
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None: ...
+
+
+@runtime_checkable
+class UBatchListener(UListener, Protocol):
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
+
+
+class LocalUriProvider:
+    """Who we are: own authority, entity and version (dsn~localuriprovider-declaration~1)."""
+
+    def __init__(self, authority: str, ue_id: int, version: int) -> None:
+        self._source = uris.uri(authority, ue_id, version, uris.RESOURCE_REPLY)
+        if not authority or uris.has_wildcard(self._source):
+            raise invalid(f"a local uEntity has a concrete authority, id and version, got {uris.format(self._source)}")
+
+    def get_authority(self) -> str:
+        return self._source.authority_name
+
+    def get_source(self) -> UUri:
+        """Own address, resource 0: where replies and notifications go."""
+        return self.get_resource(uris.RESOURCE_REPLY)
+
+    def get_resource(self, resource_id: int) -> UUri:
+        source = self._source
+        return uris.uri(source.authority_name, source.ue_id, source.ue_version_major, resource_id)
+
+    def __repr__(self) -> str:
+        return f"LocalUriProvider({uris.format(self._source)})"
+
+
+ConnectionCallback = Callable[[bool], None]
+
+
+class UTransport(abc.ABC):
+    """A network that carries UMessages. All methods run on one event loop, and none blocks it.
+
+    Errors are UStatusError. UNAVAILABLE and DEADLINE_EXCEEDED may be tried again; anything else never is.
+    """
+
+    capabilities: Capability = Capability.NONE
+
+    async def open(self) -> None:
+        """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us."""
+
+    async def close(self) -> None:
+        """Drain and disconnect. May be called twice."""
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        """False while the network is known to be away. A transport that can't know says True once it is open."""
+        return True
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        """`callback(True)` on every (re)connection after open, `callback(False)` on every loss; on the event loop."""
+
+    @abc.abstractmethod
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        """Send in order; one status for each message, OK when the network has taken it (MQTT: PUBACK).
+
+        An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
+        network (UNAVAILABLE) nothing behind it is tried, so that a later try keeps the order.
+        """
+
+    async def send(self, message: UMessage) -> None:
+        """Send one message. Raises UStatusError."""
+        (status,) = await self.send_batch([message])
+        if status.code != UCode.OK:
+            raise UStatusError.from_status(status)
+
+    async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
+        """The oldest message that matches and has not expired. Raises NOT_FOUND, or UNIMPLEMENTED without Capability.PULL."""
+        raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by push only: use register_listener")
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        """Deliver what matches to `listener`. Without `sink_filter` only messages without sink match.
+
+        Doing it again changes nothing. Raises UNIMPLEMENTED without Capability.PUSH, INVALID_ARGUMENT for a pair of filters that the
+        specification does not list, RESOURCE_EXHAUSTED at a limit.
+        """
+        raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        """End what register_listener began. Raises UNIMPLEMENTED, INVALID_ARGUMENT, or NOT_FOUND if there is no such registration."""
+        raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
+
+
+_T, _M, _R, _W = "topic", "method", "reply", "wildcard"
+VALID_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M), (_M, _R), (_W, _R), (_W, _W)})
+"""Kinds of (source, sink) resource that may be listened to (spec up-l1, valid filter pairs)."""
+
+
+def _kind(uri: UUri) -> str:
+    resource = uri.resource_id
+    return _W if resource == uris.WILDCARD_RESOURCE else _R if resource == 0 else _M if resource <= uris.RESOURCE_METHOD_MAX else _T
+
+
+def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
+    """Raises UStatusError(INVALID_ARGUMENT) for a malformed filter or a pair that the specification does not list."""
+    uris.validate(source_filter)
+    if sink_filter is not None:
+        uris.validate(sink_filter)
+    pair = (_kind(source_filter), None if sink_filter is None else _kind(sink_filter))
+    if pair not in VALID_FILTER_PAIRS:
+        raise invalid(
+            f"source filter {uris.format(source_filter)} with sink filter {uris.format(sink_filter) if sink_filter is not None else 'none'} can match no message; "
+            "allowed are (topic or FFFF, none), (topic, 0), (0, method), (method, 0), (FFFF, 0), (FFFF, FFFF)"
+        )
+
+
+__all__ = ["OK", "Capability", "ConnectionCallback", "LocalUriProvider", "UBatchListener", "UListener", "UTransport", "validate_filters"]

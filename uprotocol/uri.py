@@ -1,0 +1,175 @@
+"""UUri: parse, format, validate, match (spec basics/uri.adoc).
+
+text  --parse-->  UUri  --format-->  text          up://vcu.my_vin/1A40101/1/8000
+                   |
+          validate | matches(pattern, candidate)
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+from typing import Final
+
+from uprotocol.status import invalid
+from uprotocol.v1.uri_pb2 import UUri
+
+AUTHORITY_LENGTH_MAX: Final = 128  # characters, dsn~uri-authority-name-length~1
+WILDCARD_AUTHORITY: Final = "*"
+WILDCARD_ENTITY: Final = 0xFFFF_FFFF
+WILDCARD_ENTITY_TYPE: Final = 0xFFFF
+WILDCARD_ENTITY_INSTANCE: Final = 0xFFFF
+WILDCARD_VERSION: Final = 0xFF
+WILDCARD_RESOURCE: Final = 0xFFFF
+RESOURCE_REPLY: Final = 0x0000
+RESOURCE_METHOD_MIN: Final = 0x0001
+RESOURCE_METHOD_MAX: Final = 0x7FFF
+RESOURCE_TOPIC_MIN: Final = 0x8000
+RESOURCE_TOPIC_MAX: Final = 0xFFFE
+
+_NAME = re.compile(r"[a-z0-9\-._~]+")
+_SEGMENTS = (
+    ("ue_id", re.compile(r"[0-9A-Fa-f]{1,8}")),
+    ("ue_version_major", re.compile(r"[0-9A-Fa-f]{1,2}")),
+    ("resource_id", re.compile(r"[0-9A-Fa-f]{1,4}")),
+)
+
+
+def uri(authority: str = "", ue_id: int = 0, version: int = 1, resource: int = 0) -> UUri:
+    """A validated UUri. Raises UStatusError(INVALID_ARGUMENT)."""
+    made = UUri(authority_name=authority, ue_id=ue_id, ue_version_major=version, resource_id=resource)
+    validate(made)
+    return made
+
+
+def pattern(
+    authority: str = WILDCARD_AUTHORITY, ue_id: int = WILDCARD_ENTITY, version: int = WILDCARD_VERSION, resource: int = WILDCARD_RESOURCE
+) -> UUri:
+    """A UUri whose unnamed parts are wildcards."""
+    return uri(authority, ue_id, version, resource)
+
+
+ANY: Final = UUri(authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WILDCARD_VERSION, resource_id=WILDCARD_RESOURCE)
+"""`//*/FFFFFFFF/FF/FFFF`; shared, so never change it."""
+
+
+def parse(text: str) -> UUri:
+    """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
+
+    Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
+    """
+    rest = text[3:] if text[:3].lower() == "up:" else text
+    if "?" in rest or "#" in rest:
+        raise invalid(f"a uProtocol URI has neither query nor fragment, but {text!r} does")
+    authority = ""
+    if rest.startswith("//"):
+        authority, slash, path = rest[2:].partition("/")
+        authority = _lower_ipv6(authority)
+        rest = slash + path
+    if not rest.startswith("/"):
+        raise invalid(f"expected up://authority/ue_id/version/resource or /ue_id/version/resource, got {text!r}")
+    segments = rest[1:].split("/")
+    if len(segments) != 3:
+        raise invalid(f"expected three path segments (ue_id, version, resource), got {len(segments)} in {text!r}")
+    numbers = []
+    for segment, (name, digits) in zip(segments, _SEGMENTS, strict=True):
+        if not digits.fullmatch(segment):  # int(s, 16) alone would take '+1', '0x1', '1_0'
+            raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits.pattern[-2]} digits")
+        numbers.append(int(segment, 16))
+    parsed = UUri(authority_name=authority, ue_id=numbers[0], ue_version_major=numbers[1], resource_id=numbers[2])
+    validate(parsed)
+    return parsed
+
+
+def format(uri: UUri) -> str:  # noqa: A001 - the pair of parse
+    """`up://authority/UE_ID/VERSION/RESOURCE`, upper-case hex without leading zeros; `up:/...` where there is no authority."""
+    authority = f"//{uri.authority_name}" if uri.authority_name else ""
+    return f"up:{authority}/{uri.ue_id:X}/{uri.ue_version_major:X}/{uri.resource_id:X}"
+
+
+def validate(uri: UUri) -> None:
+    """Hold every number to its width and the authority to its grammar; wildcards are allowed. Raises INVALID_ARGUMENT."""
+    _validate(uri.authority_name, uri.ue_version_major, uri.resource_id)
+
+
+def _validate(authority: str, version: int, resource: int) -> None:
+    validate_authority(authority)
+    if version > 0xFF:
+        raise invalid(f"ue_version_major is 8 bits wide, got {version:#x}")
+    if resource > 0xFFFF:
+        raise invalid(f"resource_id is 16 bits wide, got {resource:#x}")
+
+
+@functools.lru_cache(maxsize=4096)
+def validate_authority(authority: str) -> None:
+    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IPv6 one in brackets."""
+    if authority in ("", WILDCARD_AUTHORITY):
+        return
+    if len(authority) > AUTHORITY_LENGTH_MAX:
+        raise invalid(f"an authority has at most {AUTHORITY_LENGTH_MAX} characters, got {len(authority)}")
+    if authority.startswith("[") and authority.endswith("]"):
+        try:
+            ipaddress.IPv6Address(authority[1:-1])
+        except ValueError as error:
+            raise invalid(f"authority {authority!r} is not an IPv6 address: {error}") from None
+        return
+    if not _NAME.fullmatch(authority):
+        raise invalid(f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)")
+
+
+def _lower_ipv6(authority: str) -> str:
+    return authority.lower() if authority.startswith("[") else authority
+
+
+def matches(pattern: UUri, candidate: UUri) -> bool:
+    """dsn~uri-pattern-matching~2: only the pattern's wildcards count; instance 0 is a value, not a wildcard."""
+    if pattern.authority_name not in (WILDCARD_AUTHORITY, candidate.authority_name):
+        return False
+    if pattern.resource_id not in (WILDCARD_RESOURCE, candidate.resource_id):
+        return False
+    if pattern.ue_version_major not in (WILDCARD_VERSION, candidate.ue_version_major):
+        return False
+    wanted, given = pattern.ue_id, candidate.ue_id
+    if wanted in (WILDCARD_ENTITY, given):
+        return True
+    type_matches = wanted & 0xFFFF in (WILDCARD_ENTITY_TYPE, given & 0xFFFF)
+    return type_matches and wanted >> 16 in (WILDCARD_ENTITY_INSTANCE, given >> 16)
+
+
+def is_topic(uri: UUri) -> bool:
+    return RESOURCE_TOPIC_MIN <= uri.resource_id <= RESOURCE_TOPIC_MAX
+
+
+def is_method(uri: UUri) -> bool:
+    return RESOURCE_METHOD_MIN <= uri.resource_id <= RESOURCE_METHOD_MAX
+
+
+def is_reply(uri: UUri) -> bool:
+    return uri.resource_id == RESOURCE_REPLY
+
+
+def has_wildcard(uri: UUri) -> bool:
+    """True iff any part is a wildcard: such a UUri is a pattern and names nothing."""
+    return (
+        uri.authority_name == WILDCARD_AUTHORITY
+        or uri.ue_id & 0xFFFF == WILDCARD_ENTITY_TYPE
+        or uri.ue_id >> 16 == WILDCARD_ENTITY_INSTANCE
+        or uri.ue_version_major == WILDCARD_VERSION
+        or uri.resource_id == WILDCARD_RESOURCE
+    )
+
+
+def with_authority(uri: UUri, authority: str) -> UUri:
+    """`uri` itself, or a copy with `authority` where it has none (A-15: an empty authority is the local one)."""
+    if uri.authority_name:
+        return uri
+    completed = UUri()
+    completed.CopyFrom(uri)
+    completed.authority_name = authority
+    return completed
+
+
+def key(uri: UUri) -> tuple[str, int, int, int]:
+    """A hashable identity."""
+    return (uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id)
