@@ -1,0 +1,53 @@
+# Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
+#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make clean
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+DATA   ?=
+ARGS   ?=
+
+.PHONY: demo test check format bench proto spec-coverage wheel clean
+.DEFAULT_GOAL := test
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "up-streamer needs Python 3.11 or later, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
+	@echo "installing up-streamer and what it needs into $(VENV) ..."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)') $(ARGS)
+
+test: $(STAMP)
+	@$(BIN)/python -m transports.mqtt5.broker --ensure || test "$$CI" != true
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -q tests/test_import_rules.py
+	@$(BIN)/python tools/spec_coverage.py --check
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(STAMP)
+	@$(BIN)/python -m transports.mqtt5.broker --ensure
+	@$(BIN)/python -m bench $(ARGS)
+
+proto: $(STAMP)
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py
+
+spec-coverage: $(STAMP)
+	@$(BIN)/python tools/spec_coverage.py
+
+wheel: $(STAMP)
+	@$(BIN)/python -m build --wheel --outdir dist .
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
