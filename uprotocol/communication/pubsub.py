@@ -1,0 +1,143 @@
+"""Publish, notify, subscribe, over any UTransport.
+
+publish(0x8001, payload) -> UMessage -> transport
+subscribe(topic, listener): register the listener -> ask uSubscription -> or unregister again
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uprotocol import uri as uris
+from uprotocol.communication.api import NotificationListener, Notifier, Publisher, Subscriber, SubscriptionService
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UListener, UTransport
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+
+def _finish(
+    builder: UMessageBuilder,
+    payload: UPayload | None,
+    priority: UPriority.ValueType | None,
+    ttl_ms: int | None,
+    traceparent: str | None,
+) -> UMessage:
+    if priority is not None:
+        builder.with_priority(priority)
+    if ttl_ms is not None:
+        builder.with_ttl(ttl_ms)
+    if traceparent is not None:
+        builder.with_traceparent(traceparent)
+    return builder.build_from_upayload(payload)
+
+
+class SimplePublisher(Publisher):
+    """Publishes what it is given, at once."""
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
+        self._transport, self._local = transport, local
+
+    async def publish(
+        self,
+        resource_id: int,
+        payload: UPayload | None = None,
+        *,
+        priority: UPriority.ValueType | None = None,
+        ttl_ms: int | None = None,
+        traceparent: str | None = None,
+    ) -> None:
+        builder = UMessageBuilder.publish(self._local.get_resource(resource_id))
+        await self._transport.send(_finish(builder, payload, priority, ttl_ms, traceparent))
+
+
+class SimpleNotifier(Notifier):
+    """Notifies at once; hears what is sent to its own address."""
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
+        self._transport, self._local = transport, local
+
+    async def notify(
+        self,
+        resource_id: int,
+        destination: UUri,
+        payload: UPayload | None = None,
+        *,
+        priority: UPriority.ValueType | None = None,
+        ttl_ms: int | None = None,
+        traceparent: str | None = None,
+    ) -> None:
+        sink = uris.with_authority(destination, self._local.get_authority())
+        builder = UMessageBuilder.notification(self._local.get_resource(resource_id), sink)
+        await self._transport.send(_finish(builder, payload, priority, ttl_ms, traceparent))
+
+    async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
+        _require_topic(topic)  # with a wildcard resource the pair (FFFF, 0) would bring responses as well
+        await self._transport.register_listener(topic, listener, self._local.get_source())
+
+    async def unregister_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
+        _require_topic(topic)
+        await self._transport.unregister_listener(topic, listener, self._local.get_source())
+
+
+class InMemorySubscriber(Subscriber):
+    """Knows its listeners in memory only; the subscriptions themselves are the service's."""
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider, usubscription: SubscriptionService) -> None:
+        self._transport, self._local, self._usubscription = transport, local, usubscription
+        self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
+
+    def __repr__(self) -> str:
+        return f"InMemorySubscriber({self._local}, topics={len(self._listeners)})"
+
+    async def subscribe(self, topic: UUri, listener: UListener, **options: Any) -> Any:
+        topic = self._complete(topic)
+        listeners = self._listeners.setdefault(uris.key(topic), [])
+        known = any(one is listener for one in listeners)
+        if not known:
+            listeners.append(listener)
+        try:
+            await self._transport.register_listener(topic, listener)  # first: no message may fall between the answer and the listener
+            return await self._usubscription.subscribe(topic, **options)
+        except BaseException:
+            if not known:
+                await self._forget(topic, listener)
+            raise
+
+    async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
+        topic = self._complete(topic)
+        listeners = self._listeners.get(uris.key(topic), [])
+        leaving = list(listeners) if listener is None else [one for one in listeners if one is listener]
+        if listener is not None and not leaving:
+            raise UStatusError(
+                UCode.NOT_FOUND, f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription"
+            )
+        if len(leaving) == len(listeners):
+            await self._usubscription.unsubscribe(topic)  # first: if it fails nothing has changed, and it may be tried again
+        for one in leaving:
+            await self._forget(topic, one)
+
+    async def _forget(self, topic: UUri, listener: UListener) -> None:
+        key = uris.key(topic)
+        rest = [one for one in self._listeners.get(key, []) if one is not listener]
+        if rest:
+            self._listeners[key] = rest
+        else:
+            self._listeners.pop(key, None)
+        try:
+            await self._transport.unregister_listener(topic, listener)
+        except UStatusError as error:
+            if error.code != UCode.NOT_FOUND:  # never registered, or gone with the transport: what was wanted holds
+                raise
+
+    def _complete(self, topic: UUri) -> UUri:
+        _require_topic(topic)
+        return uris.with_authority(topic, self._local.get_authority())
+
+
+def _require_topic(topic: UUri) -> None:
+    if not uris.is_topic(topic):
+        raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")

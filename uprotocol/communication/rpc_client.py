@@ -1,0 +1,140 @@
+"""Calls: a request goes out, its response finds back by the request's id.
+
+invoke_method -> pending[id] -> request -> ... -> response -> pending.pop(reqid) -> caller
+                      |                 own timer, from ttl
+                      '-> DEADLINE_EXCEEDED; a response that comes later is counted
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final, Self
+
+from uprotocol import uri as uris
+from uprotocol.attributes import RESPONSE
+from uprotocol.communication.api import DEFAULT_OPTIONS, CallOptions, RpcClient
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError, code_name
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+CALLS_PENDING_MAX: Final = 10_000  # ten seconds of a thousand calls a second; some 3 KB each
+
+
+class InMemoryRpcClient(RpcClient):
+    """One listener for all responses to the own address; calls run side by side.
+
+    `dropped` counts responses that nobody waits for (late_response) and what isn't a response at all (not_a_response: the one valid filter
+    for responses from everywhere brings notifications too).
+    """
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider, *, calls_pending_max: int = CALLS_PENDING_MAX) -> None:
+        self._transport, self._local = transport, local
+        self._calls_pending_max = calls_pending_max
+        self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
+        self._open = False
+        self.dropped: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"InMemoryRpcClient({self._local}, pending={len(self._pending)})"
+
+    async def open(self) -> None:
+        """Begin to listen. May be called twice. Raises what the transport says."""
+        await self._transport.register_listener(uris.ANY, self, self._local.get_source())
+        self._open = True
+
+    async def close(self) -> None:
+        """Stop listening; calls that still wait end with CANCELLED. May be called twice."""
+        if not self._open:
+            return
+        self._open = False
+        for call in self._pending.values():
+            if not call.done():
+                call.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
+        with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
+            await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def invoke_method(self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS) -> UPayload:
+        """The payload of the response (dsn~service-error-model-failed-rpc~1).
+
+        Raises UStatusError: DEADLINE_EXCEEDED after `options.timeout_ms`, the response's commstatus with the message and details of its
+        UStatus, RESOURCE_EXHAUSTED at the limit of pending calls, INVALID_ARGUMENT, CANCELLED, or what the transport says.
+        """
+        if not self._open:
+            raise UStatusError(UCode.FAILED_PRECONDITION, "the RPC client is not open, so no response could be heard: await open() first")
+        if len(self._pending) >= self._calls_pending_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._calls_pending_max} calls are pending, which is the limit: try later")
+        request = self._request(method, payload, options)
+        key = (request.attributes.id.msb, request.attributes.id.lsb)
+        call = self._pending[key] = asyncio.get_running_loop().create_future()
+        timer = asyncio.timeout(options.timeout_ms / 1000)
+        try:
+            async with timer:
+                await self._transport.send(request)
+                response = await call
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise UStatusError(
+                UCode.DEADLINE_EXCEEDED, f"{uris.format(request.attributes.sink)} gave no answer within {options.timeout_ms} ms"
+            ) from None
+        finally:
+            del self._pending[key]
+            if call.done() and not call.cancelled():
+                call.exception()  # seen, though close() may have set it while the send had failed already
+        return _result(response)
+
+    def _request(self, method: UUri, payload: UPayload | None, options: CallOptions) -> UMessage:
+        sink = uris.with_authority(method, self._local.get_authority())
+        builder = UMessageBuilder.request(self._local.get_source(), sink, options.timeout_ms).with_priority(options.priority)
+        if options.token is not None:
+            builder.with_token(options.token)
+        if options.permission_level is not None:
+            builder.with_permission_level(options.permission_level)
+        if options.traceparent is not None:
+            builder.with_traceparent(options.traceparent)
+        return builder.build_from_upayload(payload)
+
+    def on_receive(self, message: UMessage) -> None:
+        attributes = message.attributes
+        if attributes.type != RESPONSE:
+            self.dropped["not_a_response"] += 1
+            return
+        call = self._pending.get((attributes.reqid.msb, attributes.reqid.lsb))
+        if call is None or call.done():
+            self.dropped["late_response"] += 1
+        else:  # whatever its ttl: some networks count it down on the way
+            call.set_result(message)
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        for message in messages:
+            self.on_receive(message)
+
+
+def _result(response: UMessage) -> UPayload:
+    """Its payload, or the error that it tells. The commstatus wins over another code in the payload."""
+    code = response.attributes.commstatus
+    payload = UPayload.of(response)
+    if code == UCode.OK:
+        return payload
+    try:
+        status = payload.unpack(UStatus)
+    except UStatusError:
+        status = UStatus()
+    if not status.message:
+        status.message = f"the service answered {code_name(code)} and gave no reason"
+    status.code = code
+    raise UStatusError.from_status(status)

@@ -1,0 +1,217 @@
+"""Serves own methods: each request to its handler, each result back as the response.
+
+request -> checks -> handler -> result -> outbox -> transport        sync: at once; async: a task, many side by side
+             |          '-> UStatusError -> its code and a UStatus
+             '-> expired: dropped; too many at once: RESOURCE_EXHAUSTED
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import structlog
+from google.protobuf.message import Message
+
+from uprotocol import attributes as attrs
+from uprotocol import message as messages_
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.communication.api import RequestCheck, RequestHandler, RpcServer
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+REQUESTS_RUNNING_MAX: Final = 1_000  # a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
+RESPONSES_WAITING_MAX: Final = 4_096  # for the network to take them: the refusals of a burst must find room too
+RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer falls
+DRAIN_MS_MAX: Final = 5_000  # close() gives running handlers this long; a caller's own timer has rarely more left
+
+_CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
+Result = UPayload | Message | None
+
+log = structlog.get_logger()
+
+
+class InMemoryRpcServer(RpcServer):
+    """Handlers run on the event loop; an async one is a task that this server owns.
+
+    A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which the caller gets;
+    anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every request first and may refuse it.
+    `dropped` counts requests that are expired, invalid and unanswerable, and responses that the network did not take.
+    """
+
+    def __init__(
+        self,
+        transport: UTransport,
+        local: LocalUriProvider,
+        *,
+        check: RequestCheck | None = None,
+        requests_running_max: int = REQUESTS_RUNNING_MAX,
+        drain_ms_max: int = DRAIN_MS_MAX,
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> None:
+        self._transport, self._local = transport, local
+        self._check, self._now_ms = check, now_ms
+        self._running_max, self._drain_ms_max = requests_running_max, drain_ms_max
+        self._methods: dict[int, _Method] = {}
+        self._running: set[asyncio.Task[None]] = set()
+        self._outbox: deque[UMessage] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self.dropped: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"InMemoryRpcServer({self._local}, methods={len(self._methods)}, running={len(self._running)}, outbox={len(self._outbox)})"
+
+    async def register_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
+        """Serve own method `resource_id`. Doing it again changes nothing.
+
+        Raises INVALID_ARGUMENT outside of 1 to 7FFF, ALREADY_EXISTS if another handler serves it, or what the transport says.
+        """
+        sink = self._local.get_resource(resource_id)
+        if not uris.is_method(sink):
+            raise invalid(f"a method has a resource of 1 to 7FFF, got {resource_id:X}")
+        known = self._methods.get(resource_id)
+        if known is not None:
+            if known.handler == handler:
+                return
+            raise UStatusError(UCode.ALREADY_EXISTS, f"method {resource_id:X} has a handler already: unregister that one first")
+        method = self._methods[resource_id] = _Method(self, handler)
+        try:
+            await self._transport.register_listener(_CALLERS, method, sink)
+        except BaseException:
+            del self._methods[resource_id]
+            raise
+
+    async def unregister_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
+        """Take no more requests for `resource_id`; those that run are still answered. Raises NOT_FOUND."""
+        method = self._methods.get(resource_id)
+        if method is None or method.handler != handler:
+            raise UStatusError(UCode.NOT_FOUND, f"this handler does not serve method {resource_id:X}")
+        del self._methods[resource_id]
+        await self._transport.unregister_listener(_CALLERS, method, self._local.get_resource(resource_id))
+
+    async def close(self) -> None:
+        """Take no more requests, let the running ones finish (those beyond `drain_ms_max` are answered UNAVAILABLE), send what is ready.
+
+        May be called twice. The transport stays open: it is its owner's.
+        """
+        for resource_id, method in list(self._methods.items()):
+            with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
+                await self.unregister_request_handler(resource_id, method.handler)
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        if self._sender is not None:
+            _, late = await asyncio.wait({self._sender}, timeout=self._drain_ms_max / 1000)
+            for task in late:
+                task.cancel()
+
+    def _accept(self, request: UMessage, handler: RequestHandler) -> None:
+        attributes = request.attributes
+        if attrs.is_expired(attributes, self._now_ms()):
+            self.dropped["expired"] += 1
+            return
+        try:
+            messages_.validate(request)
+            if attributes.type != attrs.REQUEST:
+                raise invalid("expected a request")
+            if len(self._running) >= self._running_max:
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._running_max} requests are being handled, which is the limit")
+            if self._check is not None:
+                self._check(request)
+            result = handler(request)
+        except Exception as error:
+            self._refuse(request, error)
+            return
+        if inspect.isawaitable(result):
+            task = asyncio.ensure_future(self._run(request, result))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        else:
+            self._answer(request, result)
+
+    async def _run(self, request: UMessage, pending: Awaitable[Result]) -> None:
+        try:
+            result = await pending
+        except asyncio.CancelledError:
+            self._refuse(request, UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later"))
+            raise
+        except Exception as error:
+            self._refuse(request, error)
+        else:
+            self._answer(request, result)
+
+    def _answer(self, request: UMessage, result: Result) -> None:
+        """dsn~service-error-model-success-response~1."""
+        try:
+            payload = UPayload.pack(result) if isinstance(result, Message) else result
+            assert payload is None or isinstance(payload, UPayload), f"a handler returned {type(payload).__name__}"
+            response = UMessageBuilder.response_for_request(request.attributes).build_from_upayload(payload)
+        except Exception as error:
+            self._refuse(request, error)
+        else:
+            self._post(response)
+
+    def _refuse(self, request: UMessage, error: Exception) -> None:
+        """dsn~service-error-model-error-response~1."""
+        if isinstance(error, UStatusError):
+            status = error.status
+        else:
+            log.error("a request handler failed", method=uris.format(request.attributes.sink), exc_info=error)
+            status = UStatus(code=UCode.INTERNAL, message="the service failed to handle the request; its log says why")
+        try:
+            response = messages_.error_response(request.attributes, status)
+        except UStatusError:  # so malformed that no valid response to it exists
+            self.dropped["unanswerable"] += 1
+        else:
+            self._post(response)
+
+    def _post(self, response: UMessage) -> None:
+        if len(self._outbox) >= RESPONSES_WAITING_MAX:
+            self.dropped["outbox_full"] += 1
+            return
+        self._outbox.append(response)
+        if self._sender is None:
+            self._sender = asyncio.ensure_future(self._send())
+
+    async def _send(self) -> None:
+        """Until the outbox is empty, whatever has gathered in it at once."""
+        try:
+            while self._outbox:
+                batch = [self._outbox.popleft() for _ in range(min(len(self._outbox), RESPONSES_BATCH_MAX))]
+                try:
+                    statuses = await self._transport.send_batch(batch)
+                except UStatusError as error:
+                    statuses = [error.status] * len(batch)
+                except Exception as error:  # a fault of the transport must not end the answers of this server
+                    statuses = [UStatus(code=UCode.INTERNAL, message=repr(error))] * len(batch)
+                failed = [status for status in statuses if status.code != UCode.OK]
+                if failed:
+                    self.dropped["response_not_sent"] += len(failed)
+                    log.warning("responses were not sent, and their callers will time out", responses=len(failed), why=failed[0].message)
+        finally:
+            self._sender = None
+
+
+class _Method:
+    """The listener of one method."""
+
+    def __init__(self, server: InMemoryRpcServer, handler: RequestHandler) -> None:
+        self._server, self.handler = server, handler
+
+    def on_receive(self, message: UMessage) -> None:
+        self._server._accept(message, self.handler)
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        for message in messages:
+            self._server._accept(message, self.handler)
