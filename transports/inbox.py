@@ -67,8 +67,8 @@ class Inbox(Generic[T]):
 
     def _wait_for_room(self) -> None:
         with self._room:
-            self._waiting = True
             while len(self._items) + self._pending_messages >= self._messages_max and not self._closed:
+                self._waiting = True  # each time: whoever made room has taken it back
                 self._room.wait(1.0)
 
     def _make_room(self) -> None:

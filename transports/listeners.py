@@ -30,6 +30,8 @@ ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are kn
 
 log = structlog.get_logger()
 
+_UNKNOWN: Final[list[Any]] = []  # a route that is not in the cache; None there: no valid message can have it
+
 
 @dataclass(frozen=True, slots=True)
 class Filter:
@@ -135,25 +137,42 @@ class ListenerTable:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
-    def _listeners(self, message: UMessage, now: int, only: Filter | None) -> Sequence[UListener]:
+    def wants(self, message: UMessage) -> bool:
+        """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops that."""
+        found = self._matching(message)
+        return found is None or bool(found)
+
+    def accepts(self, message: UMessage) -> bool:
+        """True if it is valid and has not expired; else it is counted in `dropped`."""
+        found = self._matching(message)
+        return found is not None and self._passes(message, self._now_ms())
+
+    def _matching(self, message: UMessage) -> list[tuple[Filter, list[UListener]]] | None:
         attributes = message.attributes
-        has_sink = attributes.HasField("sink")
-        source = attributes.source
-        route = (attributes.type, source.SerializeToString(), attributes.sink.SerializeToString() if has_sink else None)
-        found = self._routes.get(route, ())
-        if found == ():
-            found = self._resolve(route, message)
-        if found is None:
-            self.dropped["invalid"] += 1
-            return ()
+        sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
+        route = (attributes.type, attributes.source.SerializeToString(), sink)
+        found = self._routes.get(route, _UNKNOWN)
+        return self._resolve(route, message) if found is _UNKNOWN else found
+
+    def _passes(self, message: UMessage, now: int) -> bool:
+        attributes = message.attributes
         try:
             attrs.validate_rest(attributes)
             attrs.validate_payload(attributes, message.HasField("payload"))
         except UStatusError:
             self.dropped["invalid"] += 1
-            return ()
+            return False
         if attributes.ttl and attrs.is_expired(attributes, now):
             self.dropped["expired"] += 1
+            return False
+        return True
+
+    def _listeners(self, message: UMessage, now: int, only: Filter | None) -> Sequence[UListener]:
+        found = self._matching(message)
+        if found is None:
+            self.dropped["invalid"] += 1
+            return ()
+        if not self._passes(message, now):
             return ()
         if only is not None:
             return next((listeners for filter, listeners in found if filter == only), ())

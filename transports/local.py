@@ -1,0 +1,390 @@
+"""The in-process reference transport: ordered, acknowledged last, and breakable on demand from a seed.
+
+send_batch -> Outbox (valid?) -> LocalNetwork (Faults) -> every other member: queue -> listeners -> taken
+              waits while a member's queue is full        |                         failed: the queue goes back to the first
+                                                          `-> wanted by no listener: kept for receive    message that was not taken
+
+Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is built.
+A network lives on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Self
+from weakref import WeakValueDictionary
+
+import structlog
+from pydantic import BaseModel, ConfigDict, Field
+
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.outbox import OK, Outbox, stopped
+from transports.plugin import TransportPlugin
+from uprotocol import uri as uris
+from uprotocol.attributes import is_expired
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+QUEUE_MESSAGES_MAX: Final = 8_192  # waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
+BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
+PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
+REDELIVERY_MS_MIN: Final = 5  # before the first redelivery; it doubles up to ...
+REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
+DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, each a chance from 0 to 1, all drawn from one seed: the same sends see the same faults.
+
+    Nothing here reorders a stream: messages of one (source, sink) stay in order whatever happens.
+    """
+
+    seed: int = 0
+    fail_send: float = 0.0  # per message: UNAVAILABLE, and it was not sent
+    unsure_send: float = 0.0  # per message: UNAVAILABLE, though it was sent (a retry makes a duplicate)
+    refuse: float = 0.0  # per message: PERMISSION_DENIED, not to be tried again
+    drop_connection: float = 0.0  # per batch: the sender loses the network for `away_ms` before the batch leaves
+    away_ms: int = 20
+    duplicate: float = 0.0  # per message and member: delivered twice in a row
+    delay_ms_max: int = 0  # each message is late by a random time up to this; streams overtake one another
+
+
+NO_FAULTS: Final = Faults()
+
+
+class LocalNetwork:
+    """Everybody on it hears everybody else, and not itself."""
+
+    _named: ClassVar[WeakValueDictionary[str, LocalNetwork]] = WeakValueDictionary()
+
+    def __init__(self, faults: Faults | None = None, name: str = "") -> None:
+        self.name = name
+        self.members: list[LocalTransport] = []
+        self.room = asyncio.Event()  # set whenever a member may have room again
+        self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
+        self._count = 0
+        self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
+        self.set_faults(faults)
+
+    @classmethod
+    def named(cls, name: str) -> LocalNetwork:
+        """The network of that name in this process; it lives as long as somebody holds it."""
+        network = cls._named.get(name)
+        if network is None:
+            network = cls._named[name] = cls(name=name)
+        return network
+
+    def __repr__(self) -> str:
+        return f"LocalNetwork({self.name!r}, members={len(self.members)}, faults={self.faults})"
+
+    def set_faults(self, faults: Faults | None) -> None:
+        """From here on these go wrong; None: nothing does. What is late stays late, and what follows it on its stream behind it."""
+        self.faults = faults
+        self._random = random.Random(faults.seed if faults is not None else 0)
+
+    def break_(self) -> None:
+        """Every member loses the network, until `heal`."""
+        for member in self.members:
+            member.disconnect()
+
+    def heal(self) -> None:
+        for member in self.members:
+            member.reconnect()
+
+    def inject(self, message: UMessage) -> None:
+        """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
+        for member in self.members:
+            member._arrive(message)
+
+    def full(self, sender: LocalTransport) -> bool:
+        """True if a member other than `sender` has no room for more."""
+        return any(one._load >= QUEUE_MESSAGES_MAX and one._connected and one is not sender for one in self.members)
+
+    def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
+        """Hand `message` to every other member, unless a fault strikes."""
+        if self.faults is None and not self._held:
+            for member in self.members:
+                if member is not sender:
+                    member._arrive(message)
+            return OK
+        faults = self.faults or NO_FAULTS
+        if self._strikes(faults.refuse):
+            return UStatus(code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)")
+        if self._strikes(faults.fail_send):
+            return UStatus(code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again")
+        for member in self.members:
+            if member is not sender:
+                for _ in range(2 if self._strikes(faults.duplicate) else 1):
+                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member._arrive(message)
+        if self._strikes(faults.unsure_send):
+            return UStatus(code=UCode.UNAVAILABLE, message="whether the message was sent is unknown (a fault was asked for): try again")
+        return OK
+
+    def drops(self, sender: LocalTransport) -> bool:
+        """True if a fault takes the network from `sender` just now; it comes back by itself."""
+        if self.faults is None or not self._strikes(self.faults.drop_connection):
+            return False
+        sender.disconnect()
+        asyncio.get_running_loop().call_later(self.faults.away_ms / 1000, sender.reconnect)
+        return True
+
+    def _strikes(self, chance: float) -> bool:
+        return chance > 0 and self._random.random() < chance
+
+    def _late(self, faults: Faults, member: LocalTransport, message: UMessage) -> None:
+        """Deliver later, though never before an earlier message of the same stream."""
+        loop = asyncio.get_running_loop()
+        attributes = message.attributes
+        sink = uris.key(attributes.sink) if attributes.HasField("sink") else None
+        stream = (id(member), uris.key(attributes.source), sink)
+        due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
+        self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
+        self._count += 1
+        member._load += 1
+        heapq.heappush(self._held, (due, self._count, member, message))
+        loop.call_at(due, self._release)
+
+    def _release(self) -> None:
+        """One due message; there is one call for each, and the heap says which, so that equal times keep their order."""
+        _, _, member, message = heapq.heappop(self._held)
+        member._load -= 1
+        member._arrive(message)
+        if not self._held:
+            self._release_at.clear()
+
+
+class LocalConfig(BaseModel):
+    """`network` names the network within this process."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    network: str = Field(default="default", description="members of the same name, in this process, hear one another")
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+
+
+class LocalTransport(UTransport):
+    """A member of a LocalNetwork. `disconnect` and `reconnect` break and mend its own connection."""
+
+    capabilities = Capability.PUSH | Capability.PULL | Capability.ACK | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+
+    def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
+        self.network = network if network is not None else LocalNetwork.named(config.network)
+        self._local = local
+        self._outbox = Outbox(local.get_authority())
+        self._table = ListenerTable(
+            local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._queue: deque[UMessage] = deque()  # arrived, not handed over
+        self._taking: deque[tuple[list[UMessage], asyncio.Future[None]]] = deque()  # handed over, not yet taken
+        self._load = 0  # messages in _queue, in _taking, and late on the wire to us
+        self._for_pull: deque[UMessage] = deque(maxlen=PULL_MESSAGES_MAX)
+        self._open = self._connected = self._awake = False
+        self._redelivery_ms = REDELIVERY_MS_MIN
+        self._idle = asyncio.Event()  # nothing waits and nothing is being taken
+        self._idle.set()
+        self._connection_callbacks: list[ConnectionCallback] = []
+
+    @classmethod
+    def on(cls, network: LocalNetwork, local: LocalUriProvider) -> Self:
+        return cls(LocalConfig(), local, network)
+
+    def __repr__(self) -> str:
+        state = "connected" if self._connected else "open" if self._open else "closed"
+        return f"LocalTransport({self._local.get_authority()}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages thrown away on arrival, by reason: invalid, expired."""
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
+
+    async def open(self) -> None:
+        if not self._open:
+            self._open = True
+            self.network.members.append(self)
+            self.reconnect()
+
+    async def close(self) -> None:
+        """Leave the network, after what arrived has been taken, or DRAIN_MS_MAX."""
+        if not self._open:
+            return
+        self._open = False
+        self.network.members.remove(self)
+        if self._connected:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), DRAIN_MS_MAX / 1000)
+        self.disconnect()
+        self._load -= len(self._queue)
+        self._queue.clear()
+        self._for_pull.clear()
+        self._idle.set()
+
+    def disconnect(self) -> None:
+        """Lose the network: sending answers UNAVAILABLE, what others send meanwhile is missed, what was not taken waits."""
+        if self._connected:
+            self._connected = False
+            self._go_back()
+            self.network.room.set()
+            self._tell_connection(False)
+
+    def reconnect(self) -> None:
+        if self._open and not self._connected:
+            self._connected = True
+            self._tell_connection(True)
+            self._wake()
+
+    def _tell_connection(self, connected: bool) -> None:
+        for callback in self._connection_callbacks:
+            try:
+                callback(connected)
+            except Exception:
+                log.exception("a connection callback failed", callback=repr(callback))
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        if self._connected:
+            self.network.drops(self)
+        now = self._outbox.now_ms()
+        for message in messages:
+            message = self._outbox.complete(message)
+            refusal = self._outbox.refusal(message, now)
+            if refusal is not None:
+                statuses.append(refusal)
+                continue
+            while self._connected and self.network.full(self):
+                self.network.room.clear()
+                await self.network.room.wait()
+                now = self._outbox.now_ms()
+            status = self.network.carry(self, message) if self._connected else self._away()
+            if status.code == UCode.UNAVAILABLE:
+                return stopped(statuses, len(messages), status)
+            statuses.append(status)
+        return statuses
+
+    def _away(self) -> UStatus:
+        why = "the connection is lost: try again when it is back" if self._open else "the transport is not open: call open first"
+        return UStatus(code=UCode.UNAVAILABLE, message=why)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UStatusError.from_status(self._away())
+
+    async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
+        self._check_open()
+        wanted = Filter.of(source_filter, sink_filter, self._local.get_authority())
+        now = self._outbox.now_ms()
+        for message in list(self._for_pull):
+            attributes = message.attributes
+            if is_expired(attributes, now):
+                self.dropped["expired"] += 1
+                self._for_pull.remove(message)
+            elif wanted.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None):
+                self._for_pull.remove(message)
+                return message
+        raise UStatusError(UCode.NOT_FOUND, f"nothing has arrived that matches {uris.format(source_filter)}: try again later")
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        self._table.add(source_filter, sink_filter, listener)
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        self._table.remove(source_filter, sink_filter, listener)
+
+    def _arrive(self, message: UMessage) -> None:
+        if self._connected:
+            self._queue.append(message)
+            self._load += 1
+            self._idle.clear()
+            if not self._awake:
+                self._wake()
+
+    def _wake(self, after_ms: int = 0) -> None:
+        if not self._awake:
+            self._awake = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(after_ms / 1000, self._hand_over) if after_ms else loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is behind."""
+        self._awake = False
+        if not self._connected or not self._queue:
+            return
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
+        wanted = [message for message in batch if self._table.wants(message)]
+        if len(wanted) < len(batch):
+            self._keep_for_pull(batch)
+        result = self._table.deliver(wanted)
+        if result is None and not self._taking:
+            self._took(len(batch))
+        else:
+            future = asyncio.ensure_future(_completed() if result is None else _awaited(result))
+            self._taking.append((batch, future))
+            future.add_done_callback(self._settle)
+        if self._queue:
+            self._wake()
+
+    def _keep_for_pull(self, batch: list[UMessage]) -> None:
+        for message in batch:
+            if not self._table.wants(message) and self._table.accepts(message):
+                self._for_pull.append(message)
+
+    def _settle(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            done.exception()  # one behind a failure is delivered again whatever became of it
+        while self._taking and self._taking[0][1].done():
+            future = self._taking[0][1]
+            error = asyncio.CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                log.warning("a listener did not take a batch: it gets it again", messages=len(self._taking[0][0]), error=repr(error))
+                self._go_back()
+                self._wake(self._redelivery_ms)
+                self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
+                return
+            batch, _ = self._taking.popleft()
+            self._redelivery_ms = REDELIVERY_MS_MIN
+            self._took(len(batch))
+
+    def _go_back(self) -> None:
+        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in order."""
+        for batch, _ in reversed(self._taking):
+            self._queue.extendleft(reversed(batch))
+        self._taking.clear()
+
+    def _took(self, messages: int) -> None:
+        self._load -= messages
+        if self._load < QUEUE_MESSAGES_MAX:
+            self.network.room.set()
+        if not self._queue and not self._taking:
+            self._idle.set()
+
+
+async def _completed() -> None:
+    return None
+
+
+async def _awaited(result: Awaitable[None]) -> None:
+    await result
+
+
+PLUGIN: Final = TransportPlugin("local", LocalConfig, LocalTransport, LocalTransport.capabilities)

@@ -1,0 +1,82 @@
+"""The first half of every send_batch: what may not leave, and why.
+
+message -> complete (own authority where none is given) -> valid? -> not expired? -> the network
+                                                  INVALID_ARGUMENT   DEADLINE_EXCEEDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from uprotocol import attributes as attrs
+from uprotocol import uuid as uuids
+from uprotocol.status import OK, UStatusError, code_name
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) known to be valid; the cache starts anew when it is full
+
+NOT_TRIED: Final = "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
+
+
+class Outbox:
+    """Checks what is about to be sent. Shared by all plugins."""
+
+    def __init__(self, local_authority: str, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+        self._local_authority = local_authority
+        self._now_ms = now_ms
+        self._valid_routes: set[Any] = set()
+
+    def now_ms(self) -> int:
+        return self._now_ms()
+
+    def complete(self, message: UMessage) -> UMessage:
+        """`message` itself, or a copy with our authority where its source or sink has none (A-15: empty means local)."""
+        attributes = message.attributes
+        if attributes.source.authority_name and (not attributes.HasField("sink") or attributes.sink.authority_name):
+            return message
+        completed = UMessage()
+        completed.CopyFrom(message)
+        for part in ("source", "sink"):
+            if completed.attributes.HasField(part):
+                address = getattr(completed.attributes, part)
+                address.authority_name = address.authority_name or self._local_authority
+        return completed
+
+    def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
+        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""
+        attributes = message.attributes
+        sink = attributes.sink if attributes.HasField("sink") else None
+        source = attributes.source if attributes.HasField("source") else None
+        route = (attributes.type, attributes.source.SerializeToString(), sink.SerializeToString() if sink is not None else None)
+        try:
+            if route not in self._valid_routes:
+                attrs.validate_route(attributes.type, source, sink)
+                if len(self._valid_routes) >= ROUTES_CACHED_MAX:
+                    self._valid_routes.clear()
+                self._valid_routes.add(route)
+            attrs.validate_rest(attributes)
+            attrs.validate_payload(attributes, message.HasField("payload"))
+        except UStatusError as error:
+            return error.status
+        if attributes.ttl and attrs.is_expired(attributes, now_ms):
+            late_ms = now_ms - uuids.time_ms(attributes.id) - attributes.ttl
+            return UStatus(
+                code=UCode.DEADLINE_EXCEEDED, message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent"
+            )
+        return None
+
+
+def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
+    """`statuses` filled up to `count`: the first missing one is `why`, those behind it were not tried (code as `why`)."""
+    assert why.code != UCode.OK, f"only a failure stops a batch, not {code_name(why.code)}"
+    if len(statuses) < count:
+        statuses.append(why)
+    while len(statuses) < count:
+        statuses.append(UStatus(code=why.code, message=NOT_TRIED))
+    return statuses
+
+
+__all__ = ["OK", "Outbox", "stopped"]
