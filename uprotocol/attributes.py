@@ -6,6 +6,7 @@ validate(attributes)  =  validate_route(type, source, sink)   depends on the add
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Final, NamedTuple
@@ -13,7 +14,7 @@ from typing import Final, NamedTuple
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import invalid
-from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.uri_pb2 import UUri
 
 PUBLISH: Final = UMessageType.UMESSAGE_TYPE_PUBLISH
@@ -21,10 +22,16 @@ REQUEST: Final = UMessageType.UMESSAGE_TYPE_REQUEST
 RESPONSE: Final = UMessageType.UMESSAGE_TYPE_RESPONSE
 NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
+_CS1: Final = UPriority.UPRIORITY_CS1  # by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
+_CS4: Final = UPriority.UPRIORITY_CS4
+ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no second look; some 2 MB when full
+
+_RPC: Final = frozenset((REQUEST, RESPONSE))
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class _Rule(NamedTuple):
+    name: str
     source: tuple[str, Callable[[UUri], bool]]
     sink: tuple[str, Callable[[UUri], bool]] | None  # None: only the streamer's sink of a publish
 
@@ -34,26 +41,28 @@ _METHOD = ("a method (1 to 7FFF)", uris.is_method)
 _REPLY = ("0", uris.is_reply)
 
 RULES: Final[dict[int, _Rule]] = {
-    PUBLISH: _Rule(_TOPIC, None),
-    NOTIFICATION: _Rule(_TOPIC, _REPLY),
-    REQUEST: _Rule(_REPLY, _METHOD),
-    RESPONSE: _Rule(_METHOD, _REPLY),
+    PUBLISH: _Rule("publish", _TOPIC, None),
+    NOTIFICATION: _Rule("notification", _TOPIC, _REPLY),
+    REQUEST: _Rule("request", _REPLY, _METHOD),
+    RESPONSE: _Rule("response", _METHOD, _REPLY),
 }
 
 
 def priority(attributes: UAttributes) -> UPriority.ValueType:
     """The priority class, CS1 where none is set (dsn~up-attributes-priority~1)."""
-    return attributes.priority or UPriority.UPRIORITY_CS1
+    return attributes.priority or _CS1
 
 
 def is_expired(attributes: UAttributes, now_ms: int) -> bool:
     """Strictly after id time + ttl; a ttl of 0 never expires (dsn~up-attributes-ttl-timeout~1, dsn~up-attributes-ttl~1)."""
-    return attributes.ttl > 0 and now_ms > uuids.time_ms(attributes.id) + attributes.ttl
+    ttl = attributes.ttl
+    return ttl > 0 and now_ms > (attributes.id.msb >> 16) + ttl
 
 
 def expires_ms(attributes: UAttributes) -> int | None:
     """Last Unix millisecond of its life; None: it never expires."""
-    return uuids.time_ms(attributes.id) + attributes.ttl if attributes.ttl else None
+    ttl = attributes.ttl
+    return (attributes.id.msb >> 16) + ttl if ttl else None
 
 
 def is_streamer_sink(sink: UUri) -> bool:
@@ -72,12 +81,18 @@ def streamer_sink(authority: str) -> UUri:
 
 def validate(attributes: UAttributes) -> None:
     """Hold `attributes` to the table of its type. Raises UStatusError(INVALID_ARGUMENT) naming the first offence."""
-    validate_route(
+    _validate_route_once(
         attributes.type,
-        attributes.source if attributes.HasField("source") else None,
-        attributes.sink if attributes.HasField("sink") else None,
+        attributes.source.SerializeToString() if attributes.HasField("source") else None,
+        attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
     )
     validate_rest(attributes)
+
+
+@functools.lru_cache(maxsize=ROUTES_KNOWN_MAX)
+def _validate_route_once(type: int, source: bytes | None, sink: bytes | None) -> None:
+    """Valid addresses are remembered; what raises is not, so that junk can't fill the cache."""
+    validate_route(type, None if source is None else UUri.FromString(source), None if sink is None else UUri.FromString(sink))
 
 
 def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
@@ -85,10 +100,9 @@ def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
     rule = RULES.get(type)
     if rule is None:
         raise invalid(f"expected a message type of 1 to 4, got {type}")
-    name = UMessageType.Name(UMessageType.ValueType(type))[len("UMESSAGE_TYPE_") :].lower()
-    _validate_address(name, "source", source, rule.source)
+    _validate_address(rule.name, "source", source, rule.source)
     if rule.sink is not None:
-        _validate_address(name, "sink", sink, rule.sink)
+        _validate_address(rule.name, "sink", sink, rule.sink)
     elif sink is not None:
         uris.validate(sink)
         if not is_streamer_sink(sink):
@@ -107,27 +121,30 @@ def _validate_address(type_name: str, part: str, address: UUri | None, expected:
 
 
 def validate_rest(attributes: UAttributes) -> None:
-    """The part that differs from message to message."""
+    """The part that differs from message to message. Each field is read once: this runs for every message."""
     if not uuids.is_v7(attributes.id):
-        raise invalid(
-            f"the id is a UUID of version 7, got {uuids.format(attributes.id)}"
-            if attributes.HasField("id")
-            else "a message needs an id, got none"
-        )
-    if attributes.traceparent and not _TRACEPARENT.fullmatch(attributes.traceparent):
-        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}")
-    if attributes.type in (REQUEST, RESPONSE):
-        if attributes.priority < UPriority.UPRIORITY_CS4:
-            raise invalid(
-                f"requests and responses have priority CS4 or higher, got {UPriority.Name(attributes.priority) if attributes.priority in UPriority.values() else attributes.priority}"
-            )
-        if not attributes.ttl:
-            raise invalid("requests and responses need a ttl greater than 0 ms")
-        if attributes.type == RESPONSE and not uuids.is_v7(attributes.reqid):
-            raise invalid("a response names the id of its request (reqid), a UUID of version 7")
+        given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
+        raise invalid(f"a message has an id, which is a UUID of version 7, got {given}")
+    traceparent = attributes.traceparent
+    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
+        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {traceparent!r}")
+    type = attributes.type
+    if type in _RPC:
+        _validate_rpc(attributes, type)
+
+
+def _validate_rpc(attributes: UAttributes, type: int) -> None:
+    priority = attributes.priority
+    if priority < _CS4:
+        name = UPriority.Name(priority) if priority in UPriority.values() else priority
+        raise invalid(f"requests and responses have priority CS4 or higher, got {name}")
+    if not attributes.ttl:
+        raise invalid("requests and responses need a ttl greater than 0 ms")
+    if type == RESPONSE and not uuids.is_v7(attributes.reqid):
+        raise invalid("a response names the id of its request (reqid), a UUID of version 7")
 
 
 def validate_payload(attributes: UAttributes, has_payload: bool) -> None:
     """dsn~up-attributes-payload-format~1."""
-    if not has_payload and attributes.payload_format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED:
+    if not has_payload and attributes.payload_format:
         raise invalid(f"a message without payload has no payload format, got {attributes.payload_format}")

@@ -26,6 +26,9 @@ M = TypeVar("M", bound=Message)
 
 PROTOBUF = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF
 PROTOBUF_WRAPPED_IN_ANY = UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY
+UNSPECIFIED = UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
+_CS4 = UPriority.UPRIORITY_CS4
+_UINT32_MAX = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class UPayload:
     """Bytes and how to read them."""
 
     data: bytes = b""
-    format: UPayloadFormat.ValueType = UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
+    format: UPayloadFormat.ValueType = UNSPECIFIED
 
     @classmethod
     def pack(cls, message: Message) -> UPayload:
@@ -62,12 +65,11 @@ class UPayload:
                 wrapped = Any.FromString(self.data)
                 if self.data and not wrapped.Unpack(made):
                     raise invalid(f"expected {made.DESCRIPTOR.full_name} in the payload, got {wrapped.type_url}")
-            elif self.format in (PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED):
+            elif self.format in (PROTOBUF, UNSPECIFIED):
                 made.ParseFromString(self.data)
             else:
-                raise invalid(
-                    f"expected a protobuf payload, got {UPayloadFormat.Name(self.format) if self.format in UPayloadFormat.values() else self.format}"
-                )
+                name = UPayloadFormat.Name(self.format) if self.format in UPayloadFormat.values() else self.format
+                raise invalid(f"expected a protobuf payload, got {name}")
         except DecodeError as error:
             raise invalid(f"the payload is not a {made.DESCRIPTOR.full_name}: {error}") from None
         return made
@@ -103,13 +105,13 @@ class UMessageBuilder:
     @classmethod
     def request(cls, reply_to: UUri, method: UUri, ttl_ms: int) -> Self:
         builder = cls(attrs.REQUEST, reply_to, method)
-        return builder.with_priority(UPriority.UPRIORITY_CS4).with_ttl(ttl_ms)
+        return builder.with_priority(_CS4).with_ttl(ttl_ms)
 
     @classmethod
     def response(cls, method: UUri, reply_to: UUri, request_id: UUID) -> Self:
         builder = cls(attrs.RESPONSE, method, reply_to)
         builder._attributes.reqid.CopyFrom(request_id)
-        return builder.with_priority(UPriority.UPRIORITY_CS4)
+        return builder.with_priority(_CS4)
 
     @classmethod
     def response_for_request(cls, request: UAttributes) -> Self:
@@ -126,6 +128,8 @@ class UMessageBuilder:
         return self
 
     def with_ttl(self, ttl_ms: int) -> Self:
+        if not 0 <= ttl_ms <= _UINT32_MAX:
+            raise invalid(f"a ttl is 0 to {_UINT32_MAX} ms, got {ttl_ms}")
         self._attributes.ttl = ttl_ms
         return self
 
@@ -134,6 +138,8 @@ class UMessageBuilder:
         return self
 
     def with_permission_level(self, level: int) -> Self:
+        if not 0 <= level <= _UINT32_MAX:
+            raise invalid(f"a permission level is 0 to {_UINT32_MAX}, got {level}")
         self._attributes.permission_level = level
         return self
 
@@ -163,5 +169,5 @@ class UMessageBuilder:
 
 
 def error_response(request: UAttributes, status: UStatus) -> UMessage:
-    """The response that tells the originator why: commstatus and a UStatus payload with the same code (dsn~service-error-model-error-response~1)."""
+    """The response that tells the originator why: a UStatus, and its code as commstatus (dsn~service-error-model-error-response~1)."""
     return UMessageBuilder.response_for_request(request).with_commstatus(status.code).pack(status)

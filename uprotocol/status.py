@@ -24,7 +24,7 @@ class UStatusError(Exception):
 
     def __init__(self, code: UCode.ValueType, message: str = "", *, status: UStatus | None = None) -> None:
         assert code != UCode.OK, "OK is not an error"
-        super().__init__(message)
+        super().__init__(code, message)  # both, so that it can be pickled
         self.status = status if status is not None else UStatus(code=code, message=message)
 
     @classmethod

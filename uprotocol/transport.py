@@ -150,8 +150,9 @@ def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
         uris.validate(sink_filter)
     pair = (_kind(source_filter), None if sink_filter is None else _kind(sink_filter))
     if pair not in VALID_FILTER_PAIRS:
+        sink = "no sink filter" if sink_filter is None else f"sink filter {uris.format(sink_filter)}"
         raise invalid(
-            f"source filter {uris.format(source_filter)} with sink filter {uris.format(sink_filter) if sink_filter is not None else 'none'} can match no message; "
+            f"source filter {uris.format(source_filter)} with {sink} can match no message; "
             "allowed are (topic or FFFF, none), (topic, 0), (0, method), (method, 0), (FFFF, 0), (FFFF, FFFF)"
         )
 

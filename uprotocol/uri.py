@@ -29,18 +29,16 @@ RESOURCE_TOPIC_MIN: Final = 0x8000
 RESOURCE_TOPIC_MAX: Final = 0xFFFE
 
 _NAME = re.compile(r"[a-z0-9\-._~]+")
-_SEGMENTS = (
-    ("ue_id", re.compile(r"[0-9A-Fa-f]{1,8}")),
-    ("ue_version_major", re.compile(r"[0-9A-Fa-f]{1,2}")),
-    ("resource_id", re.compile(r"[0-9A-Fa-f]{1,4}")),
-)
+_DIGITS = re.compile(r"[0-9A-Fa-f]+")
+_SEGMENTS = (("ue_id", 8), ("ue_version_major", 2), ("resource_id", 4))  # and their digits at most
 
 
 def uri(authority: str = "", ue_id: int = 0, version: int = 1, resource: int = 0) -> UUri:
     """A validated UUri. Raises UStatusError(INVALID_ARGUMENT)."""
-    made = UUri(authority_name=authority, ue_id=ue_id, ue_version_major=version, resource_id=resource)
-    validate(made)
-    return made
+    if not 0 <= ue_id <= WILDCARD_ENTITY:
+        raise invalid(f"ue_id is 32 bits wide, got {ue_id:#x}")
+    _validate(authority, version, resource)
+    return UUri(authority_name=authority, ue_id=ue_id, ue_version_major=version, resource_id=resource)
 
 
 def pattern(
@@ -57,6 +55,7 @@ ANY: Final = UUri(authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WI
 def parse(text: str) -> UUri:
     """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
 
+    `up:///1/1/8000` is read as having no authority; an IPv6 address becomes lower-case.
     Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
     """
     rest = text[3:] if text[:3].lower() == "up:" else text
@@ -73,16 +72,16 @@ def parse(text: str) -> UUri:
     if len(segments) != 3:
         raise invalid(f"expected three path segments (ue_id, version, resource), got {len(segments)} in {text!r}")
     numbers = []
-    for segment, (name, digits) in zip(segments, _SEGMENTS, strict=True):
-        if not digits.fullmatch(segment):  # int(s, 16) alone would take '+1', '0x1', '1_0'
-            raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits.pattern[-2]} digits")
+    for segment, (name, digits_max) in zip(segments, _SEGMENTS, strict=True):
+        if len(segment) > digits_max or not _DIGITS.fullmatch(segment):  # int(s, 16) alone would take '+1', '0x1', '1_0'
+            raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits_max} digits")
         numbers.append(int(segment, 16))
     parsed = UUri(authority_name=authority, ue_id=numbers[0], ue_version_major=numbers[1], resource_id=numbers[2])
     validate(parsed)
     return parsed
 
 
-def format(uri: UUri) -> str:  # noqa: A001 - the pair of parse
+def format(uri: UUri) -> str:
     """`up://authority/UE_ID/VERSION/RESOURCE`, upper-case hex without leading zeros; `up:/...` where there is no authority."""
     authority = f"//{uri.authority_name}" if uri.authority_name else ""
     return f"up:{authority}/{uri.ue_id:X}/{uri.ue_version_major:X}/{uri.resource_id:X}"
@@ -95,15 +94,15 @@ def validate(uri: UUri) -> None:
 
 def _validate(authority: str, version: int, resource: int) -> None:
     validate_authority(authority)
-    if version > 0xFF:
+    if not 0 <= version <= 0xFF:
         raise invalid(f"ue_version_major is 8 bits wide, got {version:#x}")
-    if resource > 0xFFFF:
+    if not 0 <= resource <= 0xFFFF:
         raise invalid(f"resource_id is 16 bits wide, got {resource:#x}")
 
 
 @functools.lru_cache(maxsize=4096)
 def validate_authority(authority: str) -> None:
-    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IPv6 one in brackets."""
+    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IPv6 one in brackets (dsn~uri-host-only~2)."""
     if authority in ("", WILDCARD_AUTHORITY):
         return
     if len(authority) > AUTHORITY_LENGTH_MAX:
@@ -113,6 +112,8 @@ def validate_authority(authority: str) -> None:
             ipaddress.IPv6Address(authority[1:-1])
         except ValueError as error:
             raise invalid(f"authority {authority!r} is not an IPv6 address: {error}") from None
+        if "%" in authority:  # the library takes zones, RFC 3986 does not
+            raise invalid(f"authority {authority!r} names a zone, which means nothing on another device")
         return
     if not _NAME.fullmatch(authority):
         raise invalid(f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)")
@@ -124,15 +125,20 @@ def _lower_ipv6(authority: str) -> str:
 
 def matches(pattern: UUri, candidate: UUri) -> bool:
     """dsn~uri-pattern-matching~2: only the pattern's wildcards count; instance 0 is a value, not a wildcard."""
-    if pattern.authority_name not in (WILDCARD_AUTHORITY, candidate.authority_name):
+    resource = pattern.resource_id
+    if resource != WILDCARD_RESOURCE and resource != candidate.resource_id:
         return False
-    if pattern.resource_id not in (WILDCARD_RESOURCE, candidate.resource_id):
+    authority = pattern.authority_name
+    if authority != WILDCARD_AUTHORITY and authority != candidate.authority_name:
         return False
-    if pattern.ue_version_major not in (WILDCARD_VERSION, candidate.ue_version_major):
+    version = pattern.ue_version_major
+    if version != WILDCARD_VERSION and version != candidate.ue_version_major:
         return False
-    wanted, given = pattern.ue_id, candidate.ue_id
-    if wanted in (WILDCARD_ENTITY, given):
-        return True
+    wanted = pattern.ue_id
+    return wanted == WILDCARD_ENTITY or _entity_matches(wanted, candidate.ue_id)
+
+
+def _entity_matches(wanted: int, given: int) -> bool:
     type_matches = wanted & 0xFFFF in (WILDCARD_ENTITY_TYPE, given & 0xFFFF)
     return type_matches and wanted >> 16 in (WILDCARD_ENTITY_INSTANCE, given >> 16)
 

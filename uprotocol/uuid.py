@@ -15,7 +15,7 @@ from uprotocol.status import invalid
 from uprotocol.v1.uuid_pb2 import UUID
 
 _TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}")
-_VERSION, _VERSION_MASK = 0x7000, 0xF000
+_VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
 
 
@@ -48,7 +48,7 @@ new = UUIDGenerator()
 
 
 def is_v7(id: UUID) -> bool:
-    return id.msb & _VERSION_MASK == _VERSION and id.lsb & _VARIANT_MASK == _VARIANT
+    return id.msb & 0xF000 == 0x7000 and id.lsb >> 62 == 0b10
 
 
 def time_ms(id: UUID) -> int:
@@ -56,7 +56,7 @@ def time_ms(id: UUID) -> int:
     return id.msb >> 16
 
 
-def format(id: UUID) -> str:  # noqa: A001 - the pair of parse
+def format(id: UUID) -> str:
     text = f"{id.msb:016x}{id.lsb:016x}"
     return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
 
