@@ -1,0 +1,1 @@
+"""MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle."""

@@ -1,0 +1,253 @@
+"""UMessage <-> MQTT 5 PUBLISH, as plain data (spec up-l1/mqtt_5.adoc). No sockets, no client library.
+
+UMessage --encode--> Packet(topic, user properties, expiry, correlation, content type, payload) --decode--> UMessage
+filters  --topic_filter--> "device1/3BA/0/3/9876" (in-vehicle: 5 or 10 segments)   "vehicle1/backend" (off-vehicle)
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError, invalid
+from uprotocol.uoptions_pb2 import ce_name
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+VERSION: Final = "1"  # of uProtocol, in the user property uP
+TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
+ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
+TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
+
+_DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
+_NOT_IN_MQTT = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]")  # brokers hang up on these (MQTT 5 section 1.5.4)
+
+
+class Mode(enum.StrEnum):
+    """Which topic names: fine-grained between uEntities, or one topic for each pair of devices, as cloud brokers like it."""
+
+    IN_VEHICLE = "in-vehicle"  # the specification's E2E
+    OFF_VEHICLE = "off-vehicle"  # D2D
+
+
+class Packet(NamedTuple):
+    """What a PUBLISH carries."""
+
+    topic: str
+    user_properties: Sequence[tuple[str, str]]
+    expiry_s: int | None = None
+    correlation: bytes | None = None
+    content_type: str | None = None
+    payload: bytes = b""
+
+
+class _Out(NamedTuple):
+    topic: str
+    properties: tuple[tuple[str, str], ...]  # type, source, sink
+
+
+class _In(NamedTuple):
+    type: UMessageType.ValueType
+    source: UUri
+    sink: UUri | None
+
+
+def _ce_names(values: type[UMessageType] | type[UPriority]) -> dict[int, str]:
+    return {value.number: value.GetOptions().Extensions[ce_name] for value in values.DESCRIPTOR.values if value.number}
+
+
+_TYPE_NAMES: Final = _ce_names(UMessageType)
+_TYPES: Final = {name: UMessageType.ValueType(number) for number, name in _TYPE_NAMES.items()}
+_TYPES.update({name.removeprefix("up-"): number for name, number in list(_TYPES.items())})  # the older pub.v1 and so on
+_PRIORITY_NAMES: Final = _ce_names(UPriority)
+_PRIORITIES: Final = {name: UPriority.ValueType(number) for number, name in _PRIORITY_NAMES.items()}
+
+
+def _segments(uri: UUri, local_authority: str) -> str:
+    """Five segments of a topic name or filter (section 6.4)."""
+    type, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
+    return "/".join(
+        (
+            _authority(uri, local_authority),
+            "+" if type == uris.WILDCARD_ENTITY_TYPE else f"{type:X}",
+            "+" if instance == uris.WILDCARD_ENTITY_INSTANCE else f"{instance:X}",
+            "+" if uri.ue_version_major == uris.WILDCARD_VERSION else f"{uri.ue_version_major:X}",
+            "+" if uri.resource_id == uris.WILDCARD_RESOURCE else f"{uri.resource_id:X}",
+        )
+    )
+
+
+def _authority(uri: UUri, local_authority: str) -> str:
+    return "+" if uri.authority_name == uris.WILDCARD_AUTHORITY else uri.authority_name or local_authority
+
+
+class Mapping:
+    """The mapping of one mode, as seen from one authority.
+
+    `restore_ttl` adds the whole seconds since the id's time to an expiry interval that a broker has counted down (A-17); off is
+    the specification's own rule.
+    """
+
+    def __init__(self, mode: Mode, local_authority: str, *, restore_ttl: bool = False, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+        self.mode, self._local_authority = mode, local_authority
+        self._restore_ttl, self._now_ms = restore_ttl, now_ms
+        self._out: dict[tuple[int, bytes, bytes | None], _Out] = {}
+        self._in: dict[tuple[str | None, str | None, str | None, str], _In] = {}
+
+    def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
+        """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).
+
+        Raises INVALID_ARGUMENT off-vehicle for a message without sink: it has no topic name there.
+        """
+        if self.mode is Mode.OFF_VEHICLE:
+            if sink is None:
+                raise invalid(
+                    "off-vehicle, a publish needs the sink that a streamer sets (//AUTHORITY/FFFFFFFF/FF/FFFF): it names the topic"
+                )
+            return f"{_authority(source, self._local_authority)}/{_authority(sink, self._local_authority)}"
+        topic = _segments(source, self._local_authority)
+        return topic if type == attrs.PUBLISH or sink is None else f"{topic}/{_segments(sink, self._local_authority)}"
+
+    def topic_filter(self, source: UUri, sink: UUri | None) -> str:
+        """What to subscribe to, coarser than the UUri patterns off-vehicle. Raises INVALID_ARGUMENT there without sink filter (A-21)."""
+        if sink is None and self.mode is Mode.OFF_VEHICLE:
+            raise invalid("off-vehicle, every message has a sink: listen with the pair (FFFF, FFFF) and the own authority in the sink")
+        return self.topic(attrs.NOTIFICATION, source, sink)
+
+    def encode(self, message: UMessage) -> Packet:
+        """The PUBLISH of `message`, whose attributes the outbox has validated.
+
+        Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for what MQTT can't carry.
+        """
+        attributes = message.attributes
+        has_sink = attributes.HasField("sink")
+        route = (attributes.type, attributes.source.SerializeToString(), attributes.sink.SerializeToString() if has_sink else None)
+        out = self._out.get(route) or self._resolve_out(route, attributes)
+        properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *out.properties]
+        if attributes.priority:
+            properties.append(("5", _PRIORITY_NAMES[attributes.priority]))
+        expiry_s = None
+        if attributes.ttl:  # 0 never expires, but an expiry interval of 0 would expire at once (A-16)
+            expiry_s = -(-attributes.ttl // 1000)
+            if attributes.ttl % 1000:
+                properties.append(("6", str(attributes.ttl)))
+        if attributes.HasField("permission_level"):
+            properties.append(("7", str(attributes.permission_level)))
+        if attributes.HasField("commstatus"):
+            properties.append(("8", str(attributes.commstatus)))
+        if attributes.token:
+            properties.append(("10", _text(attributes.token, "token")))
+        if attributes.traceparent:
+            properties.append(("11", attributes.traceparent))
+        return Packet(
+            out.topic,
+            properties,
+            expiry_s,
+            uuids.to_bytes(attributes.reqid) if attributes.HasField("reqid") else None,
+            str(attributes.payload_format) if attributes.payload_format else None,
+            message.payload,
+        )
+
+    def _resolve_out(self, route: tuple[int, bytes, bytes | None], attributes: UAttributes) -> _Out:
+        sink = attributes.sink if attributes.HasField("sink") else None
+        attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
+        properties = [("2", _TYPE_NAMES[attributes.type]), ("3", uris.format(attributes.source))]
+        if sink is not None:
+            properties.append(("4", uris.format(sink)))
+        if len(self._out) >= ROUTES_CACHED_MAX:
+            self._out.clear()
+        out = self._out[route] = _Out(self.topic(attributes.type, attributes.source, sink), tuple(properties))
+        return out
+
+    def decode(self, packet: Packet) -> UMessage:
+        """The message in `packet`; whether it is a valid one is for the listener table to say.
+
+        Raises UStatusError: INVALID_ARGUMENT for what can't be read, PERMISSION_DENIED if the topic name (which a broker's access rules
+        guard) belongs to another source or sink than the properties say.
+        """
+        properties = dict(reversed(packet.user_properties))  # of a key that comes twice the first counts (A-24)
+        get = properties.get
+        if get("uP", VERSION) != VERSION:
+            raise invalid(f"expected uProtocol version {VERSION} in the user property uP, got {get('uP')!r}")
+        key = (get("2"), get("3"), get("4"), packet.topic)
+        found = self._in.get(key) or self._resolve_in(key)
+        attributes = UAttributes(id=uuids.parse(_present(get("1"), "1 (id)")), type=found.type, source=found.source, sink=found.sink)
+        if (priority := get("5")) is not None:
+            if priority not in _PRIORITIES:
+                raise invalid(f"expected CS0 to CS6 in the user property 5, got {priority!r}")
+            attributes.priority = _PRIORITIES[priority]
+        if packet.expiry_s is not None or "6" in properties:
+            self._set_ttl(attributes, packet.expiry_s, get("6"))
+        if (level := get("7")) is not None:
+            attributes.permission_level = _number(level, "7 (permission level)", 0xFFFF_FFFF)
+        if (code := get("8")) is not None:
+            attributes.commstatus = UCode.ValueType(_number(code, "8 (commstatus)", 0x7FFF_FFFF))
+        if packet.correlation is not None:
+            attributes.reqid.CopyFrom(uuids.from_bytes(packet.correlation))
+        if (token := get("10")) is not None:
+            attributes.token = token
+        if (traceparent := get("11")) is not None:
+            attributes.traceparent = traceparent
+        if packet.content_type is not None:
+            attributes.payload_format = UPayloadFormat.ValueType(_number(packet.content_type, "content type", 0x7FFF_FFFF))
+        message = UMessage(attributes=attributes)
+        if packet.payload or attributes.payload_format:  # absent and empty look alike on the wire (A-19)
+            message.payload = packet.payload
+        return message
+
+    def _resolve_in(self, key: tuple[str | None, str | None, str | None, str]) -> _In:
+        type_name, source_text, sink_text, topic = key
+        type = _TYPES.get(_present(type_name, "2 (type)"))
+        if type is None:
+            raise invalid(f"expected a message type like up-pub.v1 in the user property 2, got {type_name!r}")
+        source = uris.parse(_present(source_text, "3 (source)"))
+        sink = uris.parse(sink_text) if sink_text is not None else None
+        self._check_topic(type, source, sink, topic)
+        if len(self._in) >= ROUTES_CACHED_MAX:
+            self._in.clear()
+        found = self._in[key] = _In(type, source, sink)
+        return found
+
+    def _check_topic(self, type: int, source: UUri, sink: UUri | None, topic: str) -> None:
+        """An address without authority means the sender's, which the topic tells (A-20)."""
+        segments = topic.split("/")
+        completed = uris.with_authority(source, segments[0])
+        if sink is not None:
+            sink = uris.with_authority(sink, segments[len(segments) // 2])
+        expected = self.topic(type, completed, sink)
+        if topic != expected:
+            raise UStatusError(UCode.PERMISSION_DENIED, f"the addresses belong to topic {expected}, but came on {topic}")
+
+    def _set_ttl(self, attributes: UAttributes, expiry_s: int | None, exact: str | None) -> None:
+        if exact is not None:
+            attributes.ttl = _number(exact, "6 (ttl)", TTL_MS_MAX)
+            return
+        assert expiry_s is not None
+        if self._restore_ttl:
+            expiry_s += max(0, self._now_ms() - uuids.time_ms(attributes.id)) // 1000
+        attributes.ttl = min(expiry_s * 1000, TTL_MS_MAX)
+
+
+def _present(value: str | None, what: str) -> str:
+    if value is None:
+        raise invalid(f"expected the user property {what}, got none: no uProtocol message")
+    return value
+
+
+def _number(text: str, what: str, at_most: int) -> int:
+    if not _DECIMAL.fullmatch(text) or int(text) > at_most:
+        raise invalid(f"expected a decimal number up to {at_most} in {what}, got {text!r}")
+    return int(text)
+
+
+def _text(text: str, what: str) -> str:
+    if len(text.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(text):
+        raise invalid(f"MQTT carries text of at most {TEXT_BYTES_MAX} bytes without control characters, and the {what} is none such")
+    return text
