@@ -1,0 +1,414 @@
+"""Drives: a recorded one from a CSV file of OBD-II parameters, or a simulated one from a seed. Pure.
+
+CSV text --read-->  Drive(signals, rows, problems)  --samples(start_ms)-->  Sample(signal, time, value)  --message-->  UMessage
+seed --simulate-->
+
+Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in the table below
+becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import math
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.attributes import PUBLISH
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2
+from uprotocol.message import PROTOBUF
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+MCU: Final = "mcu1"
+VEHICLE: Final = "vehicle1"
+PUBLISHER_UE_ID: Final = 0x8001  # the same on both; uEntity types from 8000 are free for applications
+PUBLISHER_VERSION: Final = 1
+
+ROW_PERIOD_MS: Final = 1_000  # the recordings have no time column: one row a second
+ROWS_MAX: Final = 1_000_000  # eleven days at one row a second; a longer file is most likely not a drive
+COLUMNS_MAX: Final = 1_024  # each is a topic, and a car has some hundred parameters
+TEXT_LENGTH_MAX: Final = 1_000  # characters of a text value; longer is a broken file, not a state
+PROBLEMS_TOLD_MAX: Final = 100  # the first ones say it all; the rest is counted
+DERIVED_RESOURCE_MIN: Final = 0x9000  # topics of columns that the table doesn't know; the table itself stays far below
+DERIVED_RESOURCES: Final = 0x6000
+
+Value = float | str | bool
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What is measured, and the topic that it is published on: the same in every drive."""
+
+    path: str
+    publisher: str  # authority
+    resource: int
+
+    @property
+    def topic(self) -> UUri:
+        return uris.uri(self.publisher, PUBLISHER_UE_ID, PUBLISHER_VERSION, self.resource)
+
+
+class Sample(NamedTuple):
+    """One value of one signal. `time_ms` is Unix milliseconds."""
+
+    signal: Signal
+    time_ms: int
+    value: Value
+
+    @property
+    def path(self) -> str:
+        return self.signal.path
+
+
+class Problem(NamedTuple):
+    """Something in the file that could not be read; everything else was. `row` is the line number, the header's is 1."""
+
+    row: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"row {self.row}: {self.reason}"
+
+
+# One third is published by the engine's own controller (mcu1), the rest by the vehicle computer.
+# (publisher, path, column names); the place in this table is the topic's resource, so it only grows at its end.
+_TABLE: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
+    (VEHICLE, "Vehicle.OBD.RunTime", ("ENGINE_RUN_TIME", "ENGINE_RUN_TINE")),  # the typing error is carOBD's
+    (MCU, "Vehicle.OBD.EngineSpeed", ("ENGINE_RPM", "RPM")),
+    (VEHICLE, "Vehicle.OBD.Speed", ("VEHICLE_SPEED",)),
+    (MCU, "Vehicle.OBD.ThrottlePosition", ("THROTTLE",)),
+    (MCU, "Vehicle.OBD.EngineLoad", ("ENGINE_LOAD",)),
+    (MCU, "Vehicle.OBD.CoolantTemperature", ("COOLANT_TEMPERATURE", "ENGINE_COOLANT_TEMPERATURE")),
+    (VEHICLE, "Vehicle.OBD.LongTermFuelTrim1", ("LONG_TERM_FUEL_TRIM_BANK_1",)),
+    (VEHICLE, "Vehicle.OBD.ShortTermFuelTrim1", ("SHORT_TERM_FUEL_TRIM_BANK_1",)),
+    (MCU, "Vehicle.OBD.MAP", ("INTAKE_MANIFOLD_PRESSURE", "MAP")),
+    (VEHICLE, "Vehicle.OBD.FuelLevel", ("FUEL_TANK", "FUEL_LEVEL")),
+    (VEHICLE, "Vehicle.OBD.ThrottlePositionB", ("ABSOLUTE_THROTTLE_B",)),
+    (VEHICLE, "Vehicle.OBD.AcceleratorPositionD", ("PEDAL_D",)),
+    (VEHICLE, "Vehicle.OBD.AcceleratorPositionE", ("PEDAL_E",)),
+    (MCU, "Vehicle.OBD.ThrottleActuator", ("COMMANDED_THROTTLE_ACTUATOR",)),
+    (MCU, "Vehicle.OBD.CommandedEquivalenceRatio", ("FUEL_AIR_COMMANDED_EQUIV_RATIO",)),
+    (VEHICLE, "Vehicle.OBD.BarometricPressure", ("ABSOLUTE_BAROMETRIC_PRESSURE",)),
+    (VEHICLE, "Vehicle.OBD.RelativeThrottlePosition", ("RELATIVE_THROTTLE_POSITION",)),
+    (MCU, "Vehicle.OBD.IntakeTemp", ("INTAKE_AIR_TEMP", "INTAKE_AIR_TEMPERATURE")),
+    (MCU, "Vehicle.OBD.TimingAdvance", ("TIMING_ADVANCE",)),
+    (VEHICLE, "Vehicle.OBD.Catalyst.Bank1.Temperature1", ("CATALYST_TEMPERATURE_BANK1_SENSOR1",)),
+    (VEHICLE, "Vehicle.OBD.Catalyst.Bank1.Temperature2", ("CATALYST_TEMPERATURE_BANK1_SENSOR2",)),
+    (VEHICLE, "Vehicle.OBD.ControlModuleVoltage", ("CONTROL_MODULE_VOLTAGE",)),
+    (VEHICLE, "Vehicle.OBD.CommandedEVAP", ("COMMANDED_EVAPORATIVE_PURGE",)),
+    (VEHICLE, "Vehicle.OBD.RunTimeMIL", ("TIME_RUN_WITH_MIL_ON",)),
+    (VEHICLE, "Vehicle.OBD.TimeSinceDTCCleared", ("TIME_SINCE_TROUBLE_CODES_CLEARED",)),
+    (VEHICLE, "Vehicle.OBD.DistanceWithMIL", ("DISTANCE_TRAVELED_WITH_MIL_ON",)),
+    (VEHICLE, "Vehicle.OBD.WarmupsSinceDTCClear", ("WARM_UPS_SINCE_CODES_CLEARED",)),
+    (VEHICLE, "Vehicle.Powertrain.Transmission.CurrentGear", ()),  # 0 is neutral
+    (VEHICLE, "Vehicle.Powertrain.CombustionEngine.IsRunning", ()),
+    (VEHICLE, "Vehicle.IsMoving", ()),
+    (VEHICLE, "Vehicle.LowVoltageSystemState", ()),  # ACC, START, ON
+)
+
+SIGNALS: Final[dict[str, Signal]] = {
+    path: Signal(path, publisher, uris.RESOURCE_TOPIC_MIN + number) for number, (publisher, path, _) in enumerate(_TABLE)
+}
+_COLUMNS: Final[dict[str, str]] = {name: path for _, path, names in _TABLE for name in names}
+
+
+@dataclass(frozen=True)
+class Drive:
+    """Signals, and a row of their values for each second; None where there is no value."""
+
+    signals: tuple[Signal, ...]
+    rows: Sequence[tuple[Value | None, ...]] = field(repr=False)
+    problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
+    problems_total: int = 0
+
+    @functools.cached_property
+    def sample_count(self) -> int:
+        return sum(len(row) - row.count(None) for row in self.rows)
+
+    def samples(self, start_ms: int) -> Iterator[Sample]:
+        """Every value there is, row by row; the first row is at `start_ms` (Unix milliseconds)."""
+        for number, row in enumerate(self.rows):
+            time_ms = start_ms + number * ROW_PERIOD_MS
+            for signal, value in zip(self.signals, row, strict=True):
+                if value is not None:
+                    yield Sample(signal, time_ms, value)
+
+
+def message(sample: Sample) -> UMessage:
+    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction, so it isn't validated again."""
+    signal, time_ms, value = sample
+    payload = ustreamer_pb2.Sample(path=signal.path)
+    payload.time.seconds, payload.time.nanos = time_ms // 1000, time_ms % 1000 * 1_000_000
+    if isinstance(value, bool):
+        payload.bool_value = value
+    elif isinstance(value, str):
+        payload.string_value = value
+    else:
+        payload.double_value = value
+    attributes = UAttributes(id=uuids.new(), type=PUBLISH, source=_topic(signal), payload_format=PROTOBUF)
+    return UMessage(attributes=attributes, payload=payload.SerializeToString())
+
+
+@functools.lru_cache(maxsize=2 * COLUMNS_MAX)
+def _topic(signal: Signal) -> UUri:
+    return signal.topic
+
+
+# --- recorded ---------------------------------------------------------------------------------------------------------------------
+
+
+def read(text: str) -> Drive:
+    """The drive that a CSV file holds.
+
+    Tolerated without a word: `()` or units behind a name, blanks around values, a trailing comma, empty lines. Told in `problems`: a cell
+    that can't be read, a row without any value; all other values are kept. A column of the table, and any that has a number somewhere,
+    has numbers only; else its cells are `true`/`false` or text. Raises UStatusError(INVALID_ARGUMENT) for text without header or rows.
+    """
+    lines = ((number, line) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1) if line.strip())
+    first = next(lines, None)
+    if first is None:
+        raise invalid("expected a CSV file with a header of column names, got an empty file")
+    problems: list[Problem] = []
+    header = _header(_cells(first[1]), first[0], problems)
+    rows = list(itertools.islice(((number, _cells(line)) for number, line in lines), ROWS_MAX + 1))
+    if not rows:
+        raise invalid("expected a row for each second below the header, got none")
+    if len(rows) > ROWS_MAX:
+        raise invalid(f"a drive has at most {ROWS_MAX} rows, this file has more: split it")
+    width = 1 + max(column for column, _ in header)
+    for number, cells in rows:
+        if len(cells) > width and any(cells[width:]):
+            problems.append(Problem(number, f"has {len(cells)} cells, the header names {width}: the rest is left out"))
+    columns = [_column(column, signal, rows, problems) for column, signal in header]
+    kept = list(zip(*columns, strict=True))
+    for (number, _), values in zip(rows, kept, strict=True):
+        if values.count(None) == len(values):
+            problems.append(Problem(number, "has no readable value: skipped"))
+    problems.sort(key=lambda problem: problem.row)
+    return Drive(tuple(signal for _, signal in header), kept, tuple(problems[:PROBLEMS_TOLD_MAX]), len(problems))
+
+
+def _cells(line: str) -> list[str]:
+    """One line at a time, so that a stray quote spoils its own row and not the rest of the file."""
+    try:
+        return [cell.strip() for cell in next(csv.reader([line], skipinitialspace=True), [])]
+    except csv.Error:
+        return [cell.strip() for cell in line.split(",")]
+
+
+def _header(names: list[str], number: int, problems: list[Problem]) -> list[tuple[int, Signal]]:
+    """(column, signal) for each column that has a name."""
+    if all(_number(name) is not None for name in names if name):
+        raise invalid(f"expected a header of column names in the first row, got {', '.join(names[:3])}...")
+    found: list[tuple[int, Signal]] = []
+    taken: dict[str, int] = {}
+    resources: set[int] = set()
+    for column, name in enumerate(names[: COLUMNS_MAX + 1]):
+        path = _path(name)
+        if path is None:
+            if name:
+                problems.append(Problem(number, f"column {column + 1} has the name {name!r}, of which no path can be made: left out"))
+            continue
+        taken[path] = taken.get(path, 0) + 1
+        if taken[path] > 1:
+            problems.append(Problem(number, f"column {column + 1} is the second {name!r}: kept as {path}{taken[path]}"))
+            path = f"{path}{taken[path]}"
+        signal = SIGNALS.get(path) or _derived(path, resources)
+        resources.add(signal.resource)
+        found.append((column, signal))
+    if not found or len(names) > COLUMNS_MAX:
+        raise invalid(f"expected a header of 1 to {COLUMNS_MAX} column names in the first row, got {len(names)} cells")
+    return found
+
+
+def _path(name: str) -> str | None:
+    """Vehicle.OBD.Speed for `VEHICLE_SPEED ()`; a path of the specification stands for itself."""
+    bare = re.sub(r"[(\[{].*?[)\]}]", "", name).strip()
+    if re.fullmatch(r"Vehicle(\.[A-Za-z][A-Za-z0-9]*)+", bare):
+        return bare
+    words = re.findall(r"[A-Za-z0-9]+", bare)
+    known = _COLUMNS.get("_".join(words).upper())
+    if known is not None or not words:
+        return known
+    return "Vehicle.OBD." + "".join(word[0].upper() + (word[1:].lower() if word.isupper() else word[1:]) for word in words)
+
+
+def _derived(path: str, taken: Iterable[int]) -> Signal:
+    """A signal that the table lacks. Its topic comes from its name, so that it doesn't depend on the columns around it."""
+    digest = zlib.crc32(path.encode())
+    resource = digest % DERIVED_RESOURCES
+    while DERIVED_RESOURCE_MIN + resource in taken:
+        resource = (resource + 1) % DERIVED_RESOURCES
+    return Signal(path, MCU if digest // DERIVED_RESOURCES % 3 == 0 else VEHICLE, DERIVED_RESOURCE_MIN + resource)
+
+
+def _column(column: int, signal: Signal, rows: list[tuple[int, list[str]]], problems: list[Problem]) -> list[Value | None]:
+    cells = [cells[column] if column < len(cells) else "" for _, cells in rows]
+    values: list[Value | None] = [_number(cell) for cell in cells]
+    numeric = signal.path in SIGNALS or any(value is not None for value in values)
+    truths = {"true": True, "false": False}
+    is_bool = not numeric and all(cell.lower() in truths for cell in cells if cell)
+    for place, (value, cell) in enumerate(zip(values, cells, strict=True)):
+        if value is not None:
+            continue
+        if numeric or not cell or len(cell) > TEXT_LENGTH_MAX:
+            what = "is empty" if not cell else f"is not a number: {cell[:40]!r}" if numeric else f"has {len(cell)} characters"
+            problems.append(Problem(rows[place][0], f"{signal.path} {what}"))
+        else:
+            values[place] = truths[cell.lower()] if is_bool else cell
+    return values
+
+
+def _number(cell: str) -> float | None:
+    try:
+        value = float(cell)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and "_" not in cell else None  # float() takes nan, inf and 1_0, which no scan tool means
+
+
+# --- simulated --------------------------------------------------------------------------------------------------------------------
+
+_SIMULATED: Final = (
+    "Vehicle.OBD.RunTime",
+    "Vehicle.OBD.EngineSpeed",
+    "Vehicle.OBD.Speed",
+    "Vehicle.OBD.ThrottlePosition",
+    "Vehicle.OBD.EngineLoad",
+    "Vehicle.OBD.CoolantTemperature",
+    "Vehicle.OBD.FuelLevel",
+    "Vehicle.OBD.AcceleratorPositionD",
+    "Vehicle.OBD.IntakeTemp",
+    "Vehicle.OBD.Catalyst.Bank1.Temperature1",
+    "Vehicle.OBD.ControlModuleVoltage",
+    "Vehicle.Powertrain.Transmission.CurrentGear",
+    "Vehicle.Powertrain.CombustionEngine.IsRunning",
+    "Vehicle.IsMoving",
+    "Vehicle.LowVoltageSystemState",
+)
+
+# A small car with a petrol engine. SI units unless the name says otherwise.
+_MASS_KG = 1_150.0
+_DRAG = 0.5 * 1.2 * 0.68  # half the density of air times the drag area
+_ROLLING_N = 0.011 * _MASS_KG * 9.81
+_POWER_MAX_W = 70_000.0
+_TORQUE_MAX_NM = 125.0
+_IDLE_RPM, _UPSHIFT_RPM, _DOWNSHIFT_RPM, _LIMIT_RPM = 780.0, 2_600.0, 1_350.0, 6_000.0
+_RPM_PER_MPS = (0.0, 450.0, 248.0, 171.0, 126.0, 101.0)  # by gear
+_TANK_L = 45.0
+_FUEL_J_PER_L = 32e6 * 0.27  # what reaches the crank
+_IDLE_FUEL_L_PER_S = 0.7 / 3600
+_SECONDS_BEFORE_START = 3  # ignition on, engine not yet
+
+
+def simulate(seed: int, seconds: int) -> Drive:
+    """A drive of `seconds` rows: the engine starts cold, then city, country road and motorway take turns, with stops between.
+
+    The same seed gives the same drive, whatever its length.
+    """
+    assert seconds > 0, "a drive has at least one row"
+    if seconds > ROWS_MAX:
+        raise invalid(f"a drive has at most {ROWS_MAX} rows, asked for {seconds}")
+    car = _Car(random.Random(seed))
+    return Drive(tuple(SIGNALS[path] for path in _SIMULATED), [car.step(second) for second in range(seconds)])
+
+
+class _Car:
+    """The state of the simulated car; `step` is one second of it."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.speed = 0.0  # m/s
+        self.target = 0.0
+        self.until = 12  # second at which the driver wants something else; until then the car stands
+        self.gear = 0
+        self.ambient = rng.uniform(5.0, 30.0)
+        self.coolant = self.catalyst = self.ambient
+        self.intake = self.ambient
+        self.fuel = rng.uniform(0.4, 0.95) * _TANK_L
+
+    def step(self, second: int) -> tuple[Value, ...]:
+        running = second > _SECONDS_BEFORE_START
+        before = self.speed
+        if running:
+            self._drive(second)
+        wheel_w = max(0.0, self._force(self.speed - before) * self.speed)
+        rpm = self._shift() if running else 0.0
+        power_available = min(_POWER_MAX_W, _TORQUE_MAX_NM * rpm * math.pi / 30) if running else 1.0
+        load = min(1.0, 0.18 + 0.82 * wheel_w / power_available) if running else 0.0
+        if running and self.speed < before - 0.5:
+            load = 0.05  # overrun: the fuel is cut off
+        self._heat_and_burn(running, wheel_w, load)
+        pedal = 16.0 + 55.0 * max(0.0, load - 0.18) if self.speed > 0.3 and running else 16.0
+        state = "ON" if running else "START" if second == _SECONDS_BEFORE_START else "ACC"
+        noise = self.rng.gauss
+        return (
+            float(max(0, second - _SECONDS_BEFORE_START)),
+            round(max(0.0, rpm + noise(0, 12.0)) * 4) / 4 if running else 0.0,  # resolutions are those of OBD-II
+            float(round(self.speed * 3.6)),
+            round((15.7 + 60.0 * max(0.0, load - 0.1)) / 100 * 255) / 2.55,
+            round(load * 255) / 2.55,
+            float(round(self.coolant)),
+            round(self.fuel / _TANK_L * 255) / 2.55,
+            round(pedal / 100 * 255) / 2.55,
+            float(round(self.intake)),
+            round(self.catalyst, 1),
+            round((14.1 if running else 12.4) + noise(0, 0.04), 3),
+            float(self.gear),
+            running,
+            self.speed > 0.3,
+            state,
+        )
+
+    def _drive(self, second: int) -> None:
+        """Follow the target speed within what a calm driver and the engine do."""
+        if second >= self.until:
+            low, high, shortest, longest = self.rng.choice(
+                [(0, 0, 8, 30), (25, 50, 20, 60), (25, 50, 20, 60), (70, 95, 40, 120), (105, 125, 60, 180)]
+            )
+            self.target = self.rng.uniform(low, high) / 3.6
+            self.until = second + self.rng.randint(shortest, longest)
+        power_limit = 0.7 * _POWER_MAX_W / max(self.speed, 5.0)
+        fastest = min(2.2, (power_limit - self._force(0.0)) / _MASS_KG)
+        wanted = self.target + self.rng.gauss(0, 0.1) * (self.target > 0) - self.speed
+        self.speed = max(0.0, self.speed + min(max(wanted, -2.6), fastest))
+        if self.target == 0 and self.speed < 0.5:
+            self.speed = 0.0
+
+    def _force(self, acceleration: float) -> float:
+        """Newtons at the wheels for this speed and `acceleration` (m/s in one second)."""
+        return _MASS_KG * acceleration + _DRAG * self.speed**2 + (_ROLLING_N if self.speed > 0 else 0.0)
+
+    def _shift(self) -> float:
+        """Change gear where the engine speed asks for it; the engine speed that results."""
+        if self.speed < 0.3:
+            self.gear = 0
+            return _IDLE_RPM + 4.0 * max(0.0, 70.0 - self.coolant)  # a cold engine idles faster
+        self.gear = max(self.gear, 1)
+        while self.gear < 5 and self.speed * _RPM_PER_MPS[self.gear] > _UPSHIFT_RPM:
+            self.gear += 1
+        while self.gear > 1 and self.speed * _RPM_PER_MPS[self.gear] < _DOWNSHIFT_RPM:
+            self.gear -= 1
+        return min(max(self.speed * _RPM_PER_MPS[self.gear], _IDLE_RPM), _LIMIT_RPM)
+
+    def _heat_and_burn(self, running: bool, wheel_w: float, load: float) -> None:
+        """Temperatures follow what the engine burns and what the wind takes."""
+        if running:
+            self.fuel = max(0.5, self.fuel - _IDLE_FUEL_L_PER_S - wheel_w / _FUEL_J_PER_L)
+        thermostat_c = 88.0 + 3.0 * load
+        self.coolant += (0.04 + 0.25 * load) if running and self.coolant < thermostat_c else (thermostat_c - self.coolant) * 0.05 * running
+        glow_c = 380.0 + 330.0 * load if running else self.ambient
+        self.catalyst += (glow_c - self.catalyst) * 0.02
+        bay_c = self.ambient + 22.0 * min(1.0, self.coolant / 90.0) - 0.4 * self.speed
+        self.intake += (max(self.ambient, bay_c) - self.intake) * 0.01
