@@ -1,0 +1,53 @@
+"""What tests of every area share: a real broker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from transports.mqtt5.broker import Broker
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+MakeBroker = Callable[..., Broker]
+
+
+def _start(**options: Any) -> Broker:
+    """Where tests count (CI=true), a missing broker is a failure; elsewhere it skips what needs one."""
+    try:
+        return Broker(**options).start()
+    except UStatusError as error:
+        if error.code == UCode.FAILED_PRECONDITION and os.environ.get("CI", "").lower() not in ("true", "1"):
+            pytest.skip(error.message)
+        raise
+
+
+@pytest.fixture(scope="session")
+def broker() -> Iterator[Broker]:
+    """One mosquitto for all tests: open to everybody, so use a topic of your own. Don't stop it."""
+    started = _start()
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def make_broker() -> Iterator[MakeBroker]:
+    """Brokers of one test, with options: `make_broker(persistent=True)`."""
+    started: list[Broker] = []
+
+    def make(**options: Any) -> Broker:
+        started.append(_start(**options))
+        return started[-1]
+
+    yield make
+    for one in started:
+        one.close()
+
+
+@pytest.fixture
+def own_broker(make_broker: MakeBroker) -> Broker:
+    """A mosquitto of this test alone, to stop, kill and restart; it keeps sessions and messages over a stop."""
+    return make_broker(persistent=True)

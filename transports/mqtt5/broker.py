@@ -1,0 +1,352 @@
+"""A private, real mosquitto on an ephemeral loopback port: for tests, the demo and benchmarks.
+
+PATH -> apt (as root) -> container          with Broker() as broker:  broker.port
+  the first that is there runs it           python -m transports.mqtt5.broker --ensure   (installs, if it must)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import atexit
+import base64
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol, Self
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")  # where distributions put daemons, often not on a user's PATH
+PORT_TRIES_MAX: Final = 5  # somebody may take the port between our look and mosquitto's bind
+START_MS_MAX: Final = 20_000  # a container's start on a busy machine
+STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
+PROBE_MS: Final = 10
+IMAGE: Final = "eclipse-mosquitto:2"
+MISSING: Final = (
+    "no MQTT broker: install mosquitto (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto), "
+    "or start docker and pip install 'up-streamer[test]', so that it can run in a container"
+)
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Running(Protocol):
+    """A started mosquitto, whatever runs it."""
+
+    def alive(self) -> bool: ...
+
+    def signal(self, number: signal.Signals) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+def find() -> str | None:
+    """The mosquitto binary, if there is one."""
+    return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
+
+
+def install() -> str | None:
+    """Install mosquitto with apt, if we are root and there is apt. The binary, or None."""
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        return None
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # runlevel 1: the package starts no service
+    command = [apt, "install", "-y", "-qq", "--no-install-recommends", "mosquitto"]
+    for update_first in (False, True):
+        if update_first:
+            subprocess.run([apt, "update", "-qq"], env=environment, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        if (binary := find()) is not None:
+            return binary
+    return None
+
+
+def _container_runner() -> Callable[[Path], Running] | None:
+    if shutil.which("docker") is None:
+        return None
+    try:
+        import testcontainers.core.container  # noqa: F401
+    except ImportError:
+        return None
+    answered = subprocess.run(["docker", "info"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+    return _Container if answered.returncode == 0 else None
+
+
+def ensure() -> Callable[[Path], Running]:
+    """What runs mosquitto with a configuration file: the binary (installed if need be), else a container.
+
+    Raises UStatusError(FAILED_PRECONDITION) that says what to install. May take a minute; run it before anything that counts time.
+    """
+    binary = find() or install()
+    if binary is not None:
+        return lambda config: _Process(binary, config)
+    runner = _container_runner()
+    if runner is None:
+        raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
+    return runner
+
+
+class _Process:
+    def __init__(self, binary: str, config: Path) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)  # before the fork: the child must not load anything
+        parent = os.getpid()
+
+        def die_with_parent() -> None:
+            if sys.platform == "linux":
+                libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+                if os.getppid() != parent:
+                    os._exit(1)
+
+        with (config.parent / "log").open("ab") as log:
+            self._popen = subprocess.Popen(
+                [binary, "-c", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                preexec_fn=die_with_parent,
+                start_new_session=True,  # a Ctrl-C is ours to handle; it must not take the broker away under a client that drains
+            )
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
+
+    def signal(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)
+
+    def wait(self) -> None:
+        try:
+            self._popen.wait(STOP_MS_MAX / 1000)
+        except subprocess.TimeoutExpired:
+            self._popen.kill()
+            self._popen.wait()
+
+
+class _Container:
+    """mosquitto in a container on the host's network, so that configuration and ports are the same as without."""
+
+    def __init__(self, config: Path) -> None:
+        from testcontainers.core.container import DockerContainer
+
+        container: Any = DockerContainer(IMAGE).with_volume_mapping(str(config.parent), str(config.parent), "rw")
+        container = container.with_kwargs(network_mode="host", user=f"{os.geteuid()}:{os.getegid()}")
+        self._container: Any = container.with_command(f"mosquitto -c {config}").start()
+
+    def alive(self) -> bool:
+        inner = self._container.get_wrapped_container()
+        inner.reload()
+        return bool(inner.status in ("created", "running"))
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(Exception):  # it may have ended already
+            self._container.get_wrapped_container().kill(number.name)
+
+    def wait(self) -> None:
+        with contextlib.suppress(Exception):
+            self._container.get_wrapped_container().wait(timeout=STOP_MS_MAX / 1000)
+        self._container.stop()
+
+
+class Broker:
+    """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
+
+    `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca, certificate, key)
+    and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps sessions and
+    messages over a stop. All of it lives in a directory that goes with `close`; no process outlives ours.
+
+    Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started it.
+    """
+
+    def __init__(
+        self,
+        *,
+        users: Mapping[str, str] | None = None,
+        acl: str | None = None,
+        persistent: bool = False,
+        certificates: tuple[Path, Path, Path] | None = None,
+        require_client_certificate: bool = False,
+        settings: Sequence[str] = (),
+    ) -> None:
+        self._users, self._acl, self._persistent = users, acl, persistent
+        self._certificates, self._require_client_certificate = certificates, require_client_certificate
+        self._settings = settings
+        self._directory: Path | None = None
+        self._running: Running | None = None
+        self._port = 0
+
+    def __repr__(self) -> str:
+        return f"Broker(port={self._port or None}, {'running' if self.running else 'stopped'})"
+
+    @property
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    @property
+    def port(self) -> int:
+        assert self._port, "the broker has not been started"
+        return self._port
+
+    @property
+    def running(self) -> bool:
+        return self._running is not None and self._running.alive()
+
+    @property
+    def log(self) -> str:
+        """What mosquitto has said so far."""
+        return (self._directory / "log").read_text(errors="replace") if self._directory is not None else ""
+
+    def start(self) -> Self:
+        """Returns when it accepts connections. Raises UStatusError: FAILED_PRECONDITION (none installed), UNAVAILABLE (it ended; why)."""
+        for delay_s in self._starting():
+            time.sleep(delay_s)
+        return self
+
+    async def start_async(self) -> Self:
+        """As `start`, without holding up the event loop."""
+        for delay_s in self._starting():
+            await asyncio.sleep(delay_s)
+        return self
+
+    def _starting(self) -> Iterator[float]:
+        """Start it, and yield how long to sleep before the next look whether it is up."""
+        if self.running:
+            return
+        run = ensure()
+        atexit.register(self.close)
+        for _ in range(PORT_TRIES_MAX):
+            port = self._port or _free_port()
+            self._running = run(self._write_config(port))
+            deadline = time.monotonic() + START_MS_MAX / 1000
+            while self._running.alive() and time.monotonic() < deadline:
+                if _accepts(self.host, port):
+                    self._port = port
+                    return
+                yield PROBE_MS / 1000
+            self._end(signal.SIGKILL)
+            if "Address already in use" not in self.log:
+                break
+            yield PROBE_MS / 1000
+        raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {self.log.strip()[-500:] or 'nothing'}")
+
+    def stop(self) -> None:
+        """End it in order: a persistent broker writes what it holds. May be called twice."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once, as a crash would."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> Self:
+        self.stop()
+        return self.start()
+
+    def close(self) -> None:
+        """Stop it and remove what it wrote. May be called twice."""
+        self.stop()
+        atexit.unregister(self.close)
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return await self.start_async()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def _end(self, number: signal.Signals) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            if running.alive():
+                running.signal(number)
+            running.wait()
+
+    def _write_config(self, port: int) -> Path:
+        if self._directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="up-streamer-mosquitto-"))
+        directory = self._directory
+        (directory / "log").write_bytes(b"")
+        lines = [
+            f"listener {port} {self.host}",
+            "log_dest stdout",
+            "log_type error\nlog_type warning\nlog_type notice",
+            "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
+            "max_queued_messages 0",  # else 1000, and what is beyond is lost
+            f"allow_anonymous {'false' if self._users is not None else 'true'}",
+            f"persistence {'true' if self._persistent else 'false'}",
+            f"persistence_location {directory}/",
+        ]
+        if os.geteuid() == 0:
+            lines.append("user root")  # it could not read its files otherwise
+        if self._users is not None:
+            passwords = "".join(_password_line(name, password) for name, password in self._users.items())
+            lines.append(f"password_file {_private(directory / 'passwords', passwords)}")
+        if self._acl is not None:
+            lines.append(f"acl_file {_private(directory / 'acl', self._acl)}")
+        if self._certificates is not None:
+            ca, certificate, key = self._certificates
+            lines += [f"cafile {ca}", f"certfile {certificate}", f"keyfile {key}"]
+            lines.append(f"require_certificate {'true' if self._require_client_certificate else 'false'}")
+        overridden = {line.split()[0] for line in self._settings}
+        lines = [line for line in lines if line.split()[0] not in overridden]
+        return _private(directory / "mosquitto.conf", "\n".join([*lines, *self._settings, ""]))
+
+
+def _private(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text)
+    return path
+
+
+def _password_line(name: str, password: str) -> str:
+    """As mosquitto_passwd writes it ($7$: PBKDF2 with SHA-512), which is not part of every installation."""
+    salt, rounds = os.urandom(12), 101
+    digest = hashlib.pbkdf2_hmac("sha512", password.encode(), salt, rounds)
+    return f"{name}:$7${rounds}${base64.b64encode(salt).decode()}${base64.b64encode(digest).decode()}\n"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _accepts(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=PROBE_MS / 1000).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make sure that there is a mosquitto to run.")
+    parser.add_argument("--ensure", action="store_true", required=True, help="install it with apt if it is missing and we are root")
+    parser.parse_args()
+    try:
+        ensure()
+    except UStatusError as error:
+        print(error.message, file=sys.stderr)
+        return 1
+    print(find() or f"container {IMAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
