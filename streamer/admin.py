@@ -1,0 +1,75 @@
+"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is). Plain HTTP/1.1, GET only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import TYPE_CHECKING, Final
+
+from streamer import metrics
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from streamer.app import Streamer
+
+REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
+REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
+
+
+class Admin:
+    """Serves one streamer."""
+
+    def __init__(self, streamer: Streamer, host: str, port: int) -> None:
+        self._streamer, self._host, self.port = streamer, host, port
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Raises UStatusError(UNAVAILABLE) if the port can't be had."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self.port, limit=REQUEST_BYTES_MAX)
+        except OSError as error:
+            raise UStatusError(
+                UCode.UNAVAILABLE,
+                f"the admin port {self._host}:{self.port} can't be opened: {error.strerror}; is another streamer running?",
+            ) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                request = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")))
+                await writer.drain()
+        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def _answer(self, line: str) -> bytes:
+        method, _, rest = line.partition(" ")
+        path = rest.split(" ")[0].split("?")[0]
+        if method not in ("GET", "HEAD"):
+            return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
+        match path:
+            case "/metrics":
+                return _response("200 OK", "text/plain; version=0.0.4", metrics.expose(self._streamer))
+            case "/healthz":
+                return _response("200 OK", "application/json", b'{"status":"alive"}\n')
+            case "/readyz":
+                problems = self._streamer.problems()
+                body = json.dumps({"status": "not ready" if problems else "ready", "problems": problems}).encode() + b"\n"
+                return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+        return _response("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n")
+
+
+def _response(status: str, type: str, body: bytes) -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body

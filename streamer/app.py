@@ -1,0 +1,378 @@
+"""The composition root: makes every part, starts them in order, stops them in the other.
+
+    logs -> endpoints -> hosted services -> interest -> ingress -> pumps -> ready
+
+An endpoint whose network is away at the start is tried again and again; the others don't notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Self
+
+import structlog
+
+from history.log import Log
+from history.service import HistoryService
+from streamer.admin import Admin
+from streamer.config import Config, EndpointSection, RuleSection, patterns
+from streamer.dead_letter import DeadLetters
+from streamer.egress import Pump
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.express import Express
+from streamer.hosted import HostedTransport
+from streamer.ingress import IdWindow, Ingress, Logs
+from streamer.retry import Backoff
+from streamer.rules import Rule, Rules
+from streamer.view import View
+from transports import plugin as plugins
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
+from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription.service import USubscriptionService
+from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
+from usubscription_client.static_file import StaticFile
+
+ENTITY: Final = 0x0004  # core.ustreamer
+VERSION: Final = 1
+RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
+INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
+
+log = structlog.get_logger()
+
+
+def _backoff(config: Config) -> Backoff:
+    return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms)
+
+
+class Streamer:
+    """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
+
+    def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow) -> None:
+        self.config, self.logs = config, logs
+        self.endpoints = Endpoints(Endpoint(one.name, one.authorities, transports[one.name]) for one in config.endpoint)
+        self.rules = Rules()
+        self.home = self.endpoints[config.home.name]
+        self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
+        self.hosted = HostedTransport(self.home, self.endpoints, config.authority)
+        self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish_dead_letter)
+        self.usubscription = self._embedded_service()
+        self.interest = Interest(self._interest_sources())
+        self.view = View(self.endpoints, self.rules, self.interest)
+        self.express = Express(
+            self.endpoints, self.hosted, self.dead_letters, messages_max=config.express.messages_max, backoff=lambda: _backoff(config)
+        )
+
+        def ingress(endpoint: Endpoint, *, trusted: bool = False) -> Ingress:
+            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, trusted=trusted)
+
+        self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
+        self.hosted.walk = ingress(self.home, trusted=True)
+        self.hosted.entities_changed = self.sync
+        self.pumps = [Pump(endpoint, one, self.view, self.dead_letters, _backoff(config)) for endpoint in self.endpoints for one in logs]
+        self.history = HistoryService(self.hosted, self.local, list(logs))
+        self.admin = self._make_admin()
+        self.ready = asyncio.Event()
+        self._open: set[str] = set()  # endpoints whose transport has been opened
+        self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
+        self._changed = asyncio.Event()
+        self._stopping = asyncio.Event()
+
+    @classmethod
+    async def create(cls, config: Config) -> Self:
+        """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
+        data_dir = config.streamer.data_dir
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"streamer.data_dir {data_dir} can't be made: {error.strerror}") from None
+        transports = {one.name: cls._transport(config, one) for one in config.endpoint}
+        history = config.history
+        retention_ms = int(history.retention_hours * 3_600_000)
+        durable = await Log.open(
+            data_dir / "history.db", name="durable", retention_ms=retention_ms, retention_bytes=history.retention_mib << 20
+        )
+        volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
+        window = IdWindow()
+        for id in await durable.recent_ids(RECENT_IDS):
+            window.take((int.from_bytes(id[:8], "big"), int.from_bytes(id[8:], "big")))
+        return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
+
+    @staticmethod
+    def _transport(config: Config, section: EndpointSection) -> UTransport:
+        named = [authority for authority in section.authorities if authority != uris.WILDCARD_AUTHORITY]
+        authority = config.authority if config.authority in named or not named else named[0]
+        return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+
+    def _embedded_service(self) -> USubscriptionService | None:
+        if self.config.usubscription_of(self.config.home) != "embedded":
+            return None
+        return USubscriptionService(
+            self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db", on_change=self._subscription_changed
+        )
+
+    def _interest_sources(self) -> list[InterestSource]:
+        config = self.config
+        sources: list[InterestSource] = []
+        self._embedded_interest: EmbeddedInterest | None = None
+        for section in config.endpoint:
+            match config.usubscription_of(section):
+                case "embedded":
+                    assert self.usubscription is not None
+                    self._embedded_interest = EmbeddedInterest(self.usubscription)
+                    sources.append(self._embedded_interest)
+                case "remote":
+                    sources += [
+                        ServiceInterest(self.hosted, self.local, authority, refresh_s=config.usubscription.refresh_s)
+                        for authority in section.authorities
+                        if authority != uris.WILDCARD_AUTHORITY
+                    ]
+        if config.usubscription.static_file is not None:
+            sources.append(StaticFile(config.usubscription.static_file))
+        return sources
+
+    def _make_admin(self) -> Admin | None:
+        if self.config.streamer.admin is None:
+            return None
+        host, _, port = self.config.streamer.admin.rpartition(":")
+        return Admin(self, host, int(port))
+
+    def __repr__(self) -> str:
+        return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
+
+    # Life
+
+    async def run(self) -> None:
+        """Work until `stop` is called or the task is cancelled; then drain and close everything."""
+        try:
+            if self.admin is not None:
+                await self.admin.open()
+            async with asyncio.TaskGroup() as tasks:
+                running = [
+                    tasks.create_task(self._start(tasks), name="start"),
+                    tasks.create_task(self.dead_letters.run(), name="dead letters"),
+                ]
+                await self._stopping.wait()
+                for task in (*running, *self._tasks):
+                    task.cancel()
+        finally:
+            await self._close()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def _start(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+        def start(work: Any, name: str) -> None:
+            self._tasks.append(tasks.create_task(work, name=name))
+
+        for section in self.config.rules:
+            self.rules.add(_rule(section))
+        opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
+        for endpoint in self.endpoints:
+            start(self._keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
+            start(self.express.lanes[endpoint.name].run(), f"express {endpoint.name}")
+        await asyncio.gather(*(event.wait() for event in opened.values()))
+        await self.history.start()
+        if self.usubscription is not None:
+            await self.usubscription.start()
+        self.interest.on_change(self._interest_changed)
+        start(self._follow_interest(), "interest")
+        try:
+            async with asyncio.timeout(INTEREST_WAIT_S):
+                await self.interest.start()
+        except TimeoutError:
+            log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
+        await self.sync(raise_errors=False)
+        for pump in self.pumps:
+            start(pump.run(), f"pump {pump.peer.name}")
+        self.ready.set()
+        log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
+
+    async def _keep_open(self, endpoint: Endpoint, tried: asyncio.Event) -> None:
+        """Open the transport; try again while its network is away."""
+        backoff = _backoff(self.config)
+        endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
+        while True:
+            try:
+                await endpoint.transport.open()
+            except UStatusError as error:
+                self._troubles[endpoint.name] = str(error)
+                log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=str(error), attempt=backoff)
+                tried.set()
+                await backoff.wait()
+            else:
+                break
+        self._open.add(endpoint.name)
+        self._troubles.pop(endpoint.name, None)
+        tried.set()
+        self._connection(endpoint, True)
+
+    def _connection(self, endpoint: Endpoint, connected: bool) -> None:
+        log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
+        if connected:
+            self._changed.set()
+            for pump in self.pumps:
+                if pump.peer is endpoint:
+                    pump.wake()
+
+    async def _close(self) -> None:
+        async def step(name: str, close: Callable[[], Awaitable[Any]]) -> None:
+            try:
+                await close()
+            except Exception:
+                log.exception("closing failed; going on", part=name)
+
+        if self.admin is not None:
+            await step("admin", self.admin.close)
+        await step("interest", self.interest.stop)
+        if self.usubscription is not None:
+            await step("usubscription", self.usubscription.stop)
+        await step("history", self.history.stop)
+        for endpoint in self.endpoints:
+            await step(endpoint.name, endpoint.transport.close)
+        await step("dead letters", self.dead_letters.close)
+        for one in self.logs:
+            await step("log", one.close)
+
+    # What is listened to
+
+    async def sync(self, *, raise_errors: bool = True) -> None:
+        """Make every ingress listen to what is needed now. Raises the first UStatusError, after all were tried."""
+        topics = list(self.interest.topics())
+        errors: list[UStatusError] = []
+        for endpoint in self.endpoints:
+            if endpoint.name not in self._open:
+                continue
+            try:
+                await self.ingresses[endpoint.name].sync(topics, all_publishes=self.interest.cannot_list)
+            except UStatusError as error:
+                self._troubles[endpoint.name] = f"listening failed: {error}"
+                errors.append(error)
+            else:
+                self._troubles.pop(endpoint.name, None)
+        if errors and raise_errors:
+            raise errors[0]
+
+    def _interest_changed(self) -> None:
+        self._changed.set()
+        for pump in self.pumps:
+            pump.wake()
+
+    async def _subscription_changed(self, *changes: Any) -> None:
+        """The embedded service is about to answer: listen first, so that nothing published after the answer is missed."""
+        assert self._embedded_interest is not None
+        self._embedded_interest.refresh_now()
+        await self.sync(raise_errors=False)
+
+    async def _follow_interest(self) -> None:
+        backoff = _backoff(self.config)
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.sync()
+            except UStatusError as error:
+                log.warning("could not listen to everything; trying again", error=str(error))
+                await backoff.wait()
+                self._changed.set()
+            else:
+                backoff.reset()
+
+    # Rules at run time
+
+    async def add_rule(self, rule: Rule) -> None:
+        """Let messages pass. Raises ALREADY_EXISTS, NOT_FOUND (no such endpoint) or what a network answers; then nothing has changed."""
+        for name in (rule.ingress, rule.egress):
+            if name not in self.ingresses:
+                raise UStatusError(UCode.NOT_FOUND, f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}")
+        self.rules.add(rule)
+        try:
+            await self.sync()
+        except UStatusError:
+            self.rules.remove(rule.ingress, rule.egress)
+            await self.sync(raise_errors=False)
+            raise
+
+    async def remove_rule(self, ingress: str, egress: str) -> None:
+        """Stop passing messages. Raises NOT_FOUND."""
+        self.rules.remove(ingress, egress)
+        await self.sync()
+
+    # How it is
+
+    def is_connected(self, endpoint: Endpoint) -> bool:
+        return endpoint.name in self._open and endpoint.transport.connected
+
+    def dropped(self, endpoint: Endpoint) -> Counter[str]:
+        """Drops by reason, those of the transport included."""
+        return endpoint.dropped + Counter(getattr(endpoint.transport, "dropped", {}))
+
+    def problems(self) -> list[str]:
+        """What is wrong; empty: ready."""
+        problems = [f"endpoint {name}: {trouble}" for name, trouble in self._troubles.items()]
+        problems += [
+            f"endpoint {e.name}: its network is away" for e in self.endpoints if e.name in self._open and not e.transport.connected
+        ]
+        problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
+        problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
+        if not self.ready.is_set():
+            problems.append("starting")
+        return problems
+
+    def stats(self) -> dict[str, Any]:
+        """Counters as plain data."""
+        return {
+            "endpoints": {
+                e.name: {
+                    "received": e.received,
+                    "forwarded": e.forwarded,
+                    "dropped": dict(self.dropped(e)),
+                    "connected": self.is_connected(e),
+                }
+                for e in self.endpoints
+            },
+            "logs": {
+                "durable" if one.durable else "volatile": {"newest_seq": one.newest_seq, "bytes": one.stored_bytes} for one in self.logs
+            },
+            "dead_letters": self.dead_letters.total,
+            "problems": self.problems(),
+        }
+
+    async def _publish_dead_letter(self, topic: UUri, letter: DeadLetter) -> None:
+        await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(letter))
+
+
+def _rule(section: RuleSection) -> Rule:
+    return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
+
+
+async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
+    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong."""
+    streamer = await Streamer.create(config)
+
+    async def announce() -> None:
+        await streamer.ready.wait()
+        on_ready(streamer)
+        if stopping is not None:
+            await stopping.wait()
+            streamer.stop()
+
+    announcing = asyncio.create_task(announce())
+    try:
+        await streamer.run()
+    except* UStatusError as group:
+        raise group.exceptions[0] from None
+    finally:
+        announcing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await announcing

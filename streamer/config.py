@@ -1,0 +1,246 @@
+"""The one TOML file: read, checked, and every mistake told with its line.
+
+[streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
+[history]   what is kept       [usubscription]  interest     [express] [egress] limits
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from transports import plugin as plugins
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.uri_pb2 import UUri
+
+NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+
+
+def _authority(text: str) -> str:
+    try:
+        uris.validate_authority(text)
+    except UStatusError as error:
+        raise ValueError(error.message) from None
+    if not text:
+        raise ValueError("an authority may not be empty")
+    return text
+
+
+def _pattern(text: str) -> str:
+    try:
+        uris.parse(text)
+    except UStatusError as error:
+        raise ValueError(error.message) from None
+    return text
+
+
+Authority = Annotated[str, AfterValidator(_authority)]
+Pattern = Annotated[str, AfterValidator(_pattern)]
+
+
+def patterns(texts: list[str]) -> list[UUri]:
+    return [uris.parse(text) for text in texts]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StreamerSection(_Section):
+    """Who this streamer is."""
+
+    authority: Authority | None = None  # the device it runs on; default: the first authority that an endpoint names
+    data_dir: Path = Path("up-streamer-data")  # log, subscriptions, dead letters
+    admin: str | None = Field(default=None, pattern=r"^[^:\s]+:\d{1,5}$")  # HOST:PORT of /metrics, /healthz, /readyz
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+class EndpointSection(_Section):
+    """One network and the authorities that live on it."""
+
+    name: str = Field(pattern=NAME)
+    transport: str
+    authorities: list[Authority] = Field(min_length=1)  # "*": every authority that no other endpoint names
+    usubscription: Literal["embedded", "remote", "none"] | None = None  # default: embedded at home, remote elsewhere, none for "*"
+    settings: dict[str, Any] = {}
+
+
+class RuleSection(_Section):
+    """Messages of `from` may go to `to`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    from_: str = Field(alias="from")
+    to: str
+    allow: list[Pattern] = []  # source patterns; empty: all
+    deny: list[Pattern] = []  # stronger than allow
+    delivery: Literal["standard"] = "standard"
+
+
+class HistorySection(_Section):
+    """What is kept, where, and how long."""
+
+    record: list[Pattern] = []  # kept whether or not somebody subscribed
+    volatile: list[Pattern] = []  # kept in memory only: for high rates on flash that must not wear
+    retention_hours: float = Field(default=168, gt=0)
+    retention_mib: int = Field(default=1024, ge=1)
+    volatile_mib: int = Field(default=64, ge=1)
+
+
+class USubscriptionSection(_Section):
+    """Who is asked what somebody wants."""
+
+    static_file: Path | None = None  # topics and subscribers as JSON, in addition to the services
+    refresh_s: float = Field(default=60, ge=1)  # how often a service is asked again, though its notifications are followed
+
+
+class EgressSection(_Section):
+    """How hard a peer is tried."""
+
+    retry_min_ms: int = Field(default=50, ge=1)
+    retry_max_ms: int = Field(default=10_000, ge=1)
+
+
+class ExpressSection(_Section):
+    """Requests and responses, in memory until they are sent or their ttl has run out."""
+
+    messages_max: int = Field(default=4_096, ge=1)  # of one peer; a full queue answers RESOURCE_EXHAUSTED
+
+
+class Config(_Section):
+    streamer: StreamerSection = StreamerSection()
+    endpoint: list[EndpointSection] = Field(min_length=1)
+    rule: list[RuleSection] = []
+    history: HistorySection = HistorySection()
+    usubscription: USubscriptionSection = USubscriptionSection()
+    egress: EgressSection = EgressSection()
+    express: ExpressSection = ExpressSection()
+
+    @model_validator(mode="after")
+    def _hangs_together(self) -> Self:
+        owners: dict[str, str] = {}
+        for endpoint in self.endpoint:
+            if any(other is not endpoint and other.name == endpoint.name for other in self.endpoint):
+                raise ValueError(f"two endpoints are named {endpoint.name!r}; names must differ")
+            for authority in endpoint.authorities:
+                if authority in owners:
+                    raise ValueError(
+                        f"authority {authority!r} belongs to both endpoint {owners[authority]!r} and {endpoint.name!r}; it lives on one network"
+                    )
+                owners[authority] = endpoint.name
+        if not any(authority != uris.WILDCARD_AUTHORITY for authority in owners):
+            raise ValueError("at least one endpoint must name an authority: the streamer lives there")
+        if self.streamer.authority is not None and self.streamer.authority not in owners:
+            raise ValueError(
+                f"streamer.authority {self.streamer.authority!r} is not an authority of any endpoint; known are {', '.join(owners)}"
+            )
+        names = {endpoint.name for endpoint in self.endpoint}
+        for rule in self.rule:
+            for name in (rule.from_, rule.to):
+                if name not in names:
+                    raise ValueError(f"a rule names endpoint {name!r}, which there is not; known are {', '.join(sorted(names))}")
+            if rule.from_ == rule.to:
+                raise ValueError(f"a rule from {rule.from_!r} to itself would forward in a circle")
+        embedded = [endpoint.name for endpoint in self.endpoint if endpoint.usubscription == "embedded"]
+        if any(name != self.home.name for name in embedded):
+            raise ValueError(
+                f"usubscription = 'embedded' serves the streamer's authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
+            )
+        return self
+
+    @property
+    def authority(self) -> str:
+        """The streamer's own authority."""
+        if self.streamer.authority is not None:
+            return self.streamer.authority
+        return next(a for endpoint in self.endpoint for a in endpoint.authorities if a != uris.WILDCARD_AUTHORITY)
+
+    @property
+    def home(self) -> EndpointSection:
+        """The endpoint on whose network the streamer's own authority lives."""
+        return next(endpoint for endpoint in self.endpoint if self.authority in endpoint.authorities)
+
+    def usubscription_of(self, endpoint: EndpointSection) -> Literal["embedded", "remote", "none"]:
+        if endpoint.usubscription is not None:
+            return endpoint.usubscription
+        if endpoint is self.home:
+            return "embedded"
+        return "none" if uris.WILDCARD_AUTHORITY in endpoint.authorities else "remote"
+
+    @property
+    def rules(self) -> list[RuleSection]:
+        """As written; where none is written, every endpoint to every other."""
+        if self.rule:
+            return self.rule
+        names = [endpoint.name for endpoint in self.endpoint]
+        return [RuleSection.model_validate({"from": a, "to": b}) for a in names for b in names if a != b]
+
+
+def load(path: Path) -> Config:
+    """Read and check `path`, settings of the transports included. Raises UStatusError(INVALID_ARGUMENT) with one line per mistake."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise invalid(f"can't read {path}: {error}") from None
+    return loads(text, str(path))
+
+
+def loads(text: str, name: str = "config") -> Config:
+    try:
+        config = Config.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise invalid(f"{name} is not valid TOML: {error}") from None
+    except ValidationError as error:
+        raise invalid("\n".join(_explain(text, name, one["loc"], one) for one in error.errors(include_url=False))) from None
+    for index, endpoint in enumerate(config.endpoint):
+        try:
+            plugins.load(endpoint.transport).config.model_validate(endpoint.settings)
+        except UStatusError as error:
+            raise invalid(f"{name}:{_line(text, ('endpoint', index, 'transport'))}: endpoint {endpoint.name!r}: {error.message}") from None
+        except ValidationError as error:
+            where = ("endpoint", index, "settings")
+            raise invalid("\n".join(_explain(text, name, (*where, *one["loc"]), one) for one in error.errors(include_url=False))) from None
+    return config
+
+
+def _explain(text: str, name: str, location: tuple[int | str, ...], error: Any) -> str:
+    """`file:line: where: what`, for one mistake."""
+    where = ".".join(str(part) for part in location)
+    if error["type"] == "extra_forbidden":
+        what = f"unknown key {location[-1]!r}"
+    else:
+        what = error["msg"].removeprefix("Value error, ")
+        if isinstance(error.get("input"), str | int | float | bool):
+            what += f" (got {error['input']!r})"
+    return f"{name}:{_line(text, location)}: {where + ': ' if where else ''}{what}"
+
+
+def _line(text: str, location: tuple[int | str, ...]) -> int:
+    """The line on which `location` is written, or the nearest line above it that is; tomllib itself keeps no lines."""
+    best, best_depth = 1, 0
+    table: tuple[int | str, ...] = ()
+    counts: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]", line):
+            parts = [part.strip().strip("\"'") for part in header[2].split(".")]
+            if header[1] == "[[":
+                counts[header[2]] = counts.get(header[2], -1) + 1
+                table = (*parts, counts[header[2]])
+            else:
+                table = tuple(p for part in parts for p in ((part, counts[part]) if part in counts else (part,)))
+            here = table
+        elif entry := re.match(r"\s*([A-Za-z0-9_\-\"'.]+)\s*=", line):
+            here = (*table, *(part.strip("\"'") for part in entry[1].split(".")))
+        else:
+            continue
+        depth = 0
+        while depth < min(len(here), len(location)) and here[depth] == location[depth]:
+            depth += 1
+        if depth == len(here) and depth > best_depth:
+            best, best_depth = number, depth
+    return best

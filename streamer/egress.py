@@ -1,0 +1,292 @@
+"""Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has confirmed.
+
+    log -> read ahead (bounded) -> who wants it? -> priority classes -> send_batch -> confirmed: cursor
+                                    view, sample period                   |-> UNAVAILABLE: again, in order, after a pause
+                                                                          +-> refused, expired: dead letter
+
+Order holds per (source, sink) within a class: one batch is in flight, and after a failure nothing behind it was tried.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+import structlog
+
+from history.log import Log
+from streamer.dead_letter import DeadLetters
+from streamer.endpoint import Endpoint
+from streamer.retry import Backoff
+from streamer.view import Target, Version, View
+from uprotocol import attributes as attrs
+from uprotocol import uuid as uuids
+from uprotocol.status import RETRYABLE, UStatusError, code_name
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+WINDOW_MESSAGES_MAX: Final = 2_000  # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
+READ_MESSAGES_MAX: Final = 512  # per read of the log: a chunk
+READ_BYTES_MAX: Final = 4 << 20  # per read of the log
+BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
+UNDECIDED_WAIT_S: Final = 5.0  # how long a record waits for a uSubscription that is being asked about its topic
+
+log = structlog.get_logger()
+
+
+class Item(NamedTuple):
+    seq: int
+    message: UMessage
+
+
+class Plan(NamedTuple):
+    """What to do with the records of one stream, for one peer."""
+
+    targets: tuple[Target, ...]  # empty: skip
+    since: int  # skip up to here
+    as_is: bool  # every message, unchanged: the fast way
+    add_sink: bool  # one copy per target with the streamer's sink
+    drop_sink: bool  # the streamer's sink has done its work
+
+
+SKIP: Final = Plan((), 0, False, False, False)
+
+
+class Pump:
+    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log."""
+
+    def __init__(
+        self,
+        peer: Endpoint,
+        source: Log,
+        view: View,
+        dead_letters: DeadLetters,
+        backoff: Backoff,
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> None:
+        self.peer, self.log = peer, source
+        self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
+        self._name = f"egress:{peer.name}"
+        self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]
+        self._waiting = 0
+        self._plans: dict[int, Plan | None] = {}
+        self._plans_version: Version | None = None
+        self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
+        self._wake = asyncio.Event()
+        self._read = 0  # last seq read
+        self.cursor = 0  # last seq confirmed
+        self.retries = 0
+        self.gaps = 0  # records that retention took before the peer got them
+        source.on_append(self._wake.set)
+
+    def __repr__(self) -> str:
+        return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={self._waiting})"
+
+    @property
+    def backlog(self) -> int:
+        """Records of the log that this peer has not been through."""
+        return self.log.newest_seq - self.cursor
+
+    def wake(self) -> None:
+        """Try again now: the peer may be back, or the interest is another."""
+        self._backoff.wake()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Pump until cancelled."""
+        stored = self.log.cursor(self._name)
+        if stored is None:  # a new peer: what was there before it is not for it
+            stored = self.log.newest_seq
+            self.log.set_cursor(self._name, stored)
+        self.cursor = self._read = stored
+        while True:
+            await self._fill()
+            if not self._waiting:
+                self._confirm()
+                self._wake.clear()
+                if self._read >= self.log.newest_seq:
+                    await self._wake.wait()
+                continue
+            await self._send()
+
+    # Reading ahead
+
+    async def _fill(self) -> None:
+        """Read until the window is full or the log is at its end."""
+        while self._waiting < WINDOW_MESSAGES_MAX and self._read < self.log.newest_seq:
+            if self._plans_version != (version := self._view.version):
+                self._plans.clear()
+                self._plans_version = version
+            chunks = self.log.tail(self._read)
+            if chunks is None:
+                chunks = await self.log.read(self._read, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX)
+            if not chunks:
+                return
+            for chunk in chunks:
+                if chunk.first_seq > self._read + 1:
+                    self._gap(chunk.first_seq)
+                if not await self._plan_all(chunk.streams):
+                    return
+                self._take(chunk.first_seq, chunk.streams, chunk.messages)
+                self._read = chunk.last_seq
+                if self._waiting >= WINDOW_MESSAGES_MAX:
+                    return
+
+    def _gap(self, first_seq: int) -> None:
+        missing = first_seq - 1 - self._read
+        self.gaps += missing
+        log.error(
+            "records were lost to retention or damage before the peer got them", peer=self.peer.name, after=self._read, before=first_seq
+        )
+
+    async def _plan_all(self, streams: list[int]) -> bool:
+        """Plan each stream of a chunk; False if the interest changed meanwhile."""
+        for stream in set(streams).difference(self._plans):
+            plan = self._plan(stream)
+            if plan is None:
+                try:
+                    async with asyncio.timeout(UNDECIDED_WAIT_S):
+                        while (plan := self._plan(stream)) is None:
+                            self._wake.clear()
+                            await self._wake.wait()
+                except TimeoutError:
+                    plan = SKIP
+                if self._plans_version != self._view.version:
+                    return False
+            self._plans[stream] = plan
+        return True
+
+    def _plan(self, stream_id: int) -> Plan | None:
+        stream = self.log.stream(stream_id)
+        legs = self._view.legs(stream.source, stream.sink, self.log.newest_seq)
+        if legs is None:
+            return None
+        leg = next((leg for leg in legs if leg.peer is self.peer), None)
+        if leg is None:
+            return SKIP
+        directed = stream.sink is not None and attrs.is_streamer_sink(stream.sink)
+        add_sink = self.peer.needs_sink and stream.sink is None
+        drop_sink = directed and not self.peer.needs_sink
+        thinned = all(target.period_ms for target in leg.targets)
+        since = min(target.since for target in leg.targets)
+        return Plan(leg.targets, since, not (add_sink or drop_sink or thinned), add_sink, drop_sink)
+
+    def _take(self, first_seq: int, streams: list[int], messages: list[UMessage]) -> None:
+        plans, lanes, taken = self._plans, self._lanes, 0
+        for seq, (stream, message) in enumerate(zip(streams, messages, strict=True), first_seq):
+            plan = plans[stream]
+            assert plan is not None
+            if not plan.targets or seq <= plan.since:
+                continue
+            if plan.as_is:
+                lanes[lane_of(message)].append(Item(seq, message))
+                taken += 1
+                continue
+            for copy in self._copies(plan, stream, seq, message):
+                lanes[lane_of(copy)].append(Item(seq, copy))
+                taken += 1
+        self._waiting += taken
+
+    def _copies(self, plan: Plan, stream: int, seq: int, message: UMessage) -> list[UMessage]:
+        """The message as the peer is to see it, once or once per authority, thinned by the sample periods."""
+        created = uuids.time_ms(message.attributes.id)
+        due = [target for target in plan.targets if seq > target.since and self._is_due(stream, target, created)]
+        if not due:
+            return []
+        if plan.add_sink:
+            return [_with_sink(message, target.authority) for target in due]
+        return [_without_sink(message)] if plan.drop_sink else [message]
+
+    def _is_due(self, stream: int, target: Target, created_ms: int) -> bool:
+        """At most one message per period and subscribing authority (sample_period; measured by the publisher's clock)."""
+        if target.period_ms is None:
+            return True
+        key = (stream, target.authority)
+        if 0 <= self._due_ms.get(key, 0) - created_ms <= target.period_ms:  # a clock that jumped back starts the period anew
+            return created_ms >= self._due_ms[key]
+        self._due_ms[key] = created_ms + target.period_ms
+        return True
+
+    # Sending
+
+    async def _send(self) -> None:
+        batch = self._next_batch()
+        if not batch:
+            return
+        try:
+            statuses = await self.peer.transport.send_batch([item.message for item in batch])
+        except UStatusError as error:
+            statuses = [error.status] * len(batch)
+        again = self._settle(batch, statuses)
+        for item in reversed(again):
+            self._lanes[lane_of(item.message)].appendleft(item)
+        self._waiting += len(again)
+        self._confirm()
+        if again:
+            self.retries += 1
+            await self._backoff.wait()
+        else:
+            self._backoff.reset()
+
+    def _next_batch(self) -> list[Item]:
+        """Highest class first; what has expired becomes a dead letter instead."""
+        batch: list[Item] = []
+        now = self._now_ms()
+        for lane in reversed(self._lanes):
+            while lane and len(batch) < BATCH_MESSAGES_MAX:
+                item = lane.popleft()
+                self._waiting -= 1
+                attributes = item.message.attributes
+                if attributes.ttl and attrs.is_expired(attributes, now):
+                    self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+                else:
+                    batch.append(item)
+        return batch
+
+    def _settle(self, batch: list[Item], statuses: list[UStatus]) -> list[Item]:
+        """What has to be sent again."""
+        again: list[Item] = []
+        sent = 0
+        for item, status in zip(batch, statuses, strict=True):
+            if status.code == UCode.OK:
+                sent += 1
+            elif status.code in RETRYABLE:
+                again.append(item)  # the ttl is looked at when it is its turn again
+            else:
+                self._dead(item, status.code, status.message or code_name(status.code))
+        self.peer.forwarded += sent
+        return again
+
+    def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
+        self.peer.dropped["undeliverable"] += 1
+        self._dead_letters.add(item.message, code, reason, self.peer.name)
+
+    def _confirm(self) -> None:
+        """Move the cursor to just before the oldest record that still waits."""
+        cursor = min((lane[0].seq - 1 for lane in self._lanes if lane), default=self._read)
+        if cursor > self.cursor:
+            self.cursor = cursor
+            self.log.set_cursor(self._name, cursor)
+
+
+def lane_of(message: UMessage) -> int:
+    """The priority class; one of a later specification counts as the highest that we know."""
+    return min(message.attributes.priority or UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS6)
+
+
+def _with_sink(message: UMessage, authority: str) -> UMessage:
+    copy = UMessage()
+    copy.CopyFrom(message)
+    copy.attributes.sink.CopyFrom(attrs.streamer_sink(authority))
+    return copy
+
+
+def _without_sink(message: UMessage) -> UMessage:
+    copy = UMessage()
+    copy.CopyFrom(message)
+    copy.attributes.ClearField("sink")
+    return copy

@@ -1,0 +1,123 @@
+"""What a service inside this process sees of the networks: a UTransport.
+
+    service -> send -> another hosted service | home network | express lane or log of another endpoint
+    ingress (of any endpoint) -> deliver -> service
+
+A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other networks reach
+it by the ordinary walk, and nothing else in the streamer treats it specially.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from streamer.endpoint import Endpoint, Endpoints
+from transports.listeners import ListenerTable
+from uprotocol import attributes as attrs
+from uprotocol import message as messages_
+from uprotocol import uuid as uuids
+from uprotocol.status import OK, UStatusError
+from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+
+class Walk(Protocol):
+    """Where messages of hosted services enter the walk (streamer.ingress.Ingress has it)."""
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
+
+
+class HostedTransport(UTransport):
+    """The networks as seen by services inside the streamer. `walk` and `entities_changed` are set by the composition root."""
+
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+
+    walk: Walk
+    entities_changed: Callable[[], Awaitable[None]]
+
+    def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str) -> None:
+        self._home, self._endpoints, self.authority = home, endpoints, authority
+        self._table = ListenerTable(authority)
+        self._entities: dict[int, int] = {}  # ue_id -> registrations
+
+    def __repr__(self) -> str:
+        return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return self._table.dropped
+
+    @property
+    def entities(self) -> list[int]:
+        """ue_ids whose messages end in this process."""
+        return list(self._entities)
+
+    def owns(self, sink: UUri) -> bool:
+        return sink.ue_id in self._entities and sink.authority_name == self.authority
+
+    def deliver(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        """What has come for hosted services."""
+        return self._table.deliver(messages)
+
+    @property
+    def connected(self) -> bool:
+        return self._home.transport.connected
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        for endpoint in self._endpoints:
+            endpoint.transport.on_connection(callback)
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses = []
+        for message in messages:
+            try:
+                messages_.validate(message)
+                if attrs.is_expired(message.attributes, uuids.now_ms()):
+                    raise UStatusError(UCode.DEADLINE_EXCEEDED, "the message has expired before it was sent")
+                await self._send(message)
+            except UStatusError as error:
+                statuses.append(error.status)
+            else:
+                statuses.append(OK)
+        return statuses
+
+    async def _send(self, message: UMessage) -> None:
+        attributes = message.attributes
+        if not attributes.HasField("sink"):
+            taken = self.walk.on_receive_batch([message])
+            await self._home.transport.send(message)
+        elif self.owns(attributes.sink):
+            taken = self._table.deliver([message])
+        elif self._endpoints.owner(attributes.sink.authority_name) is self._home:
+            await self._home.transport.send(message)
+            return
+        else:
+            taken = self.walk.on_receive_batch([message])
+        if taken is not None:
+            await taken
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        if sink_filter is None:
+            await self._home.transport.register_listener(source_filter, listener)
+            return
+        if self._table.add(source_filter, sink_filter, listener) is None:
+            return
+        count = self._entities.get(sink_filter.ue_id, 0)
+        self._entities[sink_filter.ue_id] = count + 1
+        if count == 0:
+            await self.entities_changed()
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        if sink_filter is None:
+            await self._home.transport.unregister_listener(source_filter, listener)
+            return
+        if self._table.remove(source_filter, sink_filter, listener) is None:
+            return
+        self._entities[sink_filter.ue_id] -= 1
+        if self._entities[sink_filter.ue_id] == 0:
+            del self._entities[sink_filter.ue_id]
+            await self.entities_changed()

@@ -1,0 +1,323 @@
+"""Ingress: what an endpoint hears, checked and sent on its way. One per endpoint.
+
+arrived batch -> known route? -> own authority? -> taken before? -+-> log (one append per batch, acknowledged when committed)
+                 decided once     else "spoofed"   "duplicate"    +-> express lane      requests and responses
+                 per (type, source, sink)                         +-> hosted service    what is for ourselves
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import structlog
+
+from history.log import Log
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.express import Express
+from streamer.hosted import HostedTransport
+from streamer.rules import Rules
+from streamer.view import Version, View
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) whose way is known; the cache starts anew when it is full
+WINDOW_IDS_MAX: Final = 131_072  # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
+
+log = structlog.get_logger()
+
+
+class Lane(enum.Enum):
+    LOG = enum.auto()
+    EXPRESS = enum.auto()
+    HOSTED = enum.auto()
+    DROP = enum.auto()
+
+
+@dataclass(slots=True)
+class Route:
+    """Where messages of one (type, source, sink) go."""
+
+    version: Version
+    lane: Lane
+    log: Log | None = None
+    stream: int = 0
+    peer: Endpoint | None = None
+    reason: str = ""  # of DROP; empty: none of our business, not counted
+
+
+class IdWindow:
+    """The ids taken lately, in two generations, so that forgetting is cheap."""
+
+    def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
+        self._generation_max = ids_max // 2
+        self._young: set[tuple[int, int]] = set()
+        self._old: set[tuple[int, int]] = set()
+
+    def take(self, id: tuple[int, int]) -> bool:
+        """False if `id` was taken before."""
+        if id in self._young or id in self._old:
+            return False
+        self._young.add(id)
+        if len(self._young) >= self._generation_max:
+            self._old, self._young = self._young, set()
+        return True
+
+    def forget(self, id: tuple[int, int]) -> None:
+        self._young.discard(id)
+        self._old.discard(id)
+
+
+class Logs:
+    """The durable log and the volatile one, and which topic belongs where."""
+
+    def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
+        self.durable, self.volatile = durable, volatile
+        self._volatile, self._record = tuple(volatile_patterns), tuple(record)
+
+    def __iter__(self) -> Any:
+        return iter((self.durable, self.volatile))
+
+    def of(self, source: UUri) -> Log:
+        return self.volatile if any(uris.matches(pattern, source) for pattern in self._volatile) else self.durable
+
+    def is_recorded(self, source: UUri) -> bool:
+        return any(uris.matches(pattern, source) for pattern in self._record)
+
+    @property
+    def record(self) -> Sequence[UUri]:
+        return self._record
+
+
+Filter = tuple[UUri, UUri | None]
+
+
+class Ingress:
+    """The listener of one endpoint. `trusted` is the entry for services inside the streamer, whom rules don't bind."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        endpoints: Endpoints,
+        rules: Rules,
+        view: View,
+        logs: Logs,
+        express: Express,
+        hosted: HostedTransport,
+        window: IdWindow,
+        *,
+        trusted: bool = False,
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> None:
+        self.endpoint = endpoint
+        self._endpoints, self._rules, self._view, self._logs = endpoints, rules, view, logs
+        self._express, self._hosted, self._window, self._trusted = express, hosted, window, trusted
+        self._now_ms = now_ms
+        self._routes: dict[Any, Route] = {}
+        self._registered: dict[Any, Filter] = {}
+        self._sync_lock = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
+
+    # What arrives
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        return self.on_receive_batch([message])
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is committed."""
+        endpoint, routes, take = self.endpoint, self._routes, self._window.take
+        endpoint.received += len(messages)
+        version = self._view.version
+        appends: dict[Log, tuple[list[int], list[UMessage]]] = {}
+        pending: list[Awaitable[Any]] = []
+        duplicates = 0
+        for message in messages:
+            attributes = message.attributes
+            key = (
+                attributes.type,
+                attributes.source.SerializeToString(),
+                attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
+            )
+            route = routes.get(key)
+            if route is None or route.version != version:
+                route = self._resolve(key, attributes, version)
+            if route.lane is Lane.DROP:
+                self._drop(route, message)
+                continue
+            id = attributes.id
+            if not take((id.msb, id.lsb)):
+                duplicates += 1
+                continue
+            if route.log is not None:
+                append = appends.get(route.log)
+                if append is None:
+                    append = appends[route.log] = ([], [])
+                append[0].append(route.stream)
+                append[1].append(message)
+            elif route.lane is Lane.HOSTED:
+                taken = self._hosted.deliver([message])
+                if taken is not None:
+                    pending.append(taken)
+            else:
+                assert route.peer is not None
+                self._express.put(route.peer, message, endpoint)
+        for target, (streams, batch) in appends.items():
+            pending.append(self._append(target, streams, batch))
+        if duplicates:
+            endpoint.dropped["duplicate"] += duplicates
+            pending.extend(target.committed() for target in self._logs)  # the first copy may not be safe yet
+        if not pending:
+            return None
+        return pending[0] if len(pending) == 1 else _all(pending)
+
+    def _append(self, target: Log, streams: list[int], batch: list[UMessage]) -> Awaitable[int]:
+        future = target.append(streams, batch)
+
+        def settle(done: asyncio.Future[int]) -> None:
+            if done.cancelled() or done.exception() is None:
+                return
+            self.endpoint.dropped["refused"] += len(batch)  # not acknowledged: whoever can will send it again
+            for message in batch:
+                self._window.forget((message.attributes.id.msb, message.attributes.id.lsb))
+
+        future.add_done_callback(settle)
+        return future
+
+    def _drop(self, route: Route, message: UMessage) -> None:
+        if not route.reason:
+            return
+        self.endpoint.dropped[route.reason] += 1
+        if route.reason == "denied":
+            self._express.fail(
+                message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
+            )
+
+    # Where it goes
+
+    def _resolve(self, key: Any, attributes: UAttributes, version: Version) -> Route:
+        if len(self._routes) >= ROUTES_CACHED_MAX:
+            self._routes.clear()
+        route = self._routes[key] = self._decide(attributes, version)
+        return route
+
+    def _decide(self, attributes: UAttributes, version: Version) -> Route:
+        source = UUri()
+        source.CopyFrom(attributes.source)
+        if not source.authority_name:
+            return Route(version, Lane.DROP, reason="no_authority")
+        if self._endpoints.owner(source.authority_name) is not self.endpoint:
+            log.warning("dropped: the source's authority is not of this network", endpoint=self.endpoint.name, source=uris.format(source))
+            return Route(version, Lane.DROP, reason="spoofed")
+        sink = UUri()
+        if attributes.HasField("sink"):
+            sink.CopyFrom(attributes.sink)
+            return self._decide_addressed(attributes.type, source, sink, version)
+        return self._decide_published(source, version)
+
+    def _decide_addressed(self, type: int, source: UUri, sink: UUri, version: Version) -> Route:
+        if self._hosted.owns(sink):
+            return Route(version, Lane.HOSTED)
+        peer = self._endpoints.owner(sink.authority_name)
+        if peer is None or peer is self.endpoint:
+            return Route(version, Lane.DROP)  # traffic within one network
+        rule = self._rules.between(self.endpoint.name, peer.name)
+        address = sink if type == attrs.REQUEST else source
+        if not self._trusted and (rule is None or not rule.allows(address)):
+            return Route(version, Lane.DROP, reason="denied")
+        if type in (attrs.REQUEST, attrs.RESPONSE):
+            return Route(version, Lane.EXPRESS, peer=peer)
+        target = self._logs.of(source)
+        return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, sink))
+
+    def _decide_published(self, source: UUri, version: Version) -> Route:
+        target = self._logs.of(source)
+        legs = self._view.legs(source, None, target.newest_seq)
+        if legs or legs is None or self._logs.is_recorded(source):
+            return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, None))
+        return Route(version, Lane.DROP)  # nobody wants it
+
+    # What to listen to
+
+    async def sync(self, topics: Sequence[UUri], *, all_publishes: bool = False) -> None:
+        """Listen to what rules, interest, recording and hosted services need, and to nothing else.
+
+        `topics` are those of the interest; `all_publishes`: a uSubscription can't name them, so listen to every publish.
+        Raises the first UStatusError after everything else was tried.
+        """
+        async with self._sync_lock:
+            wanted = self._wanted(topics, all_publishes)
+            errors: list[UStatusError] = []
+            transport = self.endpoint.transport
+            for key in self._registered.keys() - wanted.keys():
+                source, sink = self._registered.pop(key)
+                try:
+                    await transport.unregister_listener(source, self, sink)
+                except UStatusError as error:
+                    if error.code != UCode.NOT_FOUND:
+                        errors.append(error)
+            for key in wanted.keys() - self._registered.keys():
+                source, sink = wanted[key]
+                try:
+                    await transport.register_listener(source, self, sink)
+                except UStatusError as error:
+                    errors.append(error)
+                else:
+                    self._registered[key] = (source, sink)
+            if errors:
+                raise errors[0]
+
+    def _wanted(self, topics: Sequence[UUri], all_publishes: bool) -> dict[Any, Filter]:
+        """The filters, without those that another one covers: a network may deliver once for each filter."""
+        sinks = [uris.pattern(authority) for authority in self._sink_authorities()]
+        home = self._hosted.authority
+        if not any(sink.authority_name in (uris.WILDCARD_AUTHORITY, home) for sink in sinks):
+            sinks += [uris.pattern(home, entity) for entity in self._hosted.entities]
+        wanted: dict[Any, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
+        if Capability.PUBLISH_WITHOUT_SINK not in self.endpoint.transport.capabilities:
+            return wanted  # publishes carry the streamer's sink here
+        sources: list[UUri] = []
+        for pattern in [uris.ANY] if all_publishes else self._logs.record:
+            sources += self._at_home(pattern)
+        wide = [source for source in sources if uris.has_wildcard(source)]
+        for topic in topics:
+            if self._view.leaves(self.endpoint, topic):
+                sources.append(topic)
+        for source in sources:
+            if not any(other is not source and uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
+                wanted[uris.key(source), None] = (source, None)
+        return wanted
+
+    def _sink_authorities(self) -> set[str]:
+        peers = [self._endpoints[name] for name in self._rules.egresses(self.endpoint.name)]
+        authorities = {authority for peer in peers for authority in peer.authorities}
+        return {uris.WILDCARD_AUTHORITY} if uris.WILDCARD_AUTHORITY in authorities else authorities
+
+    def _at_home(self, pattern: UUri) -> list[UUri]:
+        """`pattern`, limited to the authorities that live here."""
+        if self.endpoint.is_wildcard and pattern.authority_name == uris.WILDCARD_AUTHORITY:
+            return [pattern]
+        authorities = self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
+        return [
+            uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
+            for authority in authorities
+            if self._endpoints.owner(authority) is self.endpoint
+        ]
+
+
+async def _all(pending: list[Awaitable[Any]]) -> None:
+    results = await asyncio.gather(*pending, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

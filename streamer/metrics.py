@@ -1,0 +1,86 @@
+"""The counters of a streamer as Prometheus metrics, read when somebody asks and never before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from streamer.app import Streamer
+
+
+class StreamerCollector(Collector):
+    """Reads a Streamer."""
+
+    def __init__(self, streamer: Streamer) -> None:
+        self._streamer = streamer
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._endpoints()
+        yield from self._pumps()
+        yield from self._history()
+        yield from self._rest()
+
+    def _endpoints(self) -> Iterator[Metric]:
+        received = CounterMetricFamily("up_streamer_received", "Messages heard on an endpoint", labels=["endpoint"])
+        forwarded = CounterMetricFamily("up_streamer_forwarded", "Messages that an endpoint's network has taken", labels=["endpoint"])
+        dropped = CounterMetricFamily("up_streamer_dropped", "Messages not sent on, by reason", labels=["endpoint", "reason"])
+        connected = GaugeMetricFamily("up_streamer_connected", "1 while the endpoint's network is there", labels=["endpoint"])
+        express = GaugeMetricFamily("up_streamer_express_waiting", "Requests and responses that wait for an endpoint", labels=["endpoint"])
+        for endpoint in self._streamer.endpoints:
+            received.add_metric([endpoint.name], endpoint.received)
+            forwarded.add_metric([endpoint.name], endpoint.forwarded)
+            for reason, count in self._streamer.dropped(endpoint).items():
+                dropped.add_metric([endpoint.name, reason], count)
+            connected.add_metric([endpoint.name], int(self._streamer.is_connected(endpoint)))
+            express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
+        yield from (received, forwarded, dropped, connected, express)
+
+    def _pumps(self) -> Iterator[Metric]:
+        labels = ["endpoint", "log"]
+        backlog = GaugeMetricFamily("up_streamer_backlog", "Records that a peer has not been through", labels=labels)
+        retries = CounterMetricFamily("up_streamer_retries", "Batches that had to be sent again", labels=labels)
+        gaps = CounterMetricFamily("up_streamer_gap_records", "Records lost to retention before a peer got them", labels=labels)
+        for pump in self._streamer.pumps:
+            label = [pump.peer.name, "durable" if pump.log.durable else "volatile"]
+            backlog.add_metric(label, pump.backlog)
+            retries.add_metric(label, pump.retries)
+            gaps.add_metric(label, pump.gaps)
+        yield from (backlog, retries, gaps)
+
+    def _history(self) -> Iterator[Metric]:
+        newest = GaugeMetricFamily("up_streamer_log_newest_seq", "Newest record of a log", labels=["log"])
+        oldest = GaugeMetricFamily("up_streamer_log_oldest_seq", "Oldest record of a log", labels=["log"])
+        size = GaugeMetricFamily("up_streamer_log_bytes", "Size of a log", labels=["log"])
+        healthy = GaugeMetricFamily("up_streamer_log_healthy", "0 while a log refuses messages", labels=["log"])
+        for log in self._streamer.logs:
+            label = ["durable" if log.durable else "volatile"]
+            newest.add_metric(label, log.newest_seq)
+            oldest.add_metric(label, log.oldest_seq)
+            size.add_metric(label, log.stored_bytes)
+            healthy.add_metric(label, int(log.healthy))
+        yield from (newest, oldest, size, healthy)
+
+    def _rest(self) -> Iterator[Metric]:
+        letters = CounterMetricFamily("up_streamer_dead_letters", "Messages that could not be delivered, by code", labels=["code"])
+        for code, count in self._streamer.dead_letters.by_code.items():
+            letters.add_metric([code], count)
+        yield letters
+        yield CounterMetricFamily(
+            "up_streamer_dead_letters_lost", "Dead letters that were not stored", value=self._streamer.dead_letters.lost
+        )
+        yield GaugeMetricFamily("up_streamer_ready", "1 if everything works", value=int(not self._streamer.problems()))
+        yield GaugeMetricFamily(
+            "up_streamer_interest_version", "Rises with every change of a subscription", value=self._streamer.interest.version
+        )
+
+
+def expose(streamer: Streamer) -> bytes:
+    """The text exposition format."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(StreamerCollector(streamer))
+    return generate_latest(registry)

@@ -1,0 +1,42 @@
+"""Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"), that can be cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+
+class Backoff:
+    """Waits between min and max, twice as long each time; `wake` ends a wait early, for instance when a network is back."""
+
+    def __init__(self, min_ms: int, max_ms: int, rng: random.Random | None = None) -> None:
+        self._min_ms, self._max_ms = min_ms, max_ms
+        self._random = rng or random.Random()
+        self._attempts = 0
+        self._woken = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"Backoff(attempts={self._attempts})"
+
+    def next_ms(self) -> int:
+        ceiling = min(self._max_ms, self._min_ms << min(self._attempts, 30))
+        self._attempts += 1
+        return self._random.randint(self._min_ms, max(self._min_ms, ceiling))
+
+    def reset(self) -> None:
+        self._attempts = 0
+
+    def wake(self) -> None:
+        self._attempts = 0
+        self._woken.set()
+
+    async def wait(self, at_most_ms: int | None = None) -> None:
+        pause = self.next_ms()
+        if at_most_ms is not None:
+            pause = min(pause, at_most_ms)
+        self._woken.clear()
+        try:
+            async with asyncio.timeout(pause / 1000):
+                await self._woken.wait()
+        except TimeoutError:
+            pass
