@@ -109,6 +109,13 @@ class LocalNetwork:
         for member in self.members:
             member._arrive(message)
 
+    def member(self, authority: str) -> LocalTransport:
+        """The open member of that authority. Raises KeyError."""
+        for member in self.members:
+            if member.local.get_authority() == authority:
+                return member
+        raise KeyError(authority)
+
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` has no room for more."""
         return any(one._load >= QUEUE_MESSAGES_MAX and one._connected and one is not sender for one in self.members)
@@ -183,8 +190,8 @@ class LocalTransport(UTransport):
 
     def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
         self.network = network if network is not None else LocalNetwork.named(config.network)
-        self._local = local
-        self._outbox = Outbox(local.get_authority())
+        self.local = local
+        self._outbox = Outbox()
         self._table = ListenerTable(
             local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
@@ -204,7 +211,7 @@ class LocalTransport(UTransport):
 
     def __repr__(self) -> str:
         state = "connected" if self._connected else "open" if self._open else "closed"
-        return f"LocalTransport({self._local.get_authority()}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
+        return f"LocalTransport({self.local.get_authority()}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
 
     @property
     def dropped(self) -> Counter[str]:
@@ -266,7 +273,6 @@ class LocalTransport(UTransport):
             self.network.drops(self)
         now = self._outbox.now_ms()
         for message in messages:
-            message = self._outbox.complete(message)
             refusal = self._outbox.refusal(message, now)
             if refusal is not None:
                 statuses.append(refusal)
@@ -291,7 +297,7 @@ class LocalTransport(UTransport):
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
         self._check_open()
-        wanted = Filter.of(source_filter, sink_filter, self._local.get_authority())
+        wanted = Filter.of(source_filter, sink_filter, self.local.get_authority())
         now = self._outbox.now_ms()
         for message in list(self._for_pull):
             attributes = message.attributes

@@ -1,7 +1,7 @@
 """The first half of every send_batch: what may not leave, and why.
 
-message -> complete (own authority where none is given) -> valid? -> not expired? -> the network
-                                                  INVALID_ARGUMENT   DEADLINE_EXCEEDED
+message -> valid?            -> not expired?      -> the network
+           INVALID_ARGUMENT     DEADLINE_EXCEEDED    UNAVAILABLE: stopped() fills in the rest of the batch
 """
 
 from __future__ import annotations
@@ -24,26 +24,9 @@ NOT_TRIED: Final = "an earlier message of the batch could not be sent, so this o
 class Outbox:
     """Checks what is about to be sent. Shared by all plugins."""
 
-    def __init__(self, local_authority: str, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
-        self._local_authority = local_authority
-        self._now_ms = now_ms
+    def __init__(self, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+        self.now_ms = now_ms
         self._valid_routes: set[Any] = set()
-
-    def now_ms(self) -> int:
-        return self._now_ms()
-
-    def complete(self, message: UMessage) -> UMessage:
-        """`message` itself, or a copy with our authority where its source or sink has none (A-15: empty means local)."""
-        attributes = message.attributes
-        if attributes.source.authority_name and (not attributes.HasField("sink") or attributes.sink.authority_name):
-            return message
-        completed = UMessage()
-        completed.CopyFrom(message)
-        for part in ("source", "sink"):
-            if completed.attributes.HasField(part):
-                address = getattr(completed.attributes, part)
-                address.authority_name = address.authority_name or self._local_authority
-        return completed
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""

@@ -1,0 +1,35 @@
+"""What every transport must show. A plugin's whole test file is one class:
+
+    class TestMynet(TransportConformance):
+        capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+
+        async def make_end(self, authority: str, **limits: int) -> UTransport:
+            return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
+
+base.py     the hooks that a plugin's class overrides, and the listener that waits
+sending.py  filters.py  listening.py  delivery.py  connection.py      the tests, by what they are about
+peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut
+
+Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
+"spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
+"""
+
+import pytest
+
+for _module in ("base", "sending", "filters", "listening", "delivery", "connection"):
+    pytest.register_assert_rewrite(f"{__name__}.{_module}")
+
+from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402
+from transports.conformance.connection import ConnectionConformance  # noqa: E402
+from transports.conformance.delivery import DeliveryConformance  # noqa: E402
+from transports.conformance.filters import FilterConformance  # noqa: E402
+from transports.conformance.listening import ListeningConformance  # noqa: E402
+from transports.conformance.proxy import TcpProxy  # noqa: E402
+from transports.conformance.sending import SendingConformance  # noqa: E402
+
+
+class TransportConformance(SendingConformance, FilterConformance, ListeningConformance, DeliveryConformance, ConnectionConformance):
+    """Every test there is. See transports.conformance.base.TransportHarness for the hooks."""
+
+
+__all__ = ["ALPHA", "BETA", "Sink", "TcpProxy", "TransportConformance", "TransportHarness"]

@@ -1,0 +1,298 @@
+"""The hooks of the conformance suite, and its listener.
+
+make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair
+     send_batch                                 Sink: collects, and wakes the test when enough has come
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import warnings
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, Final
+
+import pytest
+import pytest_asyncio
+
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from uprotocol.v1.uuid_pb2 import UUID
+
+ALPHA: Final = "alpha"
+BETA: Final = "beta"
+ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
+VERSION: Final = 4
+TTL_MS: Final = 60_000
+RAW: Final = UPayloadFormat.UPAYLOAD_FORMAT_RAW
+PROBE: Final = b"conformance probe"
+PROBE_EVERY_S: Final = 0.05
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # the marker need not be registered in the plugin's project
+    spec = pytest.mark.spec
+
+
+def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, resource)
+
+
+def reply(authority: str = BETA, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, 0)
+
+
+def method(authority: str = BETA, resource: int = 0x0B18, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, resource)
+
+
+def raw(data: bytes) -> UPayload:
+    return UPayload(data, RAW)
+
+
+def publish(payload: bytes = b"", source: UUri | None = None) -> UMessage:
+    return UMessageBuilder.publish(source or topic()).build_from_upayload(raw(payload))
+
+
+def streamed(payload: bytes = b"", source: UUri | None = None, authority: str = BETA) -> UMessage:
+    """A publish with the sink that only a streamer sets."""
+    message = UMessageBuilder(attrs.PUBLISH, source or topic(), attrs.streamer_sink(authority))
+    return message.build_from_upayload(raw(payload))
+
+
+def notification(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
+    return UMessageBuilder.notification(source or topic(), sink or reply()).build_from_upayload(raw(payload))
+
+
+def request(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
+    return UMessageBuilder.request(source or reply(ALPHA), sink or method(), TTL_MS).build_from_upayload(raw(payload))
+
+
+def response(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None) -> UMessage:
+    builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or UMessageBuilder.new_id())
+    return builder.with_ttl(TTL_MS).build_from_upayload(raw(payload))
+
+
+def example(source_filter: UUri, sink_filter: UUri | None, payload: bytes) -> UMessage:
+    """A message that the filters let through, from alpha and to beta where they leave it open."""
+    source, sink = UUri(), UUri()
+    source.CopyFrom(source_filter)
+    _fill(source, ALPHA, 0x9A01 if sink_filter is None or not attrs.uris.is_method(sink_filter) else 0)
+    if sink_filter is None:
+        return publish(payload, source)
+    sink.CopyFrom(sink_filter)
+    _fill(sink, BETA, 0)
+    if uris.is_topic(source):
+        return notification(payload, source, sink)
+    return request(payload, source, sink) if uris.is_method(sink) else response(payload, source, sink)
+
+
+def _fill(address: UUri, authority: str, resource: int) -> None:
+    address.authority_name = authority if address.authority_name in ("", "*") else address.authority_name
+    if address.ue_id & 0xFFFF == 0xFFFF:
+        address.ue_id = address.ue_id & 0xFFFF_0000 | ENTITY & 0xFFFF
+    if address.ue_id >> 16 == 0xFFFF:
+        address.ue_id = address.ue_id & 0xFFFF | ENTITY & 0xFFFF_0000
+    if address.ue_version_major == uris.WILDCARD_VERSION:
+        address.ue_version_major = VERSION
+    if address.resource_id == uris.WILDCARD_RESOURCE:
+        address.resource_id = resource
+
+
+def codes(statuses: Sequence[UStatus]) -> list[int]:
+    return [status.code for status in statuses]
+
+
+def payloads(messages: Sequence[UMessage]) -> list[bytes]:
+    return [message.payload for message in messages]
+
+
+class Sink:
+    """A listener that collects, and knows how to wait. Probes are counted apart."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.messages: list[UMessage] = []
+        self.probes = 0
+        self._deadline_s = deadline_s
+        self._changed = asyncio.Event()
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        if message.payload == PROBE:
+            self.probes += 1
+        else:
+            self.messages.append(message)
+        self._changed.set()
+        return None
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return payloads(self.messages)
+
+    async def expect(self, count: int) -> list[UMessage]:
+        """The first `count` messages; fails if they don't come in time."""
+        await self._until(lambda: len(self.messages) >= count, f"{count} messages")
+        return self.messages[:count]
+
+    async def expect_payload(self, payload: bytes) -> None:
+        await self._until(lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}")
+
+    async def probed(self, after_s: float) -> bool:
+        try:
+            async with asyncio.timeout(after_s):
+                await self._until(lambda: self.probes > 0, "a probe")
+        except TimeoutError:
+            return False
+        return True
+
+    async def _until(self, holds: Any, what: str) -> None:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            if not holds() and asyncio.current_task().cancelling() == 0 and self._deadline_s > 0:  # type: ignore[union-attr]
+                raise AssertionError(f"expected {what} within {self._deadline_s} s, got {len(self.messages)} messages") from None
+            raise
+
+
+class BatchSink(Sink):
+    """The same, for transports that hand over batches."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s)
+        self.batches: list[int] = []
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        self.batches.append(len(messages))
+        for message in messages:
+            self.on_receive(message)
+        return None
+
+
+class TransportHarness:
+    """Override `capabilities` and `make_end`; the others make more tests possible, or describe the network."""
+
+    pytestmark = pytest.mark.asyncio
+
+    capabilities: Capability
+    """What the transport declares; the suite checks that it is what it does."""
+
+    discovery: bool = False
+    """True if the network needs a moment, after register_listener has returned, until other ends know of it (Zenoh, DDS).
+    The suite then sends probes until one arrives; a network that can do without must."""
+
+    refuses_foreign_source: bool = False
+    """True if the network sees at once that a source is not the sender's own: then PERMISSION_DENIED is demanded."""
+
+    deadline_s: float = 10.0
+    """How long the suite waits for what must come."""
+
+    settle_s: float = 0.05
+    """How much later than a message of another stream something may arrive; how long the suite waits for what must not come."""
+
+    flood_messages: int = 20_000
+    """What the slow listener is sent: choose more than your transport's queues hold."""
+
+    payload_bytes_max: int = 1 << 20
+    """The largest payload that the suite sends."""
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        """A closed transport of that authority, all on one network. `limits` are `listeners_max`, `listeners_per_filter_max`,
+        names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1)."""
+        raise NotImplementedError("make_end: return a closed transport of your plugin")
+
+    def normalise(self, message: UMessage) -> UMessage:
+        """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change and return it.
+
+        Default (A-19): a payload without bytes and without format is no payload. Everything else must arrive as it was sent.
+        """
+        if not message.payload and not message.attributes.payload_format:
+            message.ClearField("payload")
+        return message
+
+    async def inject(self, message: UMessage) -> None:
+        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or expired."""
+        pytest.skip("this plugin's class has no inject hook")
+
+    async def inject_malformed(self, source: UUri, sink: UUri) -> int:
+        """Put on the network, where a listener for (source, sink) gets them, all PDUs that you know that are no message at all.
+
+        Answers how many there were. They must be discarded, and counted in `dropped`.
+        """
+        pytest.skip("this plugin's class has no inject_malformed hook")
+
+    async def break_network(self, authority: str) -> None:
+        """Cut the connection of that end, and keep it from coming back."""
+        pytest.skip("this plugin's class has no break_network hook")
+
+    async def heal_network(self, authority: str) -> None:
+        """Allow the end of `authority` to connect again. It must do so by itself."""
+        pytest.skip("this plugin's class has no heal_network hook")
+
+    def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
+        """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`."""
+        pytest.skip("this plugin's class has no peer_process hook")
+
+    # What follows is the suite's own.
+
+    @pytest_asyncio.fixture
+    async def pair(self) -> AsyncIterator[tuple[UTransport, UTransport]]:
+        """Two open ends, alpha and beta."""
+        alpha, beta = await self.make_end(ALPHA), await self.make_end(BETA)
+        await alpha.open()
+        await beta.open()
+        yield alpha, beta
+        await beta.close()
+        await alpha.close()
+
+    def needs(self, capability: Capability) -> None:
+        if capability not in self.capabilities:
+            pytest.skip(f"the plugin does not declare {capability}")
+
+    async def listen(
+        self, pair: Sequence[UTransport], source: UUri, sink: UUri | None = None, listener: Sink | None = None, *, reachable: bool = True
+    ) -> Sink:
+        """A Sink at the second end, for what the first one sends; when this returns, nothing that matches is missed."""
+        sender, receiver = pair
+        heard = listener if listener is not None else Sink(self.deadline_s)
+        await receiver.register_listener(source, heard, sink)
+        if self.discovery and reachable:
+            await self.reach(sender, heard, example(source, sink, PROBE))
+        return heard
+
+    async def reach(self, sender: UTransport, heard: Sink, probe: UMessage) -> None:
+        """Send `probe` until it arrives."""
+        heard.probes = 0
+        for _ in range(int(self.deadline_s / PROBE_EVERY_S)):
+            fresh = UMessage()
+            fresh.CopyFrom(probe)
+            fresh.attributes.id.CopyFrom(UMessageBuilder.new_id())
+            await sender.send_batch([fresh])
+            if await heard.probed(PROBE_EVERY_S):
+                return
+        raise AssertionError(f"no probe arrived within {self.deadline_s} s: {probe.attributes}")
+
+    async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
+        statuses = await sender.send_batch(messages)
+        assert codes(statuses) == [UCode.OK] * len(messages), [status for status in statuses if status.code][:3]
+
+    def traffic(self, count: int, source: UUri | None = None, sink: UUri | None = None) -> list[UMessage]:
+        """`count` notifications, numbered in their payload."""
+        return [notification(b"%d" % number, source, sink) for number in range(count)]
+
+    _settle_numbers = itertools.count()
+
+    async def settle(self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None) -> list[bytes]:
+        """What has arrived after everything sent before has had its chance: a last message on (source, sink) marks the end."""
+        mark = b"mark %d" % next(self._settle_numbers)
+        await asyncio.sleep(self.settle_s)
+        await self.send_all(sender, [notification(mark, source, sink)])
+        await heard.expect_payload(mark)
+        return [payload for payload in heard.payloads if not payload.startswith(b"mark ")]

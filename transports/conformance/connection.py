@@ -1,0 +1,138 @@
+"""The connection: before open, after close, lost, and back.
+
+open -> connected -- break_network --> callback(False), UNAVAILABLE -- heal_network --> callback(True), listeners as before
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    PROBE,
+    PROBE_EVERY_S,
+    BatchSink,
+    Sink,
+    TransportHarness,
+    codes,
+    notification,
+    reply,
+    spec,
+    topic,
+)
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+
+Pair = tuple[UTransport, UTransport]
+
+
+class ConnectionConformance(TransportHarness):
+    async def test_closed_before_open_and_after_close(self) -> None:
+        end = await self.make_end(ALPHA)
+        assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
+        await end.open()
+        await end.close()
+        assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
+        with pytest.raises(UStatusError) as raised:
+            await end.send(notification())
+        assert raised.value.code == UCode.UNAVAILABLE
+        if Capability.PUSH in self.capabilities:
+            with pytest.raises(UStatusError) as raised:
+                await end.register_listener(topic(), Sink(self.deadline_s), reply())
+            assert raised.value.code == UCode.UNAVAILABLE
+
+    async def test_close_may_be_called_at_any_time_and_again(self) -> None:
+        never_opened = await self.make_end(ALPHA)
+        await never_opened.close()
+        end = await self.make_end(BETA)
+        await end.open()
+        await asyncio.gather(end.close(), end.close())
+        await end.close()
+        assert not end.connected
+
+    async def test_nothing_is_delivered_after_close(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        await pair[1].close()
+        before = len(heard.messages)
+        await pair[0].send_batch(self.traffic(10))
+        await asyncio.sleep(self.settle_s)
+        assert len(heard.messages) == before
+
+    async def test_a_transport_has_a_repr_and_counts_what_it_drops(self, pair: Pair) -> None:
+        for end in pair:
+            assert ALPHA in repr(end) or BETA in repr(end)
+            assert sum(end.dropped.values()) == 0  # type: ignore[attr-defined]
+
+    @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
+    async def test_listeners_work_again_after_the_network_was_away(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        await self.send_all(pair[0], [notification(b"before")])
+        await heard.expect(1)
+        changes = Changes(pair[1])
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+        assert pair[1].connected
+        await self.usable(pair[0], heard)
+        await self.send_all(pair[0], [notification(b"after")])
+        await heard.expect_payload(b"after")
+
+    async def usable(self, sender: UTransport, heard: Sink) -> None:
+        """Both ends have found each other again, which each notices in its own time."""
+        heard.probes = 0
+        async with asyncio.timeout(self.deadline_s):
+            while True:
+                await sender.send_batch([notification(PROBE)])
+                if await heard.probed(PROBE_EVERY_S):
+                    return
+
+    async def test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order(self, pair: Pair) -> None:
+        changes = Changes(pair[0])
+        await self.break_network(ALPHA)
+        await changes.until(False, self.deadline_s)
+        assert not pair[0].connected
+        assert codes(await pair[0].send_batch(self.traffic(3))) == [UCode.UNAVAILABLE] * 3
+        await self.heal_network(ALPHA)
+        await changes.until(True, self.deadline_s)
+        assert codes(await pair[0].send_batch(self.traffic(1))) == [UCode.OK]
+
+    async def test_nothing_that_was_sent_is_lost_while_we_are_away(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH | Capability.PERSISTENT_SESSION)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        changes = Changes(pair[1])
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        await self.send_all(pair[0], self.traffic(100))
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+        for number in range(100):
+            await heard.expect_payload(b"%d" % number)
+        assert list(dict.fromkeys(heard.payloads)) == [b"%d" % number for number in range(100)]
+
+
+class Changes:
+    """Follows on_connection."""
+
+    def __init__(self, end: UTransport) -> None:
+        self.seen: list[bool] = []
+        self._changed = asyncio.Event()
+        end.on_connection(self._on_change)
+
+    def _on_change(self, connected: bool) -> None:
+        self.seen.append(connected)
+        self._changed.set()
+
+    async def until(self, connected: bool, deadline_s: float) -> None:
+        last: Callable[[], bool] = lambda: bool(self.seen) and self.seen[-1] is connected  # noqa: E731
+        async with asyncio.timeout(deadline_s):
+            while not last():
+                self._changed.clear()
+                await self._changed.wait()

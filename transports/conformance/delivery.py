@@ -1,0 +1,242 @@
+"""Delivery: complete, in order, as fast as the listener takes it, and acknowledged last; and the pull side.
+
+2,000 in one batch -> 2,000, in order        slow listener -> slow sender, nothing lost        listener fails -> it comes again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Awaitable, Sequence
+
+import pytest
+
+from transports.conformance.base import (
+    ALPHA,
+    PROBE,
+    BatchSink,
+    Sink,
+    TransportHarness,
+    notification,
+    publish,
+    reply,
+    request,
+    spec,
+    topic,
+)
+from transports.conformance.sending import expired
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+Pair = tuple[UTransport, UTransport]
+BATCH = 2_000
+SENT_AT_ONCE = 500
+GAMMA = "gamma"
+
+
+class Gated(BatchSink):
+    """Takes nothing until its gate opens."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s)
+        self.gate = asyncio.Event()
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
+        super().on_receive_batch(messages)
+        return self._take()
+
+    async def _take(self) -> None:
+        await self.gate.wait()
+
+
+class Refusing(Sink):
+    """Its awaitable fails the first `failures` times that it is handed a real message."""
+
+    def __init__(self, deadline_s: float, failures: int) -> None:
+        super().__init__(deadline_s)
+        self.failures = failures
+
+    def on_receive(self, message: UMessage) -> Awaitable[None]:
+        super().on_receive(message)
+        return self._take(message)
+
+    async def _take(self, message: UMessage) -> None:
+        if message.payload != PROBE and self.failures:
+            self.failures -= 1
+            raise UStatusError(UCode.UNAVAILABLE, "not now")
+
+
+def numbers(heard: Sink) -> list[int]:
+    return [int(payload) for payload in heard.payloads if payload.isdigit()]
+
+
+def firsts(values: list[int]) -> list[int]:
+    """Each value where it came first."""
+    return list(dict.fromkeys(values))
+
+
+class DeliveryConformance(TransportHarness):
+    @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
+    async def test_a_large_batch_arrives_complete_and_in_order(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        await self.send_all(pair[0], self.traffic(BATCH))
+        await heard.expect(BATCH)
+        assert numbers(heard) == list(range(BATCH))
+
+    async def test_each_stream_keeps_its_order(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        sources = [topic(resource=0x9B00 + number) for number in range(8)]
+        heard = BatchSink(self.deadline_s)
+        for source in sources:
+            await self.listen(pair, source, reply(), heard)
+        messages = [notification(b"%d" % number, sources[number % 8]) for number in range(1_600)]
+        await self.send_all(pair[0], messages)
+        await heard.expect(1_600)
+        for source in sources:
+            arrived = [int(m.payload) for m in heard.messages if m.payload != PROBE and m.attributes.source == source]
+            assert arrived == sorted(arrived)
+            assert len(arrived) == 200
+
+    async def test_batches_sent_at_once_keep_each_their_order(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        sources = [topic(resource=0x9B00 + number) for number in range(4)]
+        heard = BatchSink(self.deadline_s)
+        for source in sources:
+            await self.listen(pair, source, reply(), heard)
+        await asyncio.gather(*(self.send_all(pair[0], self.traffic(SENT_AT_ONCE, source)) for source in sources))
+        await heard.expect(4 * SENT_AT_ONCE)
+        for source in sources:
+            assert [int(m.payload) for m in heard.messages if m.attributes.source == source] == list(range(SENT_AT_ONCE))
+
+    async def test_both_directions_at_once(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        there = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        back = await self.listen((pair[1], pair[0]), topic("beta"), reply(ALPHA), BatchSink(self.deadline_s))
+        await asyncio.gather(
+            self.send_all(pair[0], self.traffic(SENT_AT_ONCE)),
+            self.send_all(pair[1], self.traffic(SENT_AT_ONCE, topic("beta"), reply(ALPHA))),
+        )
+        for heard in (there, back):
+            await heard.expect(SENT_AT_ONCE)
+            assert numbers(heard) == list(range(SENT_AT_ONCE))
+
+    async def test_a_slow_listener_loses_nothing(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = Gated(self.deadline_s)
+        heard.gate.set()
+        await self.listen(pair, topic(), reply(), heard)
+        heard.gate.clear()
+        messages = self.traffic(self.flood_messages)
+        sending = asyncio.ensure_future(self._send_in_parts(pair[0], messages))
+        await heard.expect(1)
+        await asyncio.sleep(self.settle_s)
+        heard.gate.set()
+        await sending
+        await heard.expect(self.flood_messages)
+        assert firsts(numbers(heard)) == list(range(self.flood_messages))
+
+    async def _send_in_parts(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
+        for start in range(0, len(messages), SENT_AT_ONCE):
+            await self.send_all(sender, messages[start : start + SENT_AT_ONCE])
+
+    async def test_what_was_not_taken_comes_again(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH | Capability.ACK)
+        heard = Refusing(self.deadline_s, failures=2)
+        await self.listen(pair, topic(), reply(), heard)
+        await self.send_all(pair[0], self.traffic(3))
+        for number in range(3):
+            await heard.expect_payload(b"%d" % number)
+        async with asyncio.timeout(self.deadline_s):
+            while heard.failures or firsts(numbers(heard)) != [0, 1, 2] or len(numbers(heard)) < 4:
+                heard._changed.clear()
+                await heard._changed.wait()
+        assert await self.settle(pair[0], heard)
+
+    async def test_a_listener_may_await_a_message_that_is_behind(self, pair: Pair) -> None:
+        """As one does that makes a call while it handles a message."""
+        self.needs(Capability.PUSH)
+        heard = Gated(self.deadline_s)
+        heard.gate.set()
+        await self.listen(pair, topic(), reply(), heard)
+        opener = await self.listen(pair, topic(resource=0x9B00), reply(), Sink(self.deadline_s))
+        heard.gate.clear()
+        await self.send_all(pair[0], [notification(b"1"), notification(b"2", topic(resource=0x9B00))])
+        await opener.expect(1)
+        heard.gate.set()
+        assert await self.settle(pair[0], heard) == [b"1"]
+
+    async def test_two_processes(self, pair: Pair) -> None:
+        """What alpha sends to another process comes back from there, all of it and in order."""
+        self.needs(Capability.PUSH)
+        plugin, settings = self.peer_process(GAMMA)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        arguments = ["-m", "transports.conformance.peer", plugin, GAMMA, json.dumps(settings)]
+        peer = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment
+        )
+        assert peer.stdout is not None
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                assert await peer.stdout.readline() == b"ready\n"
+            heard = BatchSink(self.deadline_s)
+            await pair[0].register_listener(topic(GAMMA), heard, reply(ALPHA))
+            await self.reach(pair[0], heard, notification(PROBE, sink=reply(GAMMA)))
+            await self.send_all(pair[0], self.traffic(BATCH, sink=reply(GAMMA)))
+            await heard.expect(BATCH)
+            assert numbers(heard) == list(range(BATCH))
+        finally:
+            peer.stdin.close()  # type: ignore[union-attr]
+            await peer.wait()
+
+    # The pull side.
+
+    @spec("dsn~utransport-receive-error-unimplemented~1")
+    async def test_pull_is_what_is_declared(self, pair: Pair) -> None:
+        with pytest.raises(UStatusError) as raised:
+            await pair[1].receive(topic(), reply())
+        expected = UCode.NOT_FOUND if Capability.PULL in self.capabilities else UCode.UNIMPLEMENTED
+        assert raised.value.code == expected
+
+    @spec("dsn~utransport-receive-error-notfound~2")
+    async def test_receive_answers_the_oldest_that_matches(self, pair: Pair) -> None:
+        self.needs(Capability.PULL)
+        await self.send_all(pair[0], [*self.traffic(3), request(b"a request")])
+        assert [(await self.pulled(pair[1])).payload for _ in range(3)] == [b"0", b"1", b"2"]
+        with pytest.raises(UStatusError) as raised:
+            await pair[1].receive(topic(), reply())
+        assert raised.value.code == UCode.NOT_FOUND
+
+    @spec("dsn~up-attributes-ttl-timeout~1")
+    async def test_receive_never_answers_what_has_expired(self, pair: Pair) -> None:
+        self.needs(Capability.PULL)
+        await self.inject(expired())
+        await self.send_all(pair[0], [notification(b"fresh")])
+        assert (await self.pulled(pair[1])).payload == b"fresh"
+
+    async def test_receive_without_sink_filter_answers_messages_without_sink(self, pair: Pair) -> None:
+        self.needs(Capability.PULL | Capability.PUBLISH_WITHOUT_SINK)
+        await self.send_all(pair[0], [notification(b"with sink"), publish(b"without")])
+        assert (await self.pulled(pair[1], sink=False)).payload == b"without"
+
+    @spec("dsn~utransport-receive-error-notfound~2")
+    async def test_receive_refuses_filters_that_match_nothing(self, pair: Pair) -> None:
+        self.needs(Capability.PULL)
+        with pytest.raises(UStatusError) as raised:
+            await pair[1].receive(reply(ALPHA), reply())
+        assert raised.value.code == UCode.INVALID_ARGUMENT
+
+    async def pulled(self, end: UTransport, *, sink: bool = True) -> UMessage:
+        """`receive`, tried until there is something."""
+        async with asyncio.timeout(self.deadline_s):
+            while True:
+                try:
+                    return await end.receive(topic(), reply() if sink else None)
+                except UStatusError as error:
+                    if error.code != UCode.NOT_FOUND:
+                        raise
+                    await asyncio.sleep(0.001)

@@ -1,0 +1,222 @@
+"""Listeners: several for one filter, one for several, limits, and what ends with unregister_listener.
+
+register_listener -> idempotent | RESOURCE_EXHAUSTED      unregister_listener -> silence | NOT_FOUND
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from transports.conformance.base import ALPHA, BETA, BatchSink, Sink, TransportHarness, notification, reply, spec, streamed, topic
+from transports.conformance.sending import INVALID, expired
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+Pair = tuple[UTransport, UTransport]
+OTHER = topic(resource=0x9A02)
+
+
+class Failing(Sink):
+    """Raises, the ruder way, with every message but a probe."""
+
+    def on_receive(self, message: UMessage) -> None:
+        super().on_receive(message)
+        raise RuntimeError("a listener that fails")
+
+
+class ListeningConformance(TransportHarness):
+    @spec("dsn~utransport-registerlistener-error-unimplemented~1")
+    @spec("dsn~utransport-unregisterlistener-error-unimplemented~1")
+    async def test_push_is_what_is_declared(self, pair: Pair) -> None:
+        assert pair[0].capabilities == self.capabilities
+        if Capability.PUSH in self.capabilities:
+            return
+        for call in (pair[1].register_listener, pair[1].unregister_listener):
+            with pytest.raises(UStatusError) as raised:
+                await call(topic(), Sink(self.deadline_s), reply())
+            assert raised.value.code == UCode.UNIMPLEMENTED
+
+    @spec("req~utransport-delivery-methods~1")
+    async def test_push_or_pull_is_declared(self) -> None:
+        assert self.capabilities & (Capability.PUSH | Capability.PULL)
+
+    @spec("dsn~utransport-registerlistener-number-of-listeners~1")
+    async def test_several_listeners_of_one_filter_each_get_it_once(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        first = await self.listen(pair, topic(), reply())
+        others = [await self.listen(pair, topic(), reply(), kind(self.deadline_s)) for kind in (Sink, BatchSink, Sink)]
+        await self.send_all(pair[0], [notification(b"one"), notification(b"two")])
+        for heard in [first, *others]:
+            assert await self.settle(pair[0], heard) == [b"one", b"two"]
+
+    @spec("dsn~utransport-registerlistener-listener-reuse~1")
+    async def test_one_listener_for_several_filters(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        await self.listen(pair, OTHER, reply(), heard)
+        await self.send_all(pair[0], [notification(b"one"), notification(b"two", OTHER)])
+        assert set(await self.settle(pair[0], heard)) == {b"one", b"two"}
+
+    @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
+    async def test_filters_that_overlap_each_deliver(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        narrow = await self.listen(pair, topic(), reply())
+        wide = await self.listen(pair, uris.pattern(ALPHA), reply())
+        widest = await self.listen(pair, uris.ANY, uris.ANY)
+        both = await self.listen(pair, topic(), reply(), Sink(self.deadline_s))
+        await self.listen(pair, uris.ANY, reply(), both)
+        await self.send_all(pair[0], [notification(b"one")])
+        for heard in (narrow, wide, widest):
+            assert await self.settle(pair[0], heard) == [b"one"]
+        assert set(await self.settle(pair[0], both)) == {b"one"}, "at least once; a network may deliver once for each filter"
+
+    @spec("dsn~utransport-registerlistener-idempotent~1")
+    async def test_registering_again_changes_nothing(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        witness = await self.listen(pair, topic(), reply())
+        for _ in range(3):
+            await pair[1].register_listener(topic(), heard, reply())
+        await self.send_all(pair[0], [notification(b"one")])
+        assert await self.settle(pair[0], heard) == [b"one"]
+        await pair[1].unregister_listener(topic(), heard, reply())
+        await self.send_all(pair[0], [notification(b"two")])
+        assert await self.settle(pair[0], witness) == [b"one", b"two"]
+        assert b"two" not in heard.payloads, "one unregister ends what three registers began"
+
+    @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
+    async def test_unregistering_ends_delivery_to_that_listener_and_filter_only(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        gone = await self.listen(pair, topic(), reply())
+        await self.listen(pair, OTHER, reply(), gone)
+        stays = await self.listen(pair, topic(), reply())
+        await pair[1].unregister_listener(topic(), gone, reply())
+        await self.send_all(pair[0], [notification(b"one"), notification(b"other", OTHER)])
+        assert await self.settle(pair[0], stays) == [b"one"]
+        await gone.expect_payload(b"other")
+        assert b"one" not in gone.payloads
+
+    @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
+    async def test_unregistering_the_last_listener_and_registering_again(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        for _ in range(2):
+            heard = await self.listen(pair, topic(), reply())
+            await self.send_all(pair[0], [notification(b"one")])
+            assert await self.settle(pair[0], heard) == [b"one"]
+            await pair[1].unregister_listener(topic(), heard, reply())
+        before = len(heard.messages)
+        await self.send_all(pair[0], [notification(b"late")])
+        await asyncio.sleep(self.settle_s)
+        assert len(heard.messages) == before
+
+    @spec("dsn~utransport-unregisterlistener-error-notfound~1")
+    async def test_unregistering_what_is_not_registered(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard, stranger = Sink(self.deadline_s), Sink(self.deadline_s)
+        await pair[1].register_listener(topic(), heard, reply())
+        for source, listener in ((topic(), stranger), (OTHER, heard)):
+            with pytest.raises(UStatusError) as raised:
+                await pair[1].unregister_listener(source, listener, reply())
+            assert raised.value.code == UCode.NOT_FOUND
+        await pair[1].unregister_listener(topic(), heard, reply())
+        with pytest.raises(UStatusError) as raised:
+            await pair[1].unregister_listener(topic(), heard, reply())
+        assert raised.value.code == UCode.NOT_FOUND
+
+    @spec("req~utransport-registerlistener-max-listeners~1")
+    @spec("dsn~utransport-registerlistener-error-resource-exhausted~1")
+    async def test_the_limit_of_listeners_overall(self) -> None:
+        self.needs(Capability.PUSH)
+        async with await self.make_end(BETA, listeners_max=2) as end:
+            heard = Sink(self.deadline_s)
+            await end.register_listener(topic(), heard, reply())
+            await end.register_listener(OTHER, heard, reply())
+            third = topic(resource=0x9A03)
+            with pytest.raises(UStatusError) as raised:
+                await end.register_listener(third, heard, reply())
+            assert raised.value.code == UCode.RESOURCE_EXHAUSTED
+            await end.register_listener(OTHER, heard, reply())  # known already: OK at the limit too
+            await end.unregister_listener(OTHER, heard, reply())
+            await end.register_listener(third, heard, reply())
+
+    @spec("req~utransport-registerlistener-max-listeners~1")
+    @spec("dsn~utransport-registerlistener-error-resource-exhausted~1")
+    async def test_the_limit_of_listeners_of_one_filter(self) -> None:
+        self.needs(Capability.PUSH)
+        async with await self.make_end(BETA, listeners_per_filter_max=1) as end:
+            heard, another = Sink(self.deadline_s), Sink(self.deadline_s)
+            await end.register_listener(topic(), heard, reply())
+            with pytest.raises(UStatusError) as raised:
+                await end.register_listener(topic(), another, reply())
+            assert raised.value.code == UCode.RESOURCE_EXHAUSTED
+            await end.register_listener(topic(), heard, reply())
+            await end.register_listener(OTHER, another, reply())
+
+    async def test_a_listener_that_raises_harms_nobody_else(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        failing = await self.listen(pair, topic(), reply(), Failing(self.deadline_s))
+        heard = await self.listen(pair, topic(), reply())
+        await self.send_all(pair[0], self.traffic(5))
+        assert await self.settle(pair[0], heard) == [b"0", b"1", b"2", b"3", b"4"]
+        await failing.expect(5)
+
+    async def test_a_batch_listener_gets_batches_in_order(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = BatchSink(self.deadline_s)
+        await self.listen(pair, topic(), reply(), heard)
+        await self.send_all(pair[0], self.traffic(500))
+        assert await self.settle(pair[0], heard) == [b"%d" % number for number in range(500)]
+
+    @spec("dsn~up-attributes-ttl-timeout~1")
+    async def test_what_has_expired_is_never_delivered(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        await self.inject(notification(b"before"))
+        await heard.expect(1)
+        dropped = _dropped(pair[1])
+        await self.inject(expired())
+        await self.inject(notification(b"after"))
+        await heard.expect_payload(b"after")
+        assert await self.settle(pair[0], heard) == [b"before", b"after"]
+        assert _dropped(pair[1]) > dropped, "what is dropped is counted"
+
+    @pytest.mark.parametrize("what", ["no id", "id of version 4", "no type", "request of CS3", "bad traceparent", "response without reqid"])
+    @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
+    async def test_an_invalid_message_is_discarded(self, pair: Pair, what: str) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, uris.ANY, uris.ANY)
+        witness = await self.listen(pair, topic(), reply())
+        before = _dropped(pair[1])
+        await self.inject(INVALID[what]())
+        assert await self.settle(pair[0], witness) == []
+        assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
+        assert _dropped(pair[1]) > before
+
+    @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
+    async def test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        before = _dropped(pair[1])
+        await self.send_all(pair[0], [notification(b"before")])
+        malformed = await self.inject_malformed(topic(), reply())
+        await self.send_all(pair[0], [notification(b"after")])
+        assert await self.settle(pair[0], heard) == [b"before", b"after"]
+        assert _dropped(pair[1]) >= before + malformed
+
+    async def test_a_streamed_publish_reaches_who_listens_to_everything_for_its_authority(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, uris.ANY, uris.pattern(BETA))
+        if self.discovery:
+            await self.reach(pair[0], heard, streamed(b"conformance probe"))
+        await self.send_all(pair[0], [streamed(b"for beta"), streamed(b"for gamma", authority="gamma")])
+        await heard.expect_payload(b"for beta")
+        assert b"for gamma" not in await self.settle(pair[0], heard)
+
+
+def _dropped(end: UTransport) -> int:
+    return sum(end.dropped.values())  # type: ignore[attr-defined]

@@ -1,0 +1,61 @@
+"""The other process of the test with two: everything that is notified to it goes back to who sent it, from a topic of its own.
+
+python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS      prints "ready"; ends when its input does
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import sys
+from collections.abc import Awaitable, Sequence
+
+from transports.plugin import TransportPlugin
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+
+ENTITY, VERSION, TOPIC = 0x0003_10AB, 4, 0x9A01
+
+
+class Echo:
+    """Sends what it gets back to its source's authority, in one batch for each that came."""
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
+        self._transport, self._local = transport, local
+
+    def on_receive(self, message: UMessage) -> Awaitable[None]:
+        return self.on_receive_batch([message])
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
+        return self._send_back([self._back(message) for message in messages])
+
+    def _back(self, message: UMessage) -> UMessage:
+        source = message.attributes.source
+        sink = uris.uri(source.authority_name, source.ue_id, source.ue_version_major, 0)
+        return UMessageBuilder.notification(self._local.get_resource(TOPIC), sink).build_from_upayload(UPayload.of(message))
+
+    async def _send_back(self, messages: list[UMessage]) -> None:
+        for status in await self._transport.send_batch(messages):
+            if status.code:
+                raise UStatusError.from_status(status)
+
+
+async def serve(plugin: TransportPlugin, authority: str, settings: dict[str, object]) -> None:
+    local = LocalUriProvider(authority, ENTITY, VERSION)
+    async with plugin.create(plugin.config.model_validate(settings), local) as transport:
+        await transport.register_listener(uris.pattern(resource=uris.WILDCARD_RESOURCE), Echo(transport, local), local.get_source())
+        print("ready", flush=True)
+        await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+
+
+def main(name: str, authority: str, settings: str) -> None:
+    module, _, attribute = name.partition(":")
+    asyncio.run(serve(getattr(importlib.import_module(module), attribute), authority, json.loads(settings)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,70 @@
+"""A TCP link that a test can cut: end -> TcpProxy -> broker or peer.
+
+proxy = TcpProxy("127.0.0.1", broker_port); await proxy.start(); connect to proxy.port; proxy.cut(); proxy.mend()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Final
+
+CHUNK_BYTES: Final = 1 << 16  # of one read
+
+
+class TcpProxy:
+    def __init__(self, host: str, port: int) -> None:
+        self._target = (host, port)
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._whole = True
+        self.port = 0
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    def cut(self) -> None:
+        """Reset every connection, and refuse new ones until `mend`."""
+        self._whole = False
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    def mend(self) -> None:
+        self._whole = True
+
+    async def stop(self) -> None:
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        self._writers.add(writer)
+        there: asyncio.StreamWriter | None = None
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            if self._whole:
+                from_there, there = await asyncio.open_connection(*self._target)
+                self._writers.add(there)
+                if self._whole:
+                    await asyncio.gather(self._copy(reader, there), self._copy(from_there, writer))
+        for end in (writer, there):
+            if end is not None:
+                self._writers.discard(end)
+                end.transport.abort()
+
+    @staticmethod
+    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(CHUNK_BYTES):
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.close()
