@@ -1,0 +1,1 @@
+"""How fast, how late and at what cost: up-streamer beside a bare relay (docs/benchmarks.md)."""

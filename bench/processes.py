@@ -1,0 +1,153 @@
+"""Processes that a benchmark starts, asks, measures, and certainly ends.
+
+Child(argv) -> ready line -> ask(command) -> answer ... close(): end of stdin, then SIGTERM, then SIGKILL
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any, Final, Self
+
+READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer on a busy machine
+CLOSE_TIMEOUT_S: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_LOG_TAIL_BYTES: Final = 4_096
+
+
+class BenchError(Exception):
+    """The benchmark can't go on, or its figures would be worth nothing."""
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """A process of its own session, so that Ctrl-C reaches the bench alone, which then ends it in order."""
+
+    def __init__(self, name: str, argv: list[str], log: Path) -> None:
+        self.name, self._log = name, log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
+            )
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        assert self._process.stdout is not None
+        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+
+    @classmethod
+    def module(cls, name: str, module: str, *arguments: object, log_dir: Path) -> Self:
+        """`python -m module arguments`."""
+        return cls(name, [sys.executable, "-m", module, *map(str, arguments)], log_dir / f"{name}.log")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _read(self, stdout: IO[bytes]) -> None:
+        for line in stdout:
+            self._lines.put(line.decode(errors="replace"))
+        self._lines.put(None)
+
+    def line(self, timeout_s: float) -> str:
+        """The next line of its stdout. Raises BenchError with the end of its log if it ended or is silent."""
+        try:
+            line = self._lines.get(timeout=timeout_s)
+        except queue.Empty:
+            raise BenchError(f"{self.name} said nothing for {timeout_s:.0f} s{self._tail()}") from None
+        if line is None:
+            raise BenchError(f"{self.name} ended with code {self._process.wait(CLOSE_TIMEOUT_S)}{self._tail()}")
+        return line
+
+    def wait_for(self, word: str, timeout_s: float = READY_TIMEOUT_S) -> Self:
+        """Until a line of its stdout has `word`."""
+        deadline = time.monotonic() + timeout_s
+        while word not in self.line(max(deadline - time.monotonic(), 0.01)):
+            pass
+        return self
+
+    def tell(self, **command: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            raise BenchError(f"{self.name} ended{self._tail()}") from None
+
+    def answer(self, timeout_s: float) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads(self.line(timeout_s))
+        return made
+
+    def _tail(self) -> str:
+        with contextlib.suppress(OSError):
+            text = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
+            if text:
+                return f"; its log ends with:\n{text}"
+        return ""
+
+    # what it costs, from /proc (Linux)
+
+    def cpu_s(self) -> float:
+        """User and system seconds of all its threads so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+    def memory_mib(self, field: str) -> float:
+        """`VmRSS` (now) or `VmHWM` (its peak)."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) / 1024
+        raise BenchError(f"{self.name} has no {field}: it has ended{self._tail()}")
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self._process.poll() is None:
+            assert self._process.stdin is not None
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def free_domain() -> int:
+    """A DDS domain whose first ports nobody has (RTPS 9.6.1.1: 7400 + 250 per domain, then 10 + 2 per participant)."""
+    domains = list(range(1, 200))
+    random.shuffle(domains)
+    for domain in domains:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
+            for offset in range(10, 18):
+                probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).bind(("127.0.0.1", 7400 + 250 * domain + offset))
+            return domain
+    raise BenchError("no DDS domain has its ports free")
