@@ -1,0 +1,215 @@
+"""A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
+
+UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages
+                        in the writer thread                     in a reader thread; messages are parsed only if asked for
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from bisect import bisect_right
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Final
+
+from uprotocol.v1.umessage_pb2 import UMessage
+
+ID_BYTES: Final = 16  # a message id, big endian
+_HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
+
+
+class Chunk:
+    """Records in log order. Their seqs are contiguous, unless the chunk was made by `select`.
+
+    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record. Never changed once made.
+    """
+
+    __slots__ = ("_data", "_messages", "_stream_set", "prev_seqs", "seqs", "streams", "time_ms")
+
+    def __init__(
+        self,
+        seqs: Sequence[int],
+        time_ms: int,
+        streams: list[int],
+        prev_seqs: list[int],
+        data: list[bytes] | None = None,
+        messages: list[UMessage] | None = None,
+    ) -> None:
+        assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and every column one entry for each"
+        assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
+        self.seqs, self.time_ms, self.streams, self.prev_seqs = seqs, time_ms, streams, prev_seqs
+        self._data, self._messages = data, messages
+        self._stream_set: frozenset[int] | None = None
+
+    def __repr__(self) -> str:
+        return f"Chunk({self.first_seq}..{self.last_seq}, records={len(self)})"
+
+    def __len__(self) -> int:
+        return len(self.streams)
+
+    @property
+    def first_seq(self) -> int:
+        return self.seqs[0]
+
+    @property
+    def last_seq(self) -> int:
+        return self.seqs[-1]
+
+    @property
+    def data(self) -> list[bytes]:
+        """Each UMessage as bytes."""
+        if self._data is None:
+            assert self._messages is not None
+            self._data = [message.SerializeToString() for message in self._messages]
+        return self._data
+
+    @property
+    def messages(self) -> list[UMessage]:
+        """Each UMessage: the very objects that were appended while the chunk is in memory, else parsed on first use."""
+        if self._messages is None:
+            self._messages = [UMessage.FromString(data) for data in self.data]
+        return self._messages
+
+    @property
+    def stream_set(self) -> frozenset[int]:
+        if self._stream_set is None:
+            self._stream_set = frozenset(self.streams)
+        return self._stream_set
+
+    def slice(self, begin: int, end: int) -> Chunk:
+        """The records at the places [begin, end)."""
+        if begin == 0 and end >= len(self):
+            return self
+        return Chunk(
+            self.seqs[begin:end],
+            self.time_ms,
+            self.streams[begin:end],
+            self.prev_seqs[begin:end],
+            None if self._data is None else self._data[begin:end],
+            None if self._messages is None else self._messages[begin:end],
+        )
+
+    def after(self, seq: int) -> Chunk:
+        """The records with a greater seq; there must be one."""
+        return self if seq < self.first_seq else self.slice(bisect_right(self.seqs, seq), len(self))
+
+    def until(self, seq: int) -> Chunk:
+        """The records up to and with `seq`; there must be one."""
+        return self if seq >= self.last_seq else self.slice(0, bisect_right(self.seqs, seq))
+
+    def select(self, wanted: Set[int]) -> Chunk | None:
+        """The records of the streams `wanted`, or None if there is none."""
+        if self.stream_set <= wanted:
+            return self
+        places = [place for place, stream in enumerate(self.streams) if stream in wanted]
+        if not places:
+            return None
+        return Chunk(
+            [self.seqs[place] for place in places],
+            self.time_ms,
+            [self.streams[place] for place in places],
+            [self.prev_seqs[place] for place in places],
+            None if self._data is None else [self._data[place] for place in places],
+            None if self._messages is None else [self._messages[place] for place in places],
+        )
+
+    def within(self, records_max: int, bytes_max: int) -> Chunk:
+        """The first records within both limits, and at least one."""
+        if len(self) > records_max:
+            return self.slice(0, max(1, records_max)).within(records_max, bytes_max)
+        fits = bisect_right(list(accumulate(map(len, self.data))), bytes_max)
+        return self.slice(0, max(1, fits))
+
+
+class CorruptChunkError(Exception):
+    """The bytes of a stored chunk are not those that were written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A chunk as it is stored."""
+
+    first_seq: int
+    records: int
+    time_ms: int
+    streams: bytes  # the set of its streams, u32 each: what retention must unindex, and what a scan looks at first
+    ids: bytes  # 16 per record
+    data: bytes  # u32 stream, u64 prev_seq, u32 length of each record, then the messages
+    crc: int
+
+    @property
+    def bytes(self) -> int:
+        return len(self.streams) + len(self.ids) + len(self.data)
+
+    @property
+    def last_seq(self) -> int:
+        return self.first_seq + self.records - 1
+
+
+def message_id(message: UMessage) -> bytes:
+    id = message.attributes.id
+    return struct.pack(">QQ", id.msb, id.lsb)
+
+
+def message_ids(messages: Sequence[UMessage]) -> bytes:
+    """16 bytes for each, big endian."""
+    halves: list[int] = []
+    for message in messages:
+        id = message.attributes.id
+        halves.append(id.msb)
+        halves.append(id.lsb)
+    return struct.pack(f">{len(halves)}Q", *halves)
+
+
+def encode(chunk: Chunk) -> Columns:
+    records = len(chunk)
+    data = chunk.data
+    blob = b"".join(
+        (
+            struct.pack(f"<{records}I", *chunk.streams),
+            struct.pack(f"<{records}Q", *chunk.prev_seqs),
+            struct.pack(f"<{records}I", *map(len, data)),
+            *data,
+        )
+    )
+    streams = pack_streams(chunk.stream_set)
+    ids = message_ids(chunk.messages)
+    first_seq, time_ms = chunk.first_seq, chunk.time_ms
+    return Columns(first_seq, records, time_ms, streams, ids, blob, _crc(first_seq, records, time_ms, streams, ids, blob))
+
+
+def decode(columns: Columns) -> Chunk:
+    """Raises CorruptChunkError."""
+    records, data = columns.records, columns.data
+    if columns.crc != _crc(columns.first_seq, records, columns.time_ms, columns.streams, columns.ids, data):
+        raise CorruptChunkError(f"the checksum of the records {columns.first_seq}..{columns.last_seq} is wrong")
+    streams = struct.unpack_from(f"<{records}I", data, 0)
+    prev_seqs = struct.unpack_from(f"<{records}Q", data, 4 * records)
+    lengths = struct.unpack_from(f"<{records}I", data, 12 * records)
+    ends = accumulate(lengths, initial=16 * records)
+    messages = [data[begin:end] for begin, end in pairwise(ends)]
+    return Chunk(range(columns.first_seq, columns.first_seq + records), columns.time_ms, list(streams), list(prev_seqs), messages)
+
+
+def pack_streams(streams: Set[int]) -> bytes:
+    return struct.pack(f"<{len(streams)}I", *sorted(streams))
+
+
+def unpack_streams(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"<{len(packed) // 4}I", packed[: len(packed) // 4 * 4])
+
+
+def _crc(first_seq: int, records: int, time_ms: int, streams: bytes, ids: bytes, data: bytes) -> int:
+    crc = zlib.crc32(_HEADER.pack(first_seq % (1 << 64), records % (1 << 32), time_ms % (1 << 64)))
+    return zlib.crc32(data, zlib.crc32(ids, zlib.crc32(streams, crc)))
+
+
+@dataclass(slots=True)
+class Scan:
+    """What one step of reading found."""
+
+    chunks: list[Chunk]
+    covered: int  # every record asked for up to this seq is in `chunks` or in `gaps`
+    gaps: list[tuple[int, int]]  # (after, before): the records in between can't be read any more

@@ -1,0 +1,548 @@
+"""The log: every message once, numbered, in order. Egress queue, history and Spark's offsets are all cursors into it.
+
+append -> writer thread: one transaction -> tail (memory) -> on_append: pumps, long polls
+                              |               |
+                            SQLite --------> read(after)        path None: a ring in memory instead, same interface
+
+All methods belong to one event loop, and none blocks it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Set
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Self, TypeVar
+
+import structlog
+
+from history.chunk import Chunk, Scan, message_id, message_ids
+from history.reader import Reader
+from history.store import Cursor, Extent, Store, Stream, is_damage
+from history.writer import CHUNK_RECORDS_MAX, Append, Numbering, Retention, Writer
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week finds its history again
+RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
+TAIL_BYTES_MAX: Final = 32 << 20  # seconds of the highest rate measured: pumps and pollers at the head never touch the disk
+RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
+APPEND_RECORDS_MAX: Final = 65_536  # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
+STREAMS_MAX: Final = 200_000  # some 1 KB each
+STREAM_CACHE_MAX: Final = 65_536  # serialised addresses whose stream is known; starts anew when it is full
+CURSORS_MAX: Final = 10_000  # peers and consumers with a name
+CURSOR_FLUSH_MS: Final = 200  # a cursor is on disk that soon; what is lost of it is only sent twice
+READ_THREADS: Final = 2
+READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
+READ_BYTES_MAX: Final = 4 << 20
+TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step on the loop, some milliseconds
+NO_LEASE: Final = 1 << 62
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class _Tail:
+    """The newest chunks, within a limit of memory."""
+
+    def __init__(self, after: int, bytes_max: int) -> None:
+        self.after = after  # everything beyond it is here
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.chunks: list[Chunk] = []
+        self._last_seqs: list[int] = []
+        self._sizes: list[int] = []
+        self._gone = 0  # places at the front that are free already; cut off now and then, since that moves all others
+
+    def __len__(self) -> int:
+        return len(self.chunks) - self._gone
+
+    def push(self, chunk: Chunk, bytes: int) -> None:
+        self.chunks.append(chunk)
+        self._last_seqs.append(chunk.last_seq)
+        self._sizes.append(bytes)
+        self.bytes += bytes
+        while self.bytes > self.bytes_max and len(self) > 1:
+            self.pop()
+
+    def pop(self) -> None:
+        """Let the oldest chunk go."""
+        place = self._gone
+        self.after = self._last_seqs[place]
+        self.bytes -= self._sizes[place]
+        self.chunks[place] = None  # type: ignore[call-overload]
+        self._gone += 1
+        if self._gone > 256 and self._gone * 2 > len(self.chunks):
+            del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
+            self._gone = 0
+
+    @property
+    def oldest(self) -> Chunk | None:
+        return self.chunks[self._gone] if len(self) else None
+
+    def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
+        place = bisect_right(self._last_seqs, after, lo=self._gone)
+        found = self.chunks[place : None if chunks_max is None else place + chunks_max]
+        if found and found[0].first_seq <= after:
+            found[0] = found[0].after(after)
+        return found
+
+
+class Log:
+    """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
+
+    Seqs rise by one with each record, but for a leap after a crash; they start with 1. `incarnation` is 16 random bytes that name this log:
+    a log that was lost and made anew has another. `dropped` counts by reason what could not be kept or read.
+    """
+
+    def __init__(self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]) -> None:
+        """Use `open`."""
+        self.name, self.incarnation = name, incarnation
+        self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
+        self.healthy = True
+        self.dropped: Counter[str] = Counter()
+        self._now_ms = now_ms
+        self._extent = Extent()
+        self._streams: dict[int, Stream] = {}
+        self._stream_ids: dict[Any, int] = {}
+        self._stream_cache: dict[tuple[bytes, bytes | None], int] = {}
+        self._next_stream_id = 1
+        self._cursors: dict[str, Cursor] = {}
+        self._flush_due: asyncio.TimerHandle | None = None
+        self._callbacks: list[Callable[[], None]] = []
+        self._grown: asyncio.Future[None] | None = None
+        self._queued = 0
+        self._closed = False
+        self._tail = _Tail(0, TAIL_BYTES_MAX)
+        self._numbering = Numbering(0, ())
+        self._writer: Writer | None = None
+        self._reader: Reader | None = None
+        self._executor: ThreadPoolExecutor | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(
+        cls,
+        path: Path | str | None,
+        *,
+        name: str,
+        retention_ms: int = RETENTION_MS,
+        retention_bytes: int = RETENTION_BYTES,
+        tail_bytes: int = TAIL_BYTES_MAX,
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> Log:
+        """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
+
+        Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a newer program or no log,
+        UNAVAILABLE on I/O errors. A damaged file is moved aside, never deleted, and a new incarnation starts.
+        """
+        assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
+        if path is None:
+            made = cls(name, os.urandom(16), retention_ms, retention_bytes, now_ms)
+            made._tail.bytes_max = retention_bytes
+            return made
+        executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
+        try:
+            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path))
+        except BaseException:
+            executor.shutdown(wait=False)
+            raise
+        made = cls(name, store.incarnation, retention_ms, retention_bytes, now_ms)
+        made._start(store, executor, tail_bytes)
+        return made
+
+    def _start(self, store: Store, executor: ThreadPoolExecutor, tail_bytes: int) -> None:
+        self._extent = Extent(store.extent.oldest_seq, store.extent.newest_seq, store.extent.floor_seq, store.extent.stored_bytes)
+        for stream in store.streams:
+            self._know(stream)
+        self._cursors = dict(store.cursors)
+        if store.moved_to is not None:
+            self.dropped["damaged_file"] += 1
+        self._tail = _Tail(store.extent.newest_seq, tail_bytes)
+        self._executor, self._reader = executor, Reader(store.path)
+        retention = Retention(self.retention_ms, self.retention_bytes, self._keep_after)
+        self._writer = Writer(store, retention, self._on_written, self._now_ms, self.name)
+
+    async def close(self) -> None:
+        """Write what is queued, and close. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._flush_due is not None:
+            self._flush_due.cancel()
+        if self._writer is not None:
+            await self._writer.stop()
+        if self._reader is not None and self._executor is not None:
+            await asyncio.get_running_loop().run_in_executor(self._executor, self._reader.close)
+            self._executor.shutdown(wait=False)
+        self._wake()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "healthy" if self.healthy else "not healthy"
+        return f"Log({self.name}, {'durable' if self.durable else 'volatile'}, {state}, {self.oldest_seq}..{self.newest_seq})"
+
+    # -- state
+
+    @property
+    def durable(self) -> bool:
+        return self._writer is not None
+
+    @property
+    def oldest_seq(self) -> int:
+        """Of the records there are; 0 if there is none."""
+        if self._writer is None:
+            return self._tail.oldest.first_seq if self._tail.oldest is not None else 0
+        return self._extent.oldest_seq
+
+    @property
+    def newest_seq(self) -> int:
+        """The highest seq that was ever given out; 0 if there never was a record."""
+        return self._extent.newest_seq
+
+    @property
+    def floor_seq(self) -> int:
+        """Records up to here were deleted by retention; 0 if none ever was."""
+        return self._tail.after if self._writer is None else self._extent.floor_seq
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._tail.bytes if self._writer is None else self._extent.stored_bytes
+
+    # -- streams
+
+    def stream_id(self, source: UUri, sink: UUri | None = None) -> int:
+        """The number of this pair, given out on first use. Raises RESOURCE_EXHAUSTED beyond STREAMS_MAX."""
+        cached = (source.SerializeToString(), None if sink is None else sink.SerializeToString())
+        id = self._stream_cache.get(cached)
+        if id is not None:
+            return id
+        id = self._stream_ids.get((uris.key(source), None if sink is None else uris.key(sink)))
+        if id is None:
+            id = self._new_stream(source, sink)
+        if len(self._stream_cache) >= STREAM_CACHE_MAX:
+            self._stream_cache.clear()
+        self._stream_cache[cached] = id
+        return id
+
+    def _new_stream(self, source: UUri, sink: UUri | None) -> int:
+        if len(self._streams) >= STREAMS_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"the log {self.name} knows {STREAMS_MAX} topics already, which is the limit")
+        own_source, own_sink = UUri(), None if sink is None else UUri()
+        own_source.CopyFrom(source)
+        if own_sink is not None and sink is not None:
+            own_sink.CopyFrom(sink)
+        stream = Stream(self._next_stream_id, own_source, own_sink)
+        self._know(stream)
+        if self._writer is not None:
+            self._writer.save_stream(stream)
+        return stream.id
+
+    def _know(self, stream: Stream) -> None:
+        self._streams[stream.id] = stream
+        self._stream_ids[uris.key(stream.source), None if stream.sink is None else uris.key(stream.sink)] = stream.id
+        self._next_stream_id = max(self._next_stream_id, stream.id + 1)
+
+    def stream(self, id: int) -> Stream:
+        return self._streams[id]
+
+    def streams(self) -> list[Stream]:
+        """All of them, in the order of their numbers; streams are never removed while the log is open."""
+        return list(self._streams.values())
+
+    def streams_from(self, count: int) -> list[Stream]:
+        """Those beyond the first `count`."""
+        return list(islice(self._streams.values(), count, None))
+
+    # -- append
+
+    def append(self, streams: list[int], messages: list[UMessage]) -> asyncio.Future[int]:
+        """Resolves with the first seq when all of them are committed; the others follow it without gap.
+
+        `streams` has the `stream_id` of each message. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED (disk full, or more
+        than APPEND_RECORDS_MAX waiting), UNAVAILABLE (I/O error, closed). The messages must not change afterwards.
+        """
+        assert len(streams) == len(messages) > 0, "a batch has messages, and each its stream"
+        done: asyncio.Future[int] = self._loop.create_future()
+        if self._closed:
+            done.set_exception(UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed"))
+        elif self._writer is None:
+            done.set_result(self._keep(streams, messages))
+        elif self._queued and self._queued + len(messages) > APPEND_RECORDS_MAX:
+            self.dropped["append_queue_full"] += len(messages)
+            done.set_exception(
+                UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._queued} messages wait for the log {self.name} already: send slower")
+            )
+        else:
+            self._queued += len(messages)
+            self._writer.submit(Append(list(streams), list(messages), done))
+        return done
+
+    def _keep(self, streams: list[int], messages: list[UMessage]) -> int:
+        """Append to the ring."""
+        time_ms = self._now_ms()
+        first_seq = self._extent.newest_seq + 1
+        for begin in range(0, len(messages), CHUNK_RECORDS_MAX):
+            part, part_messages = streams[begin : begin + CHUNK_RECORDS_MAX], messages[begin : begin + CHUNK_RECORDS_MAX]
+            seqs, prev_seqs = self._numbering.number(part)
+            self._numbering.begin()
+            newest = dict(zip(part, range(len(part)), strict=True))
+            for id, count in Counter(part).items():
+                place = newest[id]
+                stream = self._streams[id]
+                stream.grow(
+                    seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
+                )
+            self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), 2 * sum(m.ByteSize() for m in part_messages))
+        self._age_ring()
+        self._extent.newest_seq = self._numbering.newest_seq
+        self._announce()
+        return first_seq
+
+    def _age_ring(self) -> None:
+        cutoff, keep_after = self._now_ms() - self.retention_ms, self._keep_after()
+        while (oldest := self._tail.oldest) is not None and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
+            self._tail.pop()
+
+    def _push(self, chunk: Chunk, bytes: int) -> None:
+        self._tail.push(chunk, bytes + RECORD_MEMORY_BYTES * len(chunk))
+
+    def _on_written(self, batch: list[Append], chunks: list[Chunk], extent: Extent, error: UStatusError | None) -> None:
+        """On the loop, after each transaction and each step of retention."""
+        self._queued -= sum(len(append.messages) for append in batch)
+        if error is not None:
+            self._failed(batch, error)
+            return
+        if batch and not self.healthy:
+            self.healthy = True
+            log.info("the log takes messages again", log=self.name)
+        self._extent = extent
+        if not chunks:
+            return
+        for chunk in chunks:
+            self._push(chunk, 2 * sum(map(len, chunk.data)))
+        seq = chunks[0].first_seq
+        for append in batch:
+            if not append.done.done():
+                append.done.set_result(seq)
+            seq += len(append.messages)
+        self._announce()
+
+    def _failed(self, batch: list[Append], error: UStatusError) -> None:
+        if self.healthy:
+            self.healthy = False
+            log.error("the log can't be written; messages are refused until it can", log=self.name, error=str(error))
+        self.dropped["refused"] += sum(len(append.messages) for append in batch)
+        for append in batch:
+            if not append.done.done():
+                append.done.set_exception(error)
+        self._schedule_flush()  # cursors that were in the transaction are tried again
+
+    def _announce(self) -> None:
+        self._wake()
+        for callback in list(self._callbacks):
+            callback()
+
+    def _wake(self) -> None:
+        if self._grown is not None:
+            self._grown.set_result(None)
+            self._grown = None
+
+    # -- read
+
+    def on_append(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """`callback()` on the loop after each commit, when the records can be read. Returns what ends it."""
+        self._callbacks.append(callback)
+
+        def end() -> None:
+            if callback in self._callbacks:
+                self._callbacks.remove(callback)
+
+        return end
+
+    async def wait(self, after: int) -> None:
+        """Until there is a seq greater than `after`. Raises UNAVAILABLE if the log is closed meanwhile."""
+        while self.newest_seq <= after:
+            if self._closed:
+                raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
+            if self._grown is None:
+                self._grown = self._loop.create_future()
+            await asyncio.shield(self._grown)
+
+    def tail(self, after: int) -> list[Chunk] | None:
+        """All after `after` at once, or None if that reaches further back than the tail in memory."""
+        return self._tail.read(after) if after >= self._tail.after else None
+
+    async def read(
+        self,
+        after: int,
+        *,
+        max_records: int = READ_RECORDS_MAX,
+        max_bytes: int = READ_BYTES_MAX,
+        streams: Set[int] | None = None,
+        until: int | None = None,
+    ) -> list[Chunk]:
+        """The next records after `after` up to and with `until`, of `streams` only if given (chunks then have holes); empty if none.
+
+        At least one record comes even if it exceeds `max_bytes` (of messages). Damaged records are skipped: use `scan` to learn of them.
+        """
+        end = self.newest_seq if until is None else min(until, self.newest_seq)
+        while after < end:
+            found = await self.scan(after, max_records=max_records, max_bytes=max_bytes, streams=streams, until=end)
+            if found.chunks:
+                return found.chunks
+            after = found.covered
+        return []
+
+    async def scan(
+        self, after: int, *, max_records: int, max_bytes: int, streams: Set[int] | None = None, until: int | None = None
+    ) -> Scan:
+        """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what is damaged."""
+        until = self.newest_seq if until is None else min(until, self.newest_seq)
+        if after >= until:
+            return Scan([], after, [])
+        if after >= self._tail.after or self._reader is None:
+            return self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes)
+        before = self._reader.corrupt_chunks
+        found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes)
+        self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
+        return found
+
+    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int) -> Scan:
+        if self._writer is None:
+            self._age_ring()
+            after = max(after, self._tail.after)
+        found = Scan([], after, [])
+        chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
+        for chunk in chunks:
+            if chunk.first_seq > until:
+                break
+            found.covered = min(chunk.last_seq, until)
+            part = chunk.until(until) if streams is None else chunk.until(until).select(streams)
+            if part is None:
+                continue
+            fits = part.within(records_max, bytes_max)
+            found.chunks.append(fits)
+            records_max -= len(fits)
+            bytes_max -= sum(map(len, fits.data))
+            if len(fits) < len(part):
+                found.covered = fits.last_seq
+                return found
+            if records_max <= 0 or bytes_max <= 0:
+                return found
+        if len(chunks) < TAIL_SCAN_CHUNKS_MAX:
+            found.covered = max(found.covered, until)
+        return found
+
+    async def _in_executor(self, call: Callable[..., T], *arguments: object) -> T:
+        assert self._executor is not None
+        if self._closed:
+            raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
+        try:
+            return await self._loop.run_in_executor(self._executor, call, *arguments)
+        except sqlite3.Error as error:
+            code = UCode.DATA_LOSS if is_damage(error) else UCode.UNAVAILABLE
+            raise UStatusError(code, f"the log {self.name} can't be read: {error}") from error
+
+    async def seq_of_id(self, id: bytes) -> int | None:
+        """The seq of the newest record with this message id (16 bytes, big endian)."""
+        if self._reader is not None:
+            return await self._in_executor(self._reader.find_id, id)
+        for chunk in reversed(self._tail.read(self._tail.after)):
+            ids = message_ids(chunk.messages)
+            for place in range(len(chunk) - 1, -1, -1):
+                if ids[16 * place : 16 * place + 16] == id:
+                    return chunk.seqs[place]
+        return None
+
+    async def seq_before_time(self, time_ms: int) -> int:
+        """The seq after which everything appended after `time_ms` (Unix milliseconds) comes."""
+        if self._reader is not None:
+            first = await self._in_executor(self._reader.first_after_time, time_ms)
+        else:
+            first = next((chunk.first_seq for chunk in self._tail.read(self._tail.after) if chunk.time_ms > time_ms), None)
+        return self.newest_seq if first is None else min(first - 1, self.newest_seq)
+
+    async def recent_ids(self, count: int) -> list[bytes]:
+        """The ids of the newest `count` records, oldest first, 16 bytes each: what a duplicate window needs after a restart."""
+        if self._reader is not None:
+            return await self._in_executor(self._reader.recent_ids, count)
+        ids = b"".join(message_ids(chunk.messages) for chunk in self._tail.read(self._tail.after))
+        return [ids[begin : begin + 16] for begin in range(0, len(ids), 16)][-count:]
+
+    # -- cursors
+
+    def cursor(self, name: str) -> int | None:
+        """The seq up to which `name` has confirmed, or None if there is no such cursor."""
+        cursor = self._cursors.get(name)
+        return None if cursor is None else cursor.seq
+
+    def cursors(self) -> dict[str, int]:
+        return {name: cursor.seq for name, cursor in self._cursors.items()}
+
+    def set_cursor(self, name: str, seq: int, *, lease_ms: int | None = None) -> None:
+        """On disk with the next transaction, or within CURSOR_FLUSH_MS.
+
+        With `lease_ms` what the cursor still needs is kept beyond the retention by age (never beyond that by bytes) until the lease
+        ends, and then the cursor is gone. Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
+        """
+        known = self._cursors.get(name)
+        if known is None and len(self._cursors) >= CURSORS_MAX:
+            self._drop_ended_leases()
+            if len(self._cursors) >= CURSORS_MAX:
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"the log {self.name} has {CURSORS_MAX} cursors, which is the limit")
+        cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms)
+        if cursor != known:
+            self._cursors[name] = cursor
+            self._save_cursor(name, cursor)
+
+    def drop_cursor(self, name: str) -> None:
+        """Nothing happens if there is none."""
+        if self._cursors.pop(name, None) is not None:
+            self._save_cursor(name, None)
+
+    def _save_cursor(self, name: str, cursor: Cursor | None) -> None:
+        if self._writer is not None:
+            self._writer.save_cursor(name, cursor)
+            self._schedule_flush()
+
+    def _schedule_flush(self) -> None:
+        if self._flush_due is None and not self._closed:
+            self._flush_due = self._loop.call_later(CURSOR_FLUSH_MS / 1_000, self._flush)
+
+    def _flush(self) -> None:
+        self._flush_due = None
+        assert self._writer is not None
+        self._drop_ended_leases()
+        self._writer.flush()
+
+    def _drop_ended_leases(self) -> None:
+        now = self._now_ms()
+        for name, cursor in list(self._cursors.items()):
+            if cursor.lease_until_ms is not None and cursor.lease_until_ms < now:
+                self.drop_cursor(name)
+
+    def _keep_after(self) -> int:
+        """Below this seq no live lease needs anything. Called by the writer thread too: it only reads, from a copy made in one step."""
+        now = self._now_ms()
+        return min(
+            (c.seq for c in list(self._cursors.values()) if c.lease_until_ms is not None and c.lease_until_ms >= now), default=NO_LEASE
+        )
+
+
+__all__ = ["Chunk", "Log", "Scan", "Stream"]

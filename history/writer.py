@@ -1,0 +1,247 @@
+"""The writer thread: everything that was queued goes into one transaction, so that one fsync serves many.
+
+loop: submit(append) -> queue -> gather -> serialise, number -> Store.commit -> loop: on_written(appends, chunks, error)
+                                                  nothing is numbered for good before the commit is done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import structlog
+
+from history.chunk import Chunk, Columns, encode
+from history.store import Cursor, Extent, Store, Stream, growth_of, status_error
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+CHUNK_RECORDS_MAX: Final = 512  # beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
+CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
+TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
+RETENTION_PERIOD_MS: Final = 1_000
+IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Append:
+    streams: list[int]
+    messages: list[UMessage]
+    done: asyncio.Future[int]
+
+
+@dataclass(slots=True)
+class Retention:
+    age_ms: int
+    bytes: int
+    keep_after: Callable[[], int]  # the lowest seq that a leased cursor has confirmed
+
+
+Written = Callable[[list[Append], list[Chunk], Extent, UStatusError | None], None]
+
+
+def cut(streams: Sequence[int], messages: Sequence[UMessage], data: Sequence[bytes]) -> list[tuple[int, int]]:
+    """Where the chunks begin and end."""
+    bounds = []
+    begin = size = 0
+    for place, message in enumerate(data):
+        if place > begin and (place - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
+            bounds.append((begin, place))
+            begin, size = place, 0
+        size += len(message)
+    bounds.append((begin, len(data)))
+    return bounds
+
+
+class Numbering:
+    """Gives out seqs and prev_seqs; `undo` takes back what was not committed."""
+
+    def __init__(self, newest_seq: int, streams: Sequence[Stream]) -> None:
+        self.newest_seq = newest_seq
+        self._newest = {stream.id: stream.newest_seq for stream in streams}
+        self._before: dict[int, int] = {}
+        self._seq_before = newest_seq
+
+    def begin(self) -> None:
+        self._before, self._seq_before = {}, self.newest_seq
+
+    def number(self, streams: list[int]) -> tuple[range, list[int]]:
+        newest, before = self._newest, self._before
+        for stream in set(streams):
+            before.setdefault(stream, newest.get(stream, 0))
+            newest.setdefault(stream, 0)
+        first = self.newest_seq + 1
+        prev_seqs = []
+        for seq, stream in enumerate(streams, first):
+            prev_seqs.append(newest[stream])
+            newest[stream] = seq
+        self.newest_seq += len(streams)
+        return range(first, first + len(streams)), prev_seqs
+
+    def undo(self) -> None:
+        self._newest.update(self._before)
+        self.newest_seq = self._seq_before
+
+
+class Writer:
+    """Owns the store while it runs. `submit`, `save`, `flush`, `stop` are called on the loop; `on_written` is called there."""
+
+    def __init__(self, store: Store, retention: Retention, on_written: Written, now_ms: Callable[[], int], name: str) -> None:
+        self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
+        self._loop = asyncio.get_running_loop()
+        self._queue: queue.SimpleQueue[Append | None] = queue.SimpleQueue()
+        self._numbering = Numbering(store.extent.newest_seq, store.streams)
+        self._places = {stream.id: stream for stream in store.streams}
+        self._shared = threading.Lock()  # guards the next two; held for a swap only
+        self._new_streams: list[Stream] = []
+        self._cursors: dict[str, Cursor | None] = {}
+        self._unsaved: tuple[list[Stream], dict[str, Cursor | None]] = ([], {})
+        self._stopping = False
+        self._next_retention = 0.0
+        self._stopped: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name=f"history-{name}", daemon=True)
+        self._thread.start()
+
+    # -- loop side
+
+    def submit(self, append: Append) -> None:
+        self._queue.put(append)
+
+    def save_stream(self, stream: Stream) -> None:
+        with self._shared:
+            self._new_streams.append(stream)
+
+    def save_cursor(self, name: str, cursor: Cursor | None) -> None:
+        with self._shared:
+            self._cursors[name] = cursor
+
+    def flush(self) -> None:
+        """Commit what `save_*` left, without waiting for an append."""
+        self._queue.put(None)
+
+    async def stop(self) -> None:
+        self._stopping = True
+        self._queue.put(None)
+        await asyncio.shield(self._stopped)
+
+    # -- thread side
+
+    def _run(self) -> None:
+        try:
+            while True:
+                batch, flush = self._gather()
+                if batch or flush:
+                    self._write(batch)
+                self._retain()
+                if self._stopping and self._queue.empty():
+                    break
+        finally:
+            self._store.close()
+            self._tell(lambda: self._stopped.done() or self._stopped.set_result(None))
+
+    def _tell(self, call: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            log.warning("the event loop ended before the log was closed; all that was acked is safe")
+
+    def _gather(self) -> tuple[list[Append], bool]:
+        batch: list[Append] = []
+        flush = False
+        records = 0
+        try:
+            item = self._queue.get(timeout=IDLE_TICK_S)
+            while True:
+                if item is None:
+                    flush = True
+                else:
+                    batch.append(item)
+                    records += len(item.messages)
+                if records >= TRANSACTION_RECORDS_MAX:
+                    break
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            pass
+        return batch, flush
+
+    def _write(self, batch: list[Append]) -> None:
+        chunks: list[Chunk] = []
+        error: UStatusError | None = None
+        try:
+            chunks = self._commit(batch)
+        except sqlite3.Error as cause:
+            error = status_error(cause, self._store.path)
+            self._store.reset()
+        except Exception as cause:
+            log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
+            error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
+            self._store.reset()
+        if error is not None:
+            chunks = []
+        extent = replace(self._store.extent)
+        self._tell(lambda: self._on_written(batch, chunks, extent, error))
+
+    def _commit(self, batch: list[Append]) -> list[Chunk]:
+        with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
+            new_streams, self._new_streams = self._new_streams, []
+            cursors, self._cursors = self._cursors, {}
+        new_streams, cursors = self._unsaved = (self._unsaved[0] + new_streams, self._unsaved[1] | cursors)
+        self._numbering.begin()
+        try:
+            chunks = self._chunks(batch)
+            columns = [encode(chunk) for chunk in chunks]
+            self._store.commit(columns, new_streams, cursors)
+        except BaseException:
+            self._numbering.undo()
+            raise
+        self._unsaved = ([], {})
+        for stream in new_streams:
+            self._places[stream.id] = stream
+        for chunk, column in zip(chunks, columns, strict=True):
+            self._grow(chunk, column)
+        return chunks
+
+    def _chunks(self, batch: list[Append]) -> list[Chunk]:
+        if not batch:
+            return []
+        streams = [stream for append in batch for stream in append.streams]
+        messages = [message for append in batch for message in append.messages]
+        data = [message.SerializeToString() for message in messages]
+        time_ms = self._now_ms()
+        chunks = []
+        for begin, end in cut(streams, messages, data):
+            seqs, prev_seqs = self._numbering.number(streams[begin:end])
+            chunks.append(Chunk(seqs, time_ms, streams[begin:end], prev_seqs, data[begin:end], messages[begin:end]))
+        return chunks
+
+    def _grow(self, chunk: Chunk, columns: Columns) -> None:
+        growths = growth_of(chunk.first_seq, chunk.streams, columns.ids, chunk.time_ms)
+        for id, growth in growths.items():
+            self._places[id].grow(*growth)
+        self._store.grown(growths)
+
+    def _retain(self) -> None:
+        if time.monotonic() < self._next_retention:
+            return
+        retention, store = self._retention, self._store
+        try:
+            more = store.retain(self._now_ms() - retention.age_ms, retention.bytes, retention.keep_after())
+        except sqlite3.Error as error:
+            store.reset()
+            more = False
+            log.error("retention failed; it is tried again", path=str(store.path), error=str(error))
+        # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
+        self._next_retention = 0.0 if more else time.monotonic() + RETENTION_PERIOD_MS / 1_000
+        if more:
+            self._queue.put(None)
+        extent = replace(store.extent)
+        self._tell(lambda: self._on_written([], [], extent, None))
