@@ -130,7 +130,7 @@ class Config(_Section):
             for authority in endpoint.authorities:
                 if authority in owners:
                     raise ValueError(
-                        f"authority {authority!r} belongs to both endpoint {owners[authority]!r} and {endpoint.name!r}; it lives on one network"
+                        f"authority {authority!r} belongs to both endpoint {owners[authority]!r} and {endpoint.name!r}; one network has it"
                     )
                 owners[authority] = endpoint.name
         if not any(authority != uris.WILDCARD_AUTHORITY for authority in owners):
@@ -149,7 +149,7 @@ class Config(_Section):
         embedded = [endpoint.name for endpoint in self.endpoint if endpoint.usubscription == "embedded"]
         if any(name != self.home.name for name in embedded):
             raise ValueError(
-                f"usubscription = 'embedded' serves the streamer's authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
+                f"usubscription = 'embedded' serves authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
             )
         return self
 

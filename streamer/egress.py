@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from history.chunk import Chunk
 from history.log import Log
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
@@ -121,27 +122,32 @@ class Pump:
             if self._plans_version != (version := self._view.version):
                 self._plans.clear()
                 self._plans_version = version
-            chunks = self.log.tail(self._read)
-            if chunks is None:
-                chunks = await self.log.read(self._read, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX)
-            if not chunks:
-                return
+            chunks, covered = await self._next_chunks()
             for chunk in chunks:
-                if chunk.first_seq > self._read + 1:
-                    self._gap(chunk.first_seq)
                 if not await self._plan_all(chunk.streams):
                     return
                 self._take(chunk.first_seq, chunk.streams, chunk.messages)
                 self._read = chunk.last_seq
                 if self._waiting >= WINDOW_MESSAGES_MAX:
                     return
+            self._read = max(self._read, covered)
 
-    def _gap(self, first_seq: int) -> None:
-        missing = first_seq - 1 - self._read
-        self.gaps += missing
-        log.error(
-            "records were lost to retention or damage before the peer got them", peer=self.peer.name, after=self._read, before=first_seq
-        )
+    async def _next_chunks(self) -> tuple[list[Chunk], int]:
+        """What follows the last record read, and up to where that is all; from memory where it is there."""
+        chunks = self.log.tail(self._read)
+        if chunks is not None:
+            return chunks, self.log.newest_seq
+        if self._read < self.log.floor_seq:
+            self._gap(self._read, self.log.floor_seq + 1)
+            self._read = self.log.floor_seq
+        found = await self.log.scan(self._read, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX)
+        for after, before in found.gaps:
+            self._gap(after, before)
+        return found.chunks, found.covered
+
+    def _gap(self, after: int, before: int) -> None:
+        self.gaps += before - after - 1
+        log.error("records were lost to retention or damage before the peer got them", peer=self.peer.name, after=after, before=before)
 
     async def _plan_all(self, streams: list[int]) -> bool:
         """Plan each stream of a chunk; False if the interest changed meanwhile."""

@@ -124,6 +124,7 @@ class Ingress:
         self._express, self._hosted, self._window, self._trusted = express, hosted, window, trusted
         self._now_ms = now_ms
         self._routes: dict[Any, Route] = {}
+        self._newest_append: dict[Log, asyncio.Future[int]] = {}
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
 
@@ -177,12 +178,12 @@ class Ingress:
             pending.append(self._append(target, streams, batch))
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
-            pending.extend(target.committed() for target in self._logs)  # the first copy may not be safe yet
+            pending.extend(future for future in self._newest_append.values() if not future.done())  # the first copy may not be safe yet
         if not pending:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
-    def _append(self, target: Log, streams: list[int], batch: list[UMessage]) -> Awaitable[int]:
+    def _append(self, target: Log, streams: list[int], batch: list[UMessage]) -> asyncio.Future[int]:
         future = target.append(streams, batch)
 
         def settle(done: asyncio.Future[int]) -> None:
@@ -193,6 +194,7 @@ class Ingress:
                 self._window.forget((message.attributes.id.msb, message.attributes.id.lsb))
 
         future.add_done_callback(settle)
+        self._newest_append[target] = future
         return future
 
     def _drop(self, route: Route, message: UMessage) -> None:

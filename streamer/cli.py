@@ -1,0 +1,415 @@
+"""The command line. Only this module prints and exits.
+
+run  check                           the streamer
+usubscription                        a uSubscription service of its own
+subscribe  publish  call  replay     an ordinary uEntity on one network
+history  dead-letters                what a streamer keeps
+demo                                 all of it at once
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from streamer import client, dead_letter
+from streamer import config as configs
+from streamer.app import Streamer, serve
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
+from uprotocol.v1.umessage_pb2 import UMessage
+
+SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
+EXIT_FAILED: Final = 1
+EXIT_USAGE: Final = 2
+
+app = typer.Typer(
+    name="up-streamer",
+    help="The uProtocol dispatcher: joins MQTT 5, Zenoh and DDS, forwards what is subscribed to, and loses nothing on the way.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Transport = Annotated[str | None, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")]
+Settings = Annotated[list[str] | None, typer.Option("--set", "-s", help="A setting of the transport, KEY=VALUE (JSON values; repeatable).")]
+AuthorityOption = Annotated[str | None, typer.Option("--authority", "-a", help="Who we are: our authority.")]
+FromConfig = Annotated[Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")]
+FromEndpoint = Annotated[str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.")]
+EntityOption = Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")]
+DEFAULT_ENTITY = f"{client.ENTITY:X}"
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """The world's errors, as a line and an exit code."""
+    try:
+        yield
+    except UStatusError as error:
+        err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
+        err.print(error.message, markup=False)
+        raise typer.Exit(EXIT_FAILED) from None
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work` to its end, or to Ctrl-C or SIGTERM."""
+
+    async def until_signalled() -> Any:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with _errors():
+        try:
+            return asyncio.run(until_signalled())
+        except asyncio.CancelledError:
+            raise typer.Exit(130) from None
+
+
+def _log_to_stderr(level: str = "warning") -> None:
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+
+
+def _network(
+    transport: str | None, settings: list[str] | None, authority: str | None, config: Path | None, endpoint: str | None, entity: str
+) -> client.Network:
+    try:
+        ue_id = int(entity, 16)
+    except ValueError:
+        raise invalid(f"--entity is a hexadecimal number, got {entity!r}") from None
+    given = client.parse_settings(settings or [])
+    if config is not None:
+        if endpoint is None or transport is not None:
+            raise invalid("say --config FILE with --endpoint NAME and without --transport")
+        network = client.network_of(config, endpoint, authority, ue_id)
+        return client.Network(network.transport, network.authority, {**network.settings, **given}, ue_id)
+    if transport is None or authority is None:
+        raise invalid("say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE --endpoint NAME")
+    return client.Network(transport, authority, given, ue_id)
+
+
+def _print(as_json: bool, data: dict[str, Any], line: str) -> None:
+    if as_json:
+        print(json.dumps(data), flush=True)
+    else:
+        out.print(line, markup=False)
+
+
+def _show(message: UMessage, as_json: bool) -> None:
+    _print(as_json, client.as_dict(message) if as_json else {}, "" if as_json else client.as_line(message))
+
+
+# The streamer
+
+
+@app.command()
+def run(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Run a streamer until Ctrl-C or SIGTERM.
+
+    Example: [bold]up-streamer run --config vehicle.toml[/]
+    """
+    with _errors():
+        loaded = configs.load(config)
+    _log_to_stderr(loaded.streamer.log_level)
+
+    def on_ready(streamer: Streamer) -> None:
+        data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
+        _print(as_json, data, f"ready: {loaded.authority} joins {', '.join(e.name for e in streamer.endpoints)}")
+
+    async def work() -> None:
+        stopping = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopping.set)
+        await serve(loaded, on_ready, stopping)
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    with _errors():
+        asyncio.run(work())
+
+
+@app.command()
+def check(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Check a streamer's TOML file: every mistake, with its line.
+
+    Example: [bold]up-streamer check --config vehicle.toml[/]
+    """
+    with _errors():
+        loaded = configs.load(config)
+    endpoints = [
+        {
+            "name": one.name,
+            "transport": one.transport,
+            "authorities": one.authorities,
+            "usubscription": loaded.usubscription_of(one),
+            "home": one.name == loaded.home.name,
+        }
+        for one in loaded.endpoint
+    ]
+    rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
+    if as_json:
+        print(json.dumps({"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules}))
+        return
+    table = Table(title=f"{config}: authority {loaded.authority}")
+    for column in ("endpoint", "transport", "authorities", "uSubscription"):
+        table.add_column(column)
+    for one in loaded.endpoint:
+        home = " (home)" if one.name == loaded.home.name else ""
+        table.add_row(one.name + home, one.transport, ", ".join(one.authorities), loaded.usubscription_of(one))
+    out.print(table)
+    for rule in loaded.rules:
+        limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
+        out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+
+
+# An ordinary uEntity
+
+
+@app.command()
+def subscribe(
+    topics: Annotated[list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")],
+    transport: Transport = None,
+    settings: Settings = None,
+    authority: AuthorityOption = None,
+    config: FromConfig = None,
+    endpoint: FromEndpoint = None,
+    entity: EntityOption = DEFAULT_ENTITY,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many messages.")] = None,
+    usubscription: Annotated[bool, typer.Option(help="Tell the network's uSubscription service.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Subscribe to topics and print what comes.
+
+    Example: [bold]up-streamer subscribe up://vehicle1/8001/1/8002 -t mqtt5 -a cloud -s host=127.0.0.1 --json[/]
+    """
+    _log_to_stderr()
+    with _errors():
+        network = _network(transport, settings, authority, config, endpoint, entity)
+        filters = [uris.parse(topic) for topic in topics]
+    _run(client.listen(network, filters, lambda message: _show(message, as_json), count=count, subscribe=usubscription))
+
+
+@app.command()
+def publish(
+    topic: Annotated[str, typer.Argument(help="The topic; its authority is who we are, unless --authority says otherwise.")],
+    transport: Transport = None,
+    settings: Settings = None,
+    authority: AuthorityOption = None,
+    config: FromConfig = None,
+    endpoint: FromEndpoint = None,
+    entity: EntityOption = DEFAULT_ENTITY,
+    text: Annotated[str | None, typer.Option(help="Payload: text.")] = None,
+    json_payload: Annotated[str | None, typer.Option(help="Payload: JSON.")] = None,
+    hex: Annotated[str | None, typer.Option(help="Payload: bytes in hexadecimal.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Payload: the bytes of a file.")] = None,
+    count: Annotated[int, typer.Option(min=1, max=1_000_000)] = 1,
+    ttl_ms: Annotated[int | None, typer.Option(min=0, help="Life of the message; 0: for ever.")] = None,
+    priority: Annotated[str, typer.Option(help="CS0 to CS6.")] = "CS1",
+    as_json: AsJson = False,
+) -> None:
+    """Publish a message.
+
+    Example: [bold]up-streamer publish up://vehicle1/8001/1/8002 --text hello -t zenoh -s 'connect=["tcp/127.0.0.1:7447"]'[/]
+    """
+    _log_to_stderr()
+    with _errors():
+        uri = uris.parse(topic)
+        network = _network(transport, settings, authority or uri.authority_name or None, config, endpoint, entity)
+        payload = client.payload_of(text, json_payload, hex, file)
+        level = _priority(priority)
+    for message in _run(client.publish(network, uri, payload, count=count, ttl_ms=ttl_ms, priority=level)):
+        _show(message, as_json)
+
+
+def _priority(text: str) -> UPriority.ValueType:
+    name = f"UPRIORITY_{text.upper()}"
+    if name not in set(UPriority.keys()):
+        raise invalid(f"--priority is CS0 to CS6, got {text!r}")
+    return UPriority.Value(name)
+
+
+@app.command()
+def call(
+    method: Annotated[str, typer.Argument(help="The method, as a uProtocol URI.")],
+    transport: Transport = None,
+    settings: Settings = None,
+    authority: AuthorityOption = None,
+    config: FromConfig = None,
+    endpoint: FromEndpoint = None,
+    entity: EntityOption = DEFAULT_ENTITY,
+    text: Annotated[str | None, typer.Option(help="Payload: text.")] = None,
+    json_payload: Annotated[str | None, typer.Option(help="Payload: JSON.")] = None,
+    hex: Annotated[str | None, typer.Option(help="Payload: bytes in hexadecimal.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Payload: the bytes of a file.")] = None,
+    timeout_ms: Annotated[int, typer.Option(min=1)] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Call a method and print its answer.
+
+    Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]'[/]
+    """
+    _log_to_stderr()
+    with _errors():
+        network = _network(transport, settings, authority, config, endpoint, entity)
+        uri = uris.parse(method)
+        payload = client.payload_of(text, json_payload, hex, file)
+    started = time.monotonic()
+    answer: UPayload = _run(client.call(network, uri, payload, CallOptions(timeout_ms=timeout_ms)))
+    shown = UMessage(payload=answer.data)
+    shown.attributes.payload_format = answer.format
+    value = client.payload_value(shown)
+    data = {
+        "method": uris.format(uri),
+        "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
+        "payload": value,
+        "milliseconds": round((time.monotonic() - started) * 1000, 1),
+    }
+    _print(as_json, data, str(value))
+
+
+@app.command(name="history")
+def history_(
+    service: Annotated[str, typer.Argument(help="The authority of the streamer.")],
+    topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
+    transport: Transport = None,
+    settings: Settings = None,
+    authority: AuthorityOption = None,
+    config: FromConfig = None,
+    endpoint: FromEndpoint = None,
+    entity: EntityOption = DEFAULT_ENTITY,
+    poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Look into a streamer's history: an overview per topic, or the records themselves.
+
+    Example: [bold]up-streamer history vehicle1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
+    """
+    from history.subscriber import HistoryClient
+    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse
+
+    _log_to_stderr()
+    with _errors():
+        network = _network(transport, settings, authority, config, endpoint, entity)
+        patterns = [uris.parse(topic) for topic in topics or []]
+        streamer = uris.uri(service, 0x0004, 1, 0)
+
+    async def work() -> tuple[DescribeResponse | None, list[UMessage]]:
+        async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
+            histories = HistoryClient(rpc, streamer)
+            if not poll:
+                return await histories.describe(patterns), []
+            messages: list[UMessage] = []
+            positions: Any = []
+            while len(messages) < limit:
+                reply = await histories.poll(patterns, positions=positions, max_records=limit - len(messages))
+                messages += [UMessage.FromString(data) for batch in reply.batches for data in batch.message]
+                positions = reply.next
+                if not reply.more:
+                    break
+            return None, messages
+
+    description, messages = _run(work())
+    for message in messages:
+        _show(message, as_json)
+    if description is not None:
+        _show_description(description, as_json)
+
+
+def _show_description(description: Any, as_json: bool) -> None:
+    logs = [
+        {
+            "incarnation": one.incarnation.hex(),
+            "durable": one.durable,
+            "oldest_seq": one.oldest_seq,
+            "newest_seq": one.newest_seq,
+            "stored_bytes": one.stored_bytes,
+        }
+        for one in description.logs
+    ]
+    topics = [
+        {
+            "topic": uris.format(one.topic),
+            "oldest_seq": one.oldest_seq,
+            "newest_seq": one.newest_seq,
+            "records": one.records,
+            "newest_time": one.newest_time.ToJsonString(),
+        }
+        for one in description.topics
+    ]
+    if as_json:
+        print(json.dumps({"logs": logs, "topics": topics}))
+        return
+    for title, rows in (("logs", logs), ("topics", topics)):
+        table = Table(title=title)
+        for column in rows[0] if rows else []:
+            table.add_column(column)
+        for row in rows:
+            table.add_row(*(str(value) for value in row.values()))
+        out.print(table)
+
+
+@app.command(name="dead-letters")
+def dead_letters(
+    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show what could not be delivered, and why.
+
+    Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
+    """
+    with _errors():
+        if (data_dir is None) == (config is None):
+            raise invalid("say either --data-dir DIR or --config FILE")
+        folder = data_dir if data_dir is not None else configs.load(config or Path()).streamer.data_dir
+        letters = dead_letter.open_read_only(folder / "dead-letters.db").read(limit)
+    if as_json:
+        for letter in letters:
+            print(json.dumps(letter.as_dict()))
+        return
+    table = Table(title=f"{len(letters)} dead letters")
+    for column in ("time", "code", "endpoint", "source", "sink", "reason"):
+        table.add_column(column)
+    for letter in letters:
+        row = letter.as_dict()
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.time_ms / 1000))
+        table.add_row(moment, str(row["code"]), letter.endpoint, str(row["source"]), str(row["sink"] or ""), letter.reason)
+    out.print(table)
+
+
+def main() -> None:
+    """The console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()
