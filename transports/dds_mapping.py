@@ -1,0 +1,154 @@
+"""UMessage <-> DDS, as docs/dds-mapping.md has it: names, partitions, samples. Pure: it knows nothing of any DDS library.
+
+message -> writer_partition(source, sink)  "up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}"     whom DDS brings it to
+        -> encode -> CDR octets            struct { octet version; boolean has_payload; sequence<octet> attributes, payload; }
+filter  -> reader_partition(source, sink)  "up/device1/10AB/*/3/*/{}/{}/{}/{}/{}"
+octets  -> decode -> message, or INVALID_ARGUMENT
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from uprotocol import uri as uris
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+TOPIC: Final = "uprotocol/v1"
+SEEN_TOPIC: Final = "uprotocol/v1/seen"
+TYPE_NAME: Final = "uprotocol::v1::UMessage"
+VERSION: Final = 1  # uProtocol's major version, first octet of every sample
+
+NO_SINK: Final = "{}/{}/{}/{}/{}"
+NO_VALUE: Final = "{}"
+
+LIFESPAN_MS_MIN: Final = 1_000  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
+LIFESPAN_MS_MAX: Final = 2**31  # 24 days; beyond it a sample lives as long as its writer
+
+TRANSPORT_PRIORITY: Final[dict[int, int]] = {
+    UPriority.UPRIORITY_UNSPECIFIED: 8,  # as CS1, dsn~up-attributes-priority~1
+    UPriority.UPRIORITY_CS0: 0,
+    UPriority.UPRIORITY_CS1: 8,
+    UPriority.UPRIORITY_CS2: 16,
+    UPriority.UPRIORITY_CS3: 24,
+    UPriority.UPRIORITY_CS4: 32,
+    UPriority.UPRIORITY_CS5: 40,
+    UPriority.UPRIORITY_CS6: 48,
+}
+"""The code point of the DiffServ class that each priority is named after; DDS implementations hand it to the IP header as it is."""
+
+_LITTLE, _BIG = struct.Struct("<I"), struct.Struct(">I")
+_ENCAPSULATIONS: Final[dict[bytes, struct.Struct]] = {  # PLAIN_CDR and PLAIN_CDR2: the same octets for this type
+    b"\x00\x00": _BIG,
+    b"\x00\x01": _LITTLE,
+    b"\x00\x06": _BIG,
+    b"\x00\x07": _LITTLE,
+}
+_HEAD: Final = b"\x00\x01\x00\x00" + bytes([VERSION])  # little-endian PLAIN_CDR without options, then the version
+_WITHOUT_PAYLOAD: Final = _HEAD + b"\x00\x00\x00"  # has_payload, and two octets that align what follows
+_WITH_PAYLOAD: Final = _HEAD + b"\x01\x00\x00"
+_PADDING: Final = (b"", b"\x00\x00\x00", b"\x00\x00", b"\x00")  # by length modulo 4
+_SEQUENCES_AT: Final = len(_WITH_PAYLOAD)
+
+
+def writer_partition(source: UUri, sink: UUri | None, local_authority: str) -> str:
+    """Where a message goes. It has no wildcard, so that a reader's pattern always meets a plain name."""
+    return f"up/{_segments(source, local_authority, NO_VALUE)}/{NO_SINK if sink is None else _segments(sink, local_authority, NO_VALUE)}"
+
+
+def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_authority: str) -> str:
+    """What a pair of filters asks for.
+
+    A pattern and a name both have eleven segments, so `*` never takes in a slash; but `*` takes in `{}`, so what arrives has still to be
+    matched against the filters.
+    """
+    sink = NO_SINK if sink_filter is None else _segments(sink_filter, local_authority, "*")
+    return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
+
+
+def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
+    """authority/type/instance/version/resource. Brackets are special to fnmatch; no name has a colon, so an IPv6 address goes without."""
+    authority = uri.authority_name or local_authority
+    kind, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
+    return "/".join(
+        (
+            wildcard if authority == uris.WILDCARD_AUTHORITY else authority.strip("[]"),
+            wildcard if kind == uris.WILDCARD_ENTITY_TYPE else f"{kind:X}",
+            wildcard if instance == uris.WILDCARD_ENTITY_INSTANCE else f"{instance:X}",
+            wildcard if uri.ue_version_major == uris.WILDCARD_VERSION else f"{uri.ue_version_major:X}",
+            wildcard if uri.resource_id == uris.WILDCARD_RESOURCE else f"{uri.resource_id:X}",
+        )
+    )
+
+
+def lifespan_ms(ttl_ms: int) -> int | None:
+    """The class of a ttl: the next power of two that is not shorter, in ms; None, for ever, without ttl. Receivers hold to the ttl."""
+    if not ttl_ms or ttl_ms > LIFESPAN_MS_MAX:
+        return None
+    return max(LIFESPAN_MS_MIN, 1 << (ttl_ms - 1).bit_length())
+
+
+def encode(message: UMessage) -> bytes:
+    """The sample of a message, as little-endian CDR with its encapsulation header."""
+    return pack(message.attributes.SerializeToString(), message.payload, has_payload=message.HasField("payload"))
+
+
+def pack(attributes: bytes, payload: bytes, *, has_payload: bool) -> bytes:
+    return b"".join(
+        (
+            _WITH_PAYLOAD if has_payload else _WITHOUT_PAYLOAD,
+            _LITTLE.pack(len(attributes)),
+            attributes,
+            _PADDING[len(attributes) & 3],
+            _LITTLE.pack(len(payload)),
+            payload,
+        )
+    )
+
+
+def unpack(sample: bytes) -> tuple[bytes, bytes | None]:
+    """Attributes and payload (None: absent). Raises UStatusError(INVALID_ARGUMENT) for what is no such sample, or of another version."""
+    length = _ENCAPSULATIONS.get(sample[:2])
+    if length is None or len(sample) < _SEQUENCES_AT:
+        raise invalid(f"expected a sample of {TYPE_NAME} as plain CDR, got {len(sample)} octets that begin with {sample[:8].hex()}")
+    if sample[4] != VERSION:
+        raise invalid(f"expected uProtocol version {VERSION}, got {sample[4]}")
+    try:
+        attributes, at = _sequence(sample, _SEQUENCES_AT, length)
+        payload, _ = _sequence(sample, at + (-at & 3), length)
+    except (struct.error, IndexError):
+        raise invalid(f"the sample ends after {len(sample)} octets, within one of its sequences") from None
+    return attributes, payload if sample[5] else None
+
+
+def _sequence(sample: bytes, at: int, length: struct.Struct) -> tuple[bytes, int]:
+    (count,) = length.unpack_from(sample, at)
+    end = at + 4 + count
+    if end > len(sample):
+        raise IndexError
+    return sample[at + 4 : end], end
+
+
+def decode(sample: bytes) -> UMessage:
+    """The message of a sample. Raises UStatusError(INVALID_ARGUMENT) if it is malformed; whether the message is valid is not asked here."""
+    attributes, payload = unpack(sample)
+    if not attributes:
+        raise invalid("the sample has no attributes")
+    message = UMessage()
+    try:
+        message.attributes.MergeFromString(attributes)
+    except DecodeError as error:
+        raise invalid(f"the attributes are no uprotocol.v1.UAttributes: {error}") from None
+    if payload is not None:
+        message.payload = payload
+    return message
+
+
+def partition_of(attributes: UAttributes, local_authority: str) -> str:
+    """The writer's partition of a message with these attributes."""
+    return writer_partition(attributes.source, attributes.sink if attributes.HasField("sink") else None, local_authority)
