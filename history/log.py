@@ -101,8 +101,8 @@ class _Tail:
 class Log:
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
-    Seqs rise by one with each record, but for a leap after a crash; they start with 1. `incarnation` is 16 random bytes that name this log:
-    a log that was lost and made anew has another. `dropped` counts by reason what could not be kept or read.
+    Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for every reader).
+    `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another. `dropped` counts by reason what could not be kept or read.
     """
 
     def __init__(self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]) -> None:
@@ -125,6 +125,7 @@ class Log:
         self._closed = False
         self._tail = _Tail(0, TAIL_BYTES_MAX)
         self._numbering = Numbering(0, ())
+        self._holes: list[tuple[int, int]] = []
         self._writer: Writer | None = None
         self._reader: Reader | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -166,6 +167,7 @@ class Log:
         for stream in store.streams:
             self._know(stream)
         self._cursors = dict(store.cursors)
+        self._holes = list(store.holes)
         if store.moved_to is not None:
             self.dropped["damaged_file"] += 1
         self._tail = _Tail(store.extent.newest_seq, tail_bytes)
@@ -316,7 +318,7 @@ class Log:
 
     def _age_ring(self) -> None:
         cutoff, keep_after = self._now_ms() - self.retention_ms, self._keep_after()
-        while (oldest := self._tail.oldest) is not None and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
+        while len(self._tail) > 1 and (oldest := self._tail.oldest) and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
             self._tail.pop()
 
     def _push(self, chunk: Chunk, bytes: int) -> None:
@@ -417,10 +419,12 @@ class Log:
         if after >= until:
             return Scan([], after, [])
         if after >= self._tail.after or self._reader is None:
-            return self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes)
-        before = self._reader.corrupt_chunks
-        found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes)
-        self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
+            found = self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes)
+        else:
+            before = self._reader.corrupt_chunks
+            found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes)
+            self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
+        found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)
         return found
 
     def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int) -> Scan:

@@ -1,7 +1,8 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
 open: lock -> check -> load -> roll forward          commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened
-                |
+                |                  |
+                |              fewer records than the mark says were committed: a hole, told to every reader
             damaged: moved aside, a new incarnation starts
 """
 
@@ -33,7 +34,6 @@ PAGE_BYTES: Final = 16_384  # a batch of 512 messages takes some 170 KB; measure
 CHECKPOINT_CHUNKS: Final = (
     256  # rolled forward on open at most; the index of streams is written this seldom, so that its pages are written once
 )
-UNCLEAN_SEQ_SKIP: Final = (
     1 << 18
 )  # seqs left out after a crash: more than the WAL can hold, so that none is ever given out twice if SQLite had to cut it
 CHECK_BYTES_MAX: Final = (
@@ -52,9 +52,11 @@ CREATE TABLE chunk (first_seq INTEGER PRIMARY KEY, records INTEGER NOT NULL, tim
     crc INTEGER NOT NULL, streams BLOB NOT NULL, ids BLOB NOT NULL, data BLOB NOT NULL);
 CREATE INDEX chunk_time ON chunk (time_ms);
 CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) WITHOUT ROWID;
+CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL);
 CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER) WITHOUT ROWID;
 """
 
+_MARK: Final = struct.Struct("<16sQ")  # incarnation, newest seq
 CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
 
 log = structlog.get_logger()
@@ -130,9 +132,11 @@ class Store:
     extent: Extent = field(default_factory=Extent)
     streams: list[Stream] = field(default_factory=list)
     cursors: dict[str, Cursor] = field(default_factory=dict)
+    holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost with a damaged WAL
     moved_to: Path | None = None  # where a damaged predecessor is kept
     _db: sqlite3.Connection | None = None
     _lock: IO[str] | None = None
+    _mark: int = -1
     _unindexed: list[tuple[int, bytes]] = field(default_factory=list)  # chunks since the last checkpoint
     _dirty: set[int] = field(default_factory=set)  # streams that grew since
     _stream_places: dict[int, Stream] = field(default_factory=dict)
@@ -202,7 +206,7 @@ class Store:
             db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        meta = {"incarnation": os.urandom(16), "clean": 1, "indexed_seq": 0, "newest_seq": 0, "floor_seq": 0, "stored_bytes": 0}
+        meta = {"incarnation": os.urandom(16), "indexed_seq": 0, "newest_seq": 0, "floor_seq": 0, "stored_bytes": 0}
         db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         db.execute("COMMIT")
 
@@ -242,7 +246,7 @@ class Store:
 
     def _load(self, db: sqlite3.Connection) -> None:
         meta = dict(db.execute("SELECT key, value FROM meta"))
-        missing = {"incarnation", "clean", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"} - meta.keys()
+        missing = {"incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"} - meta.keys()
         if missing:
             raise DamagedError(f"it doesn't say {', '.join(sorted(missing))}")
         self.incarnation = bytes(meta["incarnation"])
@@ -255,17 +259,29 @@ class Store:
         for name, seq, lease_until_ms in db.execute("SELECT name, seq, lease_until_ms FROM cursor"):
             self.cursors[name] = Cursor(seq, lease_until_ms)
         self._roll_forward(db, meta["indexed_seq"])
-        if not meta["clean"] and self.extent.newest_seq:
-            self.extent.newest_seq += UNCLEAN_SEQ_SKIP
-        db.execute("BEGIN IMMEDIATE")
-        with _transaction(db):
-            self._checkpoint(db)
-            db.execute("UPDATE meta SET value = 0 WHERE key = 'clean'")
-        self._checkpointed()
+        self.holes = list(db.execute("SELECT after, before FROM hole ORDER BY after"))
+        self._open_mark(db)
+
+    def _open_mark(self, db: sqlite3.Connection) -> None:
+        """The mark is a small file that says up to where was committed. SQLite cuts a damaged WAL in silence; this is how we know."""
+        self._mark = os.open(f"{self.path}.mark", os.O_RDWR | os.O_CREAT, 0o644)
+        marked = os.pread(self._mark, _MARK.size, 0)
+        incarnation, seq = _MARK.unpack(marked) if len(marked) == _MARK.size else (b"", 0)
+        newest = self.extent.newest_seq
+        if incarnation == self.incarnation and seq > max(newest, self.start_seq):
+            db.execute("INSERT OR REPLACE INTO hole VALUES (?, ?)", (newest, seq + 1))
+            self.holes = [hole for hole in self.holes if hole[0] != newest] + [(newest, seq + 1)]
+            log.error("committed records are lost: the write-ahead log was damaged", path=str(self.path), after=newest, before=seq + 1)
+
+    @property
+    def start_seq(self) -> int:
+        """The last seq that must not be given out again."""
+        return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
     def _forget(self) -> None:
         self.streams.clear()
         self.cursors.clear()
+        self.holes.clear()
         self._unindexed.clear()
         self._dirty.clear()
         self._stream_places.clear()
@@ -288,13 +304,12 @@ class Store:
                     self._dirty.add(id)
 
     def close(self) -> None:
-        """Everything committed is kept in any case; a clean close spares the skip of seqs on the next open."""
+        """Everything committed is kept in any case; a clean close spares the next open some work."""
         if self._db is not None:
             try:
                 self._db.execute("BEGIN IMMEDIATE")
                 with _transaction(self._db):
                     self._checkpoint(self._db)
-                    self._db.execute("UPDATE meta SET value = 1 WHERE key = 'clean'")
                 self._checkpointed()
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             except sqlite3.Error as error:
@@ -306,6 +321,9 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
+        if self._mark >= 0:
+            os.close(self._mark)
+            self._mark = -1
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -338,6 +356,8 @@ class Store:
             self.extent.oldest_seq = self.extent.oldest_seq or chunks[0].first_seq
             self.extent.newest_seq = chunks[-1].last_seq
             self.extent.stored_bytes += sum(c.bytes for c in chunks)
+            with contextlib.suppress(OSError):  # in place, without fsync: it need not survive more than SQLite's own file does
+                os.pwrite(self._mark, _MARK.pack(self.incarnation, self.extent.newest_seq), 0)
 
     def grown(self, ids: Iterable[int]) -> None:
         self._dirty.update(ids)
@@ -377,7 +397,7 @@ class Store:
 
     def retain(self, cutoff_ms: int, bytes_max: int, keep_after: int) -> bool:
         """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and as many as exceed
-        `bytes_max` in any case (but for the last). A bounded step; True if there is more to do."""
+        `bytes_max` in any case. The last chunk stays, so that a reader finds the end. A bounded step; True if there is more to do."""
         db = self._connection()
         doomed = self._doomed(db, cutoff_ms, bytes_max, keep_after)
         if not doomed:
@@ -406,11 +426,10 @@ class Store:
         aged = db.execute("SELECT max(first_seq) FROM chunk WHERE time_ms < ?", (cutoff_ms,)).fetchone()[0] or 0
         excess = self.extent.stored_bytes - bytes_max
         doomed: list[tuple[int, int, int, bytes]] = []
-        oldest = "SELECT first_seq, records, bytes, streams FROM chunk WHERE first_seq <= ? ORDER BY first_seq LIMIT ?"
+        oldest = "SELECT first_seq, records, bytes, streams FROM chunk WHERE first_seq < ? ORDER BY first_seq LIMIT ?"
         newest = db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0
         for first, records, bytes, packed in db.execute(oldest, (newest, RETENTION_CHUNKS_PER_PASS)):
-            too_old = first <= aged and first + records - 1 <= keep_after
-            if not too_old and (excess <= 0 or first == newest):
+            if excess <= 0 and not (first <= aged and first + records - 1 <= keep_after):
                 break
             doomed.append((first, records, bytes, packed))
             excess -= bytes

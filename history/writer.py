@@ -99,7 +99,7 @@ class Writer:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
         self._loop = asyncio.get_running_loop()
         self._queue: queue.SimpleQueue[Append | None] = queue.SimpleQueue()
-        self._numbering = Numbering(store.extent.newest_seq, store.streams)
+        self._numbering = Numbering(store.start_seq, store.streams)
         self._places = {stream.id: stream for stream in store.streams}
         self._shared = threading.Lock()  # guards the next two; held for a swap only
         self._new_streams: list[Stream] = []
