@@ -1,0 +1,432 @@
+"""What becomes of a subscription: the one machine behind versions 3 and 4, and no I/O in it.
+
+Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the remote service
+                                     ^   status that clients see                  |
+                                     +------------- LINK_... to every record -----+<-- its answer, its notifications, a timeout
+
+`step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are tables:
+a record is what one subscriber sees, a link is what this service has agreed with the topic's own service. UNSUBSCRIBE_PENDING exists
+in links only: a client that unsubscribed is unsubscribed at once, whatever the remote says.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+RETRY_FIRST_MS: Final = 1_000  # before the first repetition of a remote command: a restart of the peer takes about that long
+RETRY_MAX_MS: Final = 60_000  # between later ones: a vehicle that comes back should not wait longer than a minute
+
+Key = tuple[str, int, int, int]
+"""A UUri as `uprotocol.uri.key` gives it."""
+
+
+class Status(enum.IntEnum):
+    """The numbers of version 3; version 4's are these plus one."""
+
+    UNSUBSCRIBED = 0
+    SUBSCRIBE_PENDING = 1
+    SUBSCRIBED = 2
+    UNSUBSCRIBE_PENDING = 3
+
+
+U, SP, S, UP = Status.UNSUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED, Status.UNSUBSCRIBE_PENDING
+
+
+class Command(enum.IntEnum):
+    """What a link still has to tell the remote service; the numbers are the method ids of both versions."""
+
+    SUBSCRIBE = 1
+    UNSUBSCRIBE = 2
+
+
+class Record(NamedTuple):
+    """One subscriber's relation to one topic; no record is UNSUBSCRIBED."""
+
+    status: Status
+    major: int  # of the request that was last made: notifications speak it
+    expires_ms: int | None = None  # Unix milliseconds; None: never
+    sample_period_ms: int | None = None
+    details: bytes = b""  # version 3's SubscribeAttributes.details, passed through
+
+
+class Link(NamedTuple):
+    """This service's relation to one remote topic; no link is UNSUBSCRIBED."""
+
+    state: Status = U
+    major: int = 4
+    command: Command | None = None  # not answered yet
+    generation: int = 0  # of the command: the answer to an older one no longer counts
+    attempt: int = 0  # timeouts of this command so far
+    sample_period_ms: int | None = None  # as last asked for
+
+
+# -- events ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    topic: Key
+    subscriber: Key
+    major: int
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    topic: Key
+    subscriber: Key
+    major: int
+
+
+@dataclass(frozen=True, slots=True)
+class Expire:
+    """Look whether this record's time is over."""
+
+    topic: Key
+    subscriber: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The remote service answered the command of that generation; a refusal is UNSUBSCRIBED (A-45)."""
+
+    topic: Key
+    generation: int
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class TimedOut:
+    """No answer in time, or one that says that the remote service can't be reached."""
+
+    topic: Key
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notified:
+    """The remote service says that its subscription of ours changed."""
+
+    topic: Key
+    status: Status
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The remote service does not know of a subscription that it had confirmed."""
+
+    topic: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Orphaned:
+    """The remote service knows of a subscription of ours that we don't have."""
+
+    topic: Key
+    major: int
+
+
+Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned
+
+
+class Change(NamedTuple):
+    """What subscribers and those who registered are told."""
+
+    topic: Key
+    subscriber: Key
+    status: Status
+    major: int
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+    tell_subscriber: bool = True
+    status_changed: bool = True  # version 3 notifies of nothing else
+
+
+class Records(Protocol):
+    """The records of one topic; looked up one by one, since a topic may have a million."""
+
+    def get(self, subscriber: Key, /) -> Record | None: ...
+    def has_others(self, subscriber: Key, /) -> bool: ...
+    def items(self) -> Iterable[tuple[Key, Record]]: ...
+
+
+class DictRecords(dict[Key, Record]):
+    def has_others(self, subscriber: Key) -> bool:
+        return any(key != subscriber for key in self)
+
+
+@dataclass(slots=True)
+class Step:
+    """What an event does: to be stored in one transaction, and said afterwards."""
+
+    link: Link
+    records: dict[Key, Record | None] = field(default_factory=dict)  # None: gone
+    changes: list[Change] = field(default_factory=list)
+    answer: Status = U
+
+
+# -- the tables -----------------------------------------------------------------------------------------------------------------
+
+
+class RecordEvent(enum.Enum):
+    SUBSCRIBE_LOCAL = enum.auto()
+    SUBSCRIBE_LINKED = enum.auto()  # remote topic, link confirmed
+    SUBSCRIBE_UNLINKED = enum.auto()  # remote topic, link not confirmed yet
+    UNSUBSCRIBE = enum.auto()
+    EXPIRE = enum.auto()
+    LINK_SUBSCRIBED = enum.auto()
+    LINK_PENDING = enum.auto()
+    LINK_UNSUBSCRIBED = enum.auto()
+
+
+R = RecordEvent
+RECORD_TRANSITIONS: Final[Mapping[tuple[Status, RecordEvent], Status]] = {
+    (U, R.SUBSCRIBE_LOCAL): S,
+    (U, R.SUBSCRIBE_LINKED): S,
+    (U, R.SUBSCRIBE_UNLINKED): SP,
+    (S, R.SUBSCRIBE_LOCAL): S,
+    (S, R.SUBSCRIBE_LINKED): S,
+    (SP, R.SUBSCRIBE_UNLINKED): SP,
+    (SP, R.LINK_SUBSCRIBED): S,
+    (SP, R.LINK_PENDING): SP,
+    (SP, R.LINK_UNSUBSCRIBED): U,
+    (SP, R.UNSUBSCRIBE): U,
+    (SP, R.EXPIRE): U,
+    (S, R.LINK_SUBSCRIBED): S,
+    (S, R.LINK_PENDING): SP,
+    (S, R.LINK_UNSUBSCRIBED): U,
+    (S, R.UNSUBSCRIBE): U,
+    (S, R.EXPIRE): U,
+    (U, R.UNSUBSCRIBE): U,
+    (U, R.EXPIRE): U,
+}
+"""A missing entry is a programmer's error: records are never UNSUBSCRIBE_PENDING, and follow their link."""
+
+
+class LinkEvent(enum.Enum):
+    WANT = enum.auto()  # somebody subscribes
+    WANT_MORE = enum.auto()  # somebody wants a smaller sample period than the link asked for
+    UNWANT = enum.auto()  # the last one left
+    ANSWER_SUBSCRIBED = enum.auto()
+    ANSWER_PENDING = enum.auto()
+    ANSWER_UNSUBSCRIBED = enum.auto()
+    TIMEOUT = enum.auto()
+    NOTIFIED_SUBSCRIBED = enum.auto()
+    NOTIFIED_PENDING = enum.auto()
+    NOTIFIED_UNSUBSCRIBED = enum.auto()
+    LOST = enum.auto()
+    ORPHANED = enum.auto()
+
+
+class Send(enum.Enum):
+    """What a transition does with the link's command."""
+
+    NOTHING = enum.auto()  # as it is
+    SUBSCRIBE = enum.auto()
+    UNSUBSCRIBE = enum.auto()
+    AGAIN = enum.auto()
+    DONE = enum.auto()  # no command is due any more
+
+
+class LinkRule(NamedTuple):
+    state: Status
+    send: Send = Send.NOTHING
+    records: RecordEvent | None = None
+
+
+L = LinkEvent
+LINK_TRANSITIONS: Final[Mapping[tuple[Status, LinkEvent], LinkRule]] = {
+    (U, L.WANT): LinkRule(SP, Send.SUBSCRIBE),
+    (U, L.ORPHANED): LinkRule(UP, Send.UNSUBSCRIBE),
+    (SP, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
+    (SP, L.WANT_MORE): LinkRule(SP, Send.SUBSCRIBE),
+    (SP, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
+    (SP, L.ANSWER_PENDING): LinkRule(SP, Send.DONE),  # it forwards itself: its notification will say more
+    (SP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (SP, L.TIMEOUT): LinkRule(SP, Send.AGAIN),
+    (SP, L.NOTIFIED_SUBSCRIBED): LinkRule(S, Send.DONE, R.LINK_SUBSCRIBED),
+    (SP, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (SP, L.LOST): LinkRule(SP, Send.SUBSCRIBE),
+    (S, L.UNWANT): LinkRule(UP, Send.UNSUBSCRIBE),
+    (S, L.WANT_MORE): LinkRule(S, Send.SUBSCRIBE),  # messages keep coming meanwhile, so nobody is pending
+    (S, L.ANSWER_SUBSCRIBED): LinkRule(S, Send.DONE),
+    (S, L.ANSWER_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
+    (S, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (S, L.TIMEOUT): LinkRule(S, Send.AGAIN),
+    (S, L.NOTIFIED_PENDING): LinkRule(SP, Send.DONE, R.LINK_PENDING),
+    (S, L.NOTIFIED_UNSUBSCRIBED): LinkRule(U, Send.DONE, R.LINK_UNSUBSCRIBED),
+    (S, L.LOST): LinkRule(SP, Send.SUBSCRIBE, R.LINK_PENDING),
+    (UP, L.WANT): LinkRule(SP, Send.SUBSCRIBE),
+    (UP, L.ANSWER_SUBSCRIBED): LinkRule(U, Send.DONE),  # any answer ends it
+    (UP, L.ANSWER_PENDING): LinkRule(U, Send.DONE),
+    (UP, L.ANSWER_UNSUBSCRIBED): LinkRule(U, Send.DONE),
+    (UP, L.TIMEOUT): LinkRule(UP, Send.AGAIN),
+}
+LINK_IGNORES: Final = frozenset(
+    {
+        *((U, event) for event in LinkEvent if event not in (L.WANT, L.ORPHANED)),  # of a link that is gone
+        *((state, L.WANT) for state in (SP, S)),
+        *((state, L.ORPHANED) for state in (SP, S, UP)),
+        *((UP, event) for event in (L.WANT_MORE, L.UNWANT, L.LOST)),
+        *((UP, event) for event in (L.NOTIFIED_SUBSCRIBED, L.NOTIFIED_PENDING, L.NOTIFIED_UNSUBSCRIBED)),
+        (SP, L.NOTIFIED_PENDING),
+        (S, L.NOTIFIED_SUBSCRIBED),
+    }
+)
+"""Together with LINK_TRANSITIONS every pair there is: an event in one of these changes nothing."""
+
+_ANSWERS: Final = {S: L.ANSWER_SUBSCRIBED, SP: L.ANSWER_PENDING, U: L.ANSWER_UNSUBSCRIBED, UP: L.ANSWER_UNSUBSCRIBED}
+_NOTIFICATIONS: Final = {S: L.NOTIFIED_SUBSCRIBED, SP: L.NOTIFIED_PENDING, U: L.NOTIFIED_UNSUBSCRIBED, UP: L.NOTIFIED_UNSUBSCRIBED}
+
+
+# -- the machine ----------------------------------------------------------------------------------------------------------------
+
+
+def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: int, generation: int) -> Step:
+    """What `event` does to its topic. `generation` is what a new command gets: a number that was never used before."""
+    machine = _Machine(event.topic, records, Step(link), remote, now_ms, generation)
+    match event:
+        case Subscribe():
+            machine.subscribe(event)
+        case Unsubscribe():
+            machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)  # version 4's client has its answer (C-16)
+        case Expire():
+            machine.expire(event.subscriber)
+        case Answered():
+            if link.command is not None and event.generation == link.generation:
+                machine.move(_ANSWERS[event.status])
+        case TimedOut():
+            if link.command is not None and event.generation == link.generation:
+                machine.move(L.TIMEOUT)
+        case Notified():
+            if link.command is None:  # else the answer decides: this may be about what was before the command
+                machine.move(_NOTIFICATIONS[event.status])
+        case Lost():
+            if link.command is None:
+                machine.move(L.LOST)
+        case Orphaned():
+            if link.state is U:
+                machine.step.link = link._replace(major=event.major)
+                machine.move(L.ORPHANED)
+    return machine.step
+
+
+def next_expiry(major: int, current: int | None, asked: int | None, now_ms: int) -> int | None:
+    """When a subscription that has `current` expires after a repeated Subscribe that asks for `asked` (both in Unix ms, None: never).
+
+    Version 3 only ever extends (it says "exceeds"), version 4 takes what differs; a result in the past ends the subscription.
+    """
+    if major >= 4 or asked is None:
+        return asked
+    return current if current is None or asked <= current else asked
+
+
+def is_past(expires_ms: int | None, now_ms: int) -> bool:
+    """Strictly: a subscription is still tracked in the millisecond of its expiry."""
+    return expires_ms is not None and expires_ms < now_ms
+
+
+def retry_delay_ms(attempt: int, random: float) -> int:
+    """How long to wait before try `attempt` + 1 (1, 2, ...) of a remote command; `random` of [0, 1) spreads it over the upper half."""
+    delay = min(RETRY_FIRST_MS << min(attempt - 1, 16), RETRY_MAX_MS)
+    return int(delay * (0.5 + random / 2))
+
+
+@dataclass(slots=True)
+class _Machine:
+    topic: Key
+    records: Records
+    step: Step
+    remote: bool
+    now_ms: int
+    generation: int
+
+    def subscribe(self, event: Subscribe) -> None:
+        known = self.records.get(event.subscriber)
+        asked = event.expires_ms
+        expires_ms = asked if known is None else next_expiry(event.major, known.expires_ms, asked, self.now_ms)
+        if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
+            self.remove(event.subscriber, R.EXPIRE)
+            return
+        if self.remote:
+            self._want(event, known)
+        kind = R.SUBSCRIBE_LOCAL if not self.remote else R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
+        status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
+        record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details)
+        self.step.answer = status
+        if record != known:
+            self.step.records[event.subscriber] = record
+        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != (status, expires_ms, record.sample_period_ms):
+            self._tell(event.subscriber, record, status_changed=known is None or known.status is not status)
+
+    def _want(self, event: Subscribe, known: Record | None) -> None:
+        """Ask the remote service, if nobody has yet, or if this subscriber wants more than was asked for."""
+        period = event.sample_period_ms or None
+        link = self.step.link
+        if link.state in (U, UP):
+            self.step.link = link._replace(major=event.major, sample_period_ms=period)
+            self.move(L.WANT)
+        elif link.sample_period_ms is not None and (period is None or period < link.sample_period_ms):
+            self.step.link = link._replace(sample_period_ms=period)
+            self.move(L.WANT_MORE)
+
+    def remove(self, subscriber: Key, why: RecordEvent, *, tell_subscriber: bool = True) -> None:
+        known = self.records.get(subscriber)
+        if known is None:
+            return
+        status = RECORD_TRANSITIONS[known.status, why]
+        self.step.records[subscriber] = None
+        self._tell(subscriber, known._replace(status=status), tell_subscriber=tell_subscriber)
+        if self.remote and not self.records.has_others(subscriber):
+            self.move(L.UNWANT)
+
+    def expire(self, subscriber: Key) -> None:
+        known = self.records.get(subscriber)
+        if known is not None and is_past(known.expires_ms, self.now_ms):
+            self.remove(subscriber, R.EXPIRE)
+
+    def move(self, event: LinkEvent) -> None:
+        link = self.step.link
+        rule = LINK_TRANSITIONS.get((link.state, event))
+        if rule is None:
+            assert (link.state, event) in LINK_IGNORES, f"no rule for {event} in {link.state!r}"
+            return
+        link = link._replace(state=rule.state)
+        match rule.send:
+            case Send.SUBSCRIBE:
+                link = link._replace(command=Command.SUBSCRIBE, generation=self.generation, attempt=0)
+            case Send.UNSUBSCRIBE:
+                link = link._replace(command=Command.UNSUBSCRIBE, generation=self.generation, attempt=0)
+            case Send.AGAIN:
+                link = link._replace(attempt=link.attempt + 1)
+            case Send.DONE:
+                link = link._replace(command=None, attempt=0)
+        self.step.link = link
+        if rule.records is not None:
+            self._all(rule.records)
+
+    def _all(self, event: RecordEvent) -> None:
+        """Every client of the topic learns what became of the link."""
+        for subscriber, record in self.records.items():
+            status = RECORD_TRANSITIONS[record.status, event]
+            if status is not record.status:
+                changed = record._replace(status=status)
+                self.step.records[subscriber] = None if status is U else changed
+                self._tell(subscriber, changed)
+
+    def _tell(self, subscriber: Key, record: Record, *, tell_subscriber: bool = True, status_changed: bool = True) -> None:
+        tell = tell_subscriber and (status_changed or record.major >= 4)
+        change = Change(self.topic, subscriber, record.status, record.major, *record[2:], tell, status_changed)
+        self.step.changes.append(change)
+
+
+PAIRS: Final = frozenset(itertools.product((U, SP, S, UP), LinkEvent))
+assert frozenset(LINK_TRANSITIONS) | LINK_IGNORES == PAIRS, "every pair of state and event is in the table or ignored on purpose"
+assert not frozenset(LINK_TRANSITIONS) & LINK_IGNORES, "no pair is both"

@@ -1,0 +1,410 @@
+"""RPC client of a uSubscription service, of version 3 or 4, whichever it speaks.
+
+subscribe, unsubscribe -> commands, one per topic, the last one wins -> a batch in flight, in order -> answers
+fetch, register        -> at once
+(re)connected          -> what was subscribed and registered is said again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, Self
+
+import structlog
+from google.protobuf.message import Message
+
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client import wire
+from usubscription_client.wire import Status, Subscription
+
+CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under load needs well under a second
+PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
+COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left yet
+COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
+PAGES_MAX: Final = 10_000  # of one version 3 listing; a service that always has more is broken
+NOT_SPOKEN: Final = frozenset({UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED})
+
+log = structlog.get_logger()
+
+ChangeCallback = Callable[[Subscription], None]
+
+
+class HistorySource(Protocol):
+    """What `subscribe(since=...)` needs: history.subscriber offers it."""
+
+    async def subscribe_since(self, topic: UUri, since: Any, listener: UListener) -> Any: ...
+
+    async def unsubscribe(self, topic: UUri) -> Any: ...
+
+
+@dataclass(slots=True)
+class _Command:
+    """The last word on one topic, and everybody who waits for its answer."""
+
+    method: int
+    topic: UUri
+    options: dict[str, int | None] = field(default_factory=dict)
+    waiting: list[asyncio.Future[Status]] = field(default_factory=list)
+
+
+class USubscriptionClient:
+    """One client of the service of `authority` (None: the local one), over `transport`.
+
+    `version` 3 or 4; None: found out with the first call. Failures are UStatusError; UNAVAILABLE if no service answers.
+    """
+
+    def __init__(
+        self,
+        transport: UTransport,
+        local: LocalUriProvider,
+        authority: str | None = None,
+        version: int | None = None,
+        *,
+        call_ms: int = CALL_MS,
+        probe_ms: int = PROBE_MS,
+        history: HistorySource | None = None,
+    ) -> None:
+        if version is not None and version not in wire.VERSIONS:
+            raise invalid(f"uSubscription has the versions 3 and 4, not {version}")
+        self._transport, self._local = transport, local
+        self.authority = authority or local.get_authority()
+        self.version = version
+        self._call_ms, self._probe_ms, self._history = call_ms, probe_ms, history
+        self._rpc = InMemoryRpcClient(transport, local)
+        self._probing: asyncio.Task[int] | None = None
+        self._commands: dict[tuple[str, int, int, int], _Command] = {}
+        self._sender: asyncio.Task[None] | None = None
+        self._subscribed: dict[tuple[str, int, int, int], _Command] = {}
+        self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
+        self._registered: dict[tuple[str, int, int, int] | None, UUri | None] = {}
+        self._changes: list[ChangeCallback] = []
+        self._ears: list[_Ear] = []
+        self._restoring: asyncio.Task[None] | None = None
+        self._open = False
+        transport.on_connection(self._connection_changed)
+
+    def __repr__(self) -> str:
+        return f"USubscriptionClient({self.authority}, version={self.version}, subscribed={len(self._subscribed)})"
+
+    async def open(self) -> None:
+        """Listen for answers and for change notifications. May be called twice."""
+        if self._open:
+            return
+        await self._rpc.open()
+        for version in wire.VERSIONS:
+            ear = _Ear(version, self._hear)
+            await self._transport.register_listener(self._service(wire.CHANGE_RESOURCE, version), ear, self._local.get_source())
+            self._ears.append(ear)
+        self._open = True
+
+    async def close(self) -> None:
+        """Stop. What is subscribed stays so, in the service. May be called twice."""
+        self._open = False
+        for task in (self._sender, self._probing, self._restoring):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        for command in self._commands.values():
+            _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
+        self._commands.clear()
+        ears, self._ears = self._ears, []
+        for ear in ears:
+            with contextlib.suppress(UStatusError):  # the transport may have been closed before us
+                await self._transport.unregister_listener(self._service(wire.CHANGE_RESOURCE, ear.version), ear, self._local.get_source())
+        await self._rpc.close()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- commands: in order, one batch in flight, the last one wins -----------------------------------------------------------------
+
+    async def subscribe(
+        self,
+        topic: UUri,
+        listener: UListener | None = None,
+        *,
+        expires_ms: int | None = None,
+        sample_period_ms: int | None = None,
+        since: Any = None,
+    ) -> Status:
+        """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and hear it with `listener`.
+
+        `since` (a sequence number, time or message id of the publisher's history) also brings what was published before. Raises
+        UStatusError: what the service answers, UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe overtook this.
+        """
+        topic = uris.with_authority(topic, self._local.get_authority())
+        if since is not None and (self._history is None or listener is None):
+            raise UStatusError(UCode.UNIMPLEMENTED, "subscribe(since=...) needs a listener and a client that was made with history=...")
+        if listener is not None:
+            await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
+        command = _Command(wire.SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
+        try:
+            status = await self._command(command)
+        except BaseException:
+            if listener is not None:
+                await self._unlisten(topic, listener)
+            raise
+        if status.wanting:
+            self._subscribed[uris.key(topic)] = command
+        return status
+
+    async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
+        """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are others)."""
+        topic = uris.with_authority(topic, self._local.get_authority())
+        listeners = list(self._listeners.get(uris.key(topic), []))
+        if listener is not None and any(one is not listener for one in listeners):
+            await self._unlisten(topic, listener)
+            return
+        self._subscribed.pop(uris.key(topic), None)
+        await self._command(_Command(wire.UNSUBSCRIBE, topic))
+        for one in listeners:
+            await self._unlisten(topic, one)
+
+    async def _command(self, command: _Command) -> Status:
+        self._require_open()
+        key = uris.key(command.topic)
+        before = self._commands.get(key)
+        if before is None and len(self._commands) >= COMMANDS_WAITING_MAX:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit")
+        if before is not None:
+            if before.method == command.method:
+                command.waiting.extend(before.waiting)
+            else:
+                _settle(before, UStatusError(UCode.ABORTED, "a later command for the same topic replaced this one before it left"))
+            del self._commands[key]  # the new one goes to the end: commands leave in the order in which they were last given
+        future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
+        command.waiting.append(future)
+        self._commands[key] = command
+        if self._sender is None:
+            self._sender = asyncio.ensure_future(self._send_commands())
+        return await future
+
+    async def _send_commands(self) -> None:
+        batch: list[_Command] = []
+        try:
+            while self._commands:
+                keys = list(self._commands)[:COMMANDS_BATCH_MAX]
+                batch = [self._commands.pop(key) for key in keys]
+                await asyncio.gather(*(self._send_command(command) for command in batch))
+        finally:
+            self._sender = None
+            for command in batch:
+                _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before the answer came"))
+
+    async def _send_command(self, command: _Command) -> None:
+        try:
+            version = await self._version()
+            if command.method == wire.SUBSCRIBE:
+                payload = await self._call(wire.SUBSCRIBE, wire.subscribe(version, command.topic, **command.options))
+                status = wire.read_status(version, payload)
+            else:
+                await self._call(wire.UNSUBSCRIBE, wire.unsubscribe(version, command.topic))
+                status = Status.UNSUBSCRIBED
+        except UStatusError as error:
+            _settle(command, error)
+        except Exception as error:
+            log.exception("a command could not be sent", command=repr(command))
+            _settle(command, UStatusError(UCode.INTERNAL, repr(error)))
+        else:
+            for future in command.waiting:
+                if not future.done():
+                    future.set_result(status)
+
+    # -- questions --------------------------------------------------------------------------------------------------------------------
+
+    async def fetch_subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Subscription]:
+        """All subscriptions that match; both are patterns in version 4. A version 3 service takes one of them, and no wildcards.
+
+        Raises UNIMPLEMENTED where the service's version can't do what is asked.
+        """
+        version = await self._version()
+        if version == 3 and (topic is None) == (subscriber is None):
+            raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service lists the subscriptions of one topic or of one subscriber only")
+        found: list[Subscription] = []
+        for _ in range(PAGES_MAX):
+            request = wire.fetch_subscriptions(version, topic, subscriber, len(found))
+            page, more = wire.read_subscriptions(version, await self._call(wire.FETCH_SUBSCRIPTIONS, request))
+            found.extend(page)
+            if not more or not page:
+                break
+        return found
+
+    async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
+        if await self._version() == 4:
+            return wire.subscribers_of(await self.fetch_subscriptions(topic))
+        found: list[UUri] = []
+        for _ in range(PAGES_MAX):
+            payload = await self._call(wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(topic, len(found)))
+            page, more = wire.read_subscribers(payload)
+            found.extend(page)
+            if not more or not page:
+                break
+        return found
+
+    async def register_for_notifications(self, topic: UUri | None = None) -> None:
+        """Be told of changes: of `topic` (version 3, where it is required), or of everything (version 4). `on_change` hears them."""
+        await self._register(wire.REGISTER, topic)
+        self._registered[uris.key(topic) if topic is not None else None] = topic
+
+    async def unregister_for_notifications(self, topic: UUri | None = None) -> None:
+        self._registered.pop(uris.key(topic) if topic is not None else None, None)
+        await self._register(wire.UNREGISTER, topic)
+
+    async def _register(self, method: int, topic: UUri | None) -> None:
+        version = await self._version()
+        if version == 3 and topic is None:
+            raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service tells of one topic at a time: name one")
+        await self._call(method, wire.notifications(version, topic))
+
+    async def reset(self) -> None:
+        """Flush the service. It allows that to uSubscription services only (PERMISSION_DENIED)."""
+        await self._call(wire.RESET, wire.reset(await self._version()))
+
+    def on_change(self, callback: ChangeCallback) -> None:
+        """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of registered topics."""
+        self._changes.append(callback)
+
+    # -- the service ------------------------------------------------------------------------------------------------------------------
+
+    async def find_version(self) -> int:
+        """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
+        return await self._version()
+
+    async def _version(self) -> int:
+        if self.version is not None:
+            return self.version
+        self._require_open()
+        if self._probing is None:
+            self._probing = asyncio.ensure_future(self._probe())
+            self._probing.add_done_callback(self._probed)
+        return await asyncio.shield(self._probing)
+
+    def _probed(self, task: asyncio.Task[int]) -> None:
+        self._probing = None
+        if not task.cancelled() and task.exception() is None:
+            self.version = task.result()
+
+    async def _probe(self) -> int:
+        """Ask both at once for next to nothing, so that an old service costs no more than PROBE_MS."""
+        four = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, wire.fetch_subscriptions(4, self._service(0x8000, 4), None)))
+        three = asyncio.ensure_future(self._speaks(3, wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(self._service(0x8000, 3))))
+        try:
+            if await four:
+                return 4
+            if await three:
+                return 3
+        finally:
+            for task in (four, three):
+                task.cancel()
+            await asyncio.gather(four, three, return_exceptions=True)
+        raise UStatusError(UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?")
+
+    async def _speaks(self, version: int, method: int, request: Message) -> bool:
+        try:
+            await self._invoke(version, method, request, self._probe_ms)
+        except UStatusError as error:
+            return error.code not in NOT_SPOKEN
+        return True
+
+    async def _call(self, method: int, request: Message) -> UPayload:
+        self._require_open()
+        return await self._invoke(await self._version(), method, request, self._call_ms)
+
+    def _invoke(self, version: int, method: int, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
+        sink = self._service(wire.METHODS[version][method], version)
+        return self._rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms))
+
+    def _service(self, resource: int, version: int) -> UUri:
+        return wire.service(self.authority, version, resource)
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise UStatusError(UCode.FAILED_PRECONDITION, "the uSubscription client is not open: await open() first")
+
+    # -- listeners and reconnects -----------------------------------------------------------------------------------------------------
+
+    async def _listen(self, topic: UUri, listener: UListener, since: Any) -> None:
+        listeners = self._listeners.setdefault(uris.key(topic), [])
+        if any(one is listener for one in listeners):
+            return
+        if since is not None:
+            assert self._history is not None
+            await self._history.subscribe_since(topic, since, listener)
+        else:
+            await self._transport.register_listener(topic, listener)
+        listeners.append(listener)
+
+    async def _unlisten(self, topic: UUri, listener: UListener) -> None:
+        key = uris.key(topic)
+        rest = [one for one in self._listeners.get(key, []) if one is not listener]
+        if rest:
+            self._listeners[key] = rest
+        else:
+            self._listeners.pop(key, None)
+        try:
+            await self._transport.unregister_listener(topic, listener)
+        except UStatusError:
+            if self._history is not None:  # it was the history that fed this listener
+                await self._history.unsubscribe(topic)
+
+    def _hear(self, version: int, message: UMessage) -> None:
+        try:
+            change = wire.read_change(version, UPayload.of(message))
+        except UStatusError as error:
+            log.warning("a change notification can't be read", why=error.message)
+            return
+        for callback in self._changes:
+            callback(change)
+
+    def _connection_changed(self, connected: bool) -> None:
+        if connected and self._open and (self._subscribed or self._registered) and self._restoring is None:
+            self._restoring = asyncio.ensure_future(self._restore())
+
+    async def _restore(self) -> None:
+        """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing otherwise."""
+        try:
+            again = [_Command(one.method, one.topic, one.options) for key, one in self._subscribed.items() if key not in self._commands]
+            results = await asyncio.gather(
+                *(self._command(command) for command in again),
+                *(self.register_for_notifications(topic) for topic in list(self._registered.values())),
+                return_exceptions=True,
+            )
+            failed = [result for result in results if isinstance(result, BaseException)]
+            if failed:
+                log.warning("not everything could be restored after the reconnect", failed=len(failed), why=str(failed[0]))
+        finally:
+            self._restoring = None
+
+
+class _Ear:
+    """Listens to the change topic of one version."""
+
+    def __init__(self, version: int, hear: Callable[[int, UMessage], None]) -> None:
+        self.version, self._hear = version, hear
+
+    def on_receive(self, message: UMessage) -> None:
+        self._hear(self.version, message)
+
+
+def _settle(command: _Command, error: UStatusError) -> None:
+    for future in command.waiting:
+        if not future.done():
+            future.set_exception(error)
+            future.exception()  # seen, even if its caller has gone
+
+
+__all__ = ["HistorySource", "Status", "Subscription", "USubscriptionClient"]

@@ -1,0 +1,367 @@
+"""Who wants what, kept fresh: what a streamer asks before it forwards.
+
+uSubscription of A --fetch, notifications--> ServiceInterest ---+
+uSubscription in this process --hook-------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
+the file of the Rust streamer -------------> StaticFile --------+
+
+A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A service that is away
+does not change what is known of it; `healthy` says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import structlog
+
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.client import USubscriptionClient
+from usubscription_client.table import TableSource, Want, merge
+from usubscription_client.wire import Status, Subscription
+
+REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do the work, this only mends what they lost
+RETRY_FIRST_MS: Final = 500  # after a failed fetch; doubles up to ...
+RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
+TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
+ASKS_AT_ONCE: Final = 32  # calls in flight while a refresh asks again, topic by topic
+CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
+
+Key = tuple[str, int, int, int]
+
+log = structlog.get_logger()
+
+
+class InterestSource(Protocol):
+    """One place that knows subscriptions."""
+
+    name: str
+
+    @property
+    def healthy(self) -> bool:
+        """False while what is known may be stale."""
+        ...
+
+    @property
+    def can_list(self) -> bool:
+        """False: this source knows only the topics it was asked about (see `ask`)."""
+        ...
+
+    async def start(self) -> None:
+        """Learn what there is. Returns when that has succeeded or failed once; a failure is retried, not raised."""
+
+    async def stop(self) -> None: ...
+
+    async def refresh(self) -> None:
+        """Fetch again now."""
+
+    async def ask(self, topic: UUri) -> None:
+        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises UStatusError."""
+
+    def decided(self, topic: UUri) -> bool:
+        """False until a source that can't list has answered about `topic`."""
+        ...
+
+    def wants(self, topic: UUri) -> Mapping[str, Want]: ...
+    def topics(self) -> Collection[UUri]: ...
+    def on_change(self, callback: Callable[[], None]) -> None: ...
+
+
+class ServiceInterest(TableSource):
+    """What the uSubscription service of `authority` knows, asked over `transport`."""
+
+    def __init__(
+        self,
+        transport: UTransport,
+        local: LocalUriProvider,
+        authority: str,
+        *,
+        version: int | None = None,
+        refresh_ms: int = REFRESH_MS,
+        retry_first_ms: int = RETRY_FIRST_MS,
+        call_ms: int | None = None,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        super().__init__(authority)
+        settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
+        self._client = USubscriptionClient(transport, local, authority, version, **settings)
+        self._client.on_change(self._hear)
+        self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random
+        self.healthy = False
+        self._started = False
+        self._asked: dict[Key, UUri] = {}
+        self._unanswered: set[Key] = set()
+        self._answered: set[Key] = set()
+        self._during_fetch: list[Subscription] | None = None
+        self._fetching = asyncio.Lock()
+        self._kick = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        transport.on_connection(self._connection_changed)
+
+    @property
+    def can_list(self) -> bool:  # type: ignore[override]
+        return self._client.version != 3
+
+    async def start(self) -> None:
+        if self._started:
+            return
+        self._started = True
+        first = asyncio.get_running_loop().create_future()
+        self._task = asyncio.ensure_future(self._run(first))
+        await first
+
+    async def stop(self) -> None:
+        self._started = False
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        await self._client.close()
+
+    async def refresh(self) -> None:
+        await self._try()
+
+    async def ask(self, topic: UUri) -> None:
+        """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next refresh."""
+        key = uris.key(topic)
+        if self.can_list or key in self._asked:
+            return
+        if len(self._asked) >= TOPICS_ASKED_MAX:
+            log.warning("no more topics can be asked of this service", authority=self.name, topics=TOPICS_ASKED_MAX)
+            return
+        self._asked[key] = topic
+        if not await self._ask(topic):
+            self._kick.set()
+
+    def decided(self, topic: UUri) -> bool:
+        """False until a service that can't list has answered about `topic`."""
+        return self.can_list or uris.key(topic) in self._answered
+
+    async def _run(self, first: asyncio.Future[None]) -> None:
+        delay_ms = self._retry_first_ms
+        while True:
+            self._kick.clear()
+            ok = await self._try()
+            if not first.done():
+                first.set_result(None)
+            delay_ms = self._retry_first_ms if ok else min(delay_ms * 2, RETRY_MAX_MS)
+            wait_ms = (self._refresh_ms if ok else delay_ms) * (0.75 + self._random() / 2)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._kick.wait(), wait_ms / 1000)
+
+    async def _try(self) -> bool:
+        async with self._fetching:
+            try:
+                await self._client.open()
+                await self._fetch()
+            except UStatusError as error:
+                if self.healthy:
+                    log.warning("uSubscription can't be asked: the last known interest serves", authority=self.name, why=str(error))
+                self.healthy = False
+            except Exception:
+                log.exception("asking uSubscription failed", authority=self.name)
+                self.healthy = False
+            else:
+                self.healthy = not self._unanswered
+            return self.healthy
+
+    async def _fetch(self) -> None:
+        """Register first, then fetch; what changes meanwhile is applied on top, so that nothing falls between."""
+        if await self._client.find_version() == 3:
+            await self._ask_all_again()
+            return
+        self._during_fetch = []
+        try:
+            await self._client.register_for_notifications()
+            subscriptions = await self._client.fetch_subscriptions()
+            meanwhile = self._during_fetch
+        finally:
+            self._during_fetch = None
+        changed = self._table.replace(subscriptions)
+        for change in meanwhile:
+            changed = self._table.put(change) or changed
+        if changed:
+            self._table.changed()
+
+    async def _ask_all_again(self) -> None:
+        topics = list(self._asked.values())
+        for start in range(0, len(topics), ASKS_AT_ONCE):
+            answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
+            if not any(answered):
+                raise UStatusError(UCode.UNAVAILABLE, "it answers no more")
+
+    async def _ask(self, topic: UUri) -> bool:
+        key = uris.key(topic)
+        try:
+            await self._client.register_for_notifications(topic)
+            subscribers = await self._client.fetch_subscribers(topic)
+        except UStatusError as error:
+            log.warning("the subscribers of a topic could not be fetched", topic=uris.format(topic), why=str(error))
+            self._unanswered.add(key)
+            self.healthy = False
+            return False
+        self._unanswered.discard(key)
+        known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
+        if self._table.replace(known, only=topic) or key not in self._answered:
+            self._answered.add(key)
+            self._table.changed()
+        return True
+
+    def _hear(self, change: Subscription) -> None:
+        if not change.topic.resource_id:
+            self._kick.set()  # it was reset, and with it our registration
+            return
+        if self._during_fetch is not None and len(self._during_fetch) < CHANGES_KEPT_MAX:
+            self._during_fetch.append(change)
+        if self._table.put(change):
+            self._table.changed()
+
+    def _connection_changed(self, connected: bool) -> None:
+        if connected:
+            self._kick.set()
+        elif self._started:
+            self.healthy = False
+
+
+class EmbeddedService(Protocol):
+    """What EmbeddedInterest needs of a usubscription.service.USubscriptionService."""
+
+    authority: str
+
+    async def subscriptions(self) -> Sequence[Any]:
+        """Rows with topic, subscriber (keys), status, expires_ms, sample_period_ms."""
+        ...
+
+    def on_change(self, hook: Callable[[Sequence[Any]], Awaitable[None] | None]) -> None:
+        """Calls `hook` with rows after the commit and before the answers leave."""
+
+
+class EmbeddedInterest(TableSource):
+    """Straight from the service in this process: fresh before a subscriber has its answer."""
+
+    def __init__(self, service: EmbeddedService) -> None:
+        super().__init__(service.authority)
+        self._service = service
+        self._loading: list[Subscription] | None = None
+        self._loaded = False
+        self.healthy = False
+        service.on_change(self._changed)
+
+    async def start(self) -> None:
+        if not self._loaded:
+            await self.refresh()
+
+    async def stop(self) -> None:
+        """Nothing to stop: the service has its own owner."""
+
+    async def refresh(self) -> None:
+        """Read everything. The service must have been started."""
+        self._loading = []
+        try:
+            rows = await self._service.subscriptions()
+            changed = self._table.replace(map(_subscription, rows))
+            for change in self._loading:
+                changed = self._table.put(change) or changed
+        finally:
+            self._loading = None
+        self.healthy = self._loaded = True
+        if changed:
+            self._table.changed()
+
+    def _changed(self, changes: Sequence[Any]) -> None:
+        fresh = [_subscription(change) for change in changes if change.topic[3]]
+        if self._loading is not None:
+            self._loading.extend(fresh)
+        changed = [self._table.put(change) for change in fresh]
+        if any(changed):
+            self._table.changed()
+
+
+def _subscription(row: Any) -> Subscription:
+    return Subscription(_uri(row.topic), _uri(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms)
+
+
+def _uri(key: Key) -> UUri:
+    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
+
+
+class Interest:
+    """The union of several sources. `version` rises with every change of any of them."""
+
+    def __init__(self, sources: Iterable[InterestSource]) -> None:
+        self.sources = tuple(sources)
+        self.version = 0
+        self._callbacks: list[Callable[[], None]] = []
+        self._asking: dict[Key, asyncio.Task[None]] = {}
+        for source in self.sources:
+            source.on_change(self._changed)
+
+    def __repr__(self) -> str:
+        return f"Interest({', '.join(map(repr, self.sources))}, version={self.version})"
+
+    async def start(self) -> None:
+        await asyncio.gather(*(source.start() for source in self.sources))
+
+    async def stop(self) -> None:
+        for task in list(self._asking.values()):
+            task.cancel()
+        await asyncio.gather(*(source.stop() for source in self.sources))
+
+    async def refresh(self) -> None:
+        await asyncio.gather(*(source.refresh() for source in self.sources))
+
+    async def ask(self, topic: UUri) -> None:
+        """Ask the sources that can't list about `topic`. Costs nothing where all of them can, or have been asked."""
+        asking = [source.ask(topic) for source in self.sources if not source.can_list]
+        if asking:
+            await asyncio.gather(*asking)
+
+    def undecided(self, topic: UUri) -> bool:
+        """True while a source that can't list has not answered about `topic`; the first call asks it, `on_change` tells of the answer."""
+        if all(source.decided(topic) for source in self.sources):
+            return False
+        key = uris.key(topic)
+        if key not in self._asking and len(self._asking) < ASKS_AT_ONCE:
+            self._asking[key] = task = asyncio.ensure_future(self.ask(topic))
+            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        return True
+
+    def wants(self, topic: UUri) -> Mapping[str, Want]:
+        """Which authorities want `topic`. Pure lookup: ask it once per topic and version."""
+        return merge([source.wants(topic) for source in self.sources])
+
+    def topics(self) -> list[UUri]:
+        """Every topic that somebody wants, patterns included, each once."""
+        found = {uris.key(topic): topic for source in self.sources for topic in source.topics()}
+        return list(found.values())
+
+    @property
+    def can_list(self) -> bool:
+        return all(source.can_list for source in self.sources)
+
+    @property
+    def healthy(self) -> bool:
+        return all(source.healthy for source in self.sources)
+
+    @property
+    def unhealthy(self) -> list[str]:
+        """Names of the sources whose knowledge may be stale."""
+        return [source.name for source in self.sources if not source.healthy]
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        self._callbacks.append(callback)
+
+    def _changed(self) -> None:
+        self.version += 1
+        for callback in self._callbacks:
+            callback()
+
+
+__all__ = ["EmbeddedInterest", "EmbeddedService", "Interest", "InterestSource", "ServiceInterest", "Want"]

@@ -1,0 +1,100 @@
+"""Subscriptions from a file: the JSON that the Rust streamer reads, with the same interface as a service.
+
+{"//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"]}         topic -> those who subscribed to it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription_client.table import TableSource
+from usubscription_client.wire import Status, Subscription
+
+FILE_BYTES_MAX: Final = 256 * 1024 * 1024  # a million subscriptions; more is no file that somebody wrote
+
+
+class StaticFile(TableSource):
+    """The interest that `path` lists. Read at start and at every refresh."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(str(path))
+        self._path = Path(path)
+        self.healthy = False
+
+    async def start(self) -> None:
+        """Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with the entry that can't be read."""
+        await self._load()
+
+    async def stop(self) -> None:
+        """Nothing to stop."""
+
+    async def refresh(self) -> None:
+        """Read it again. A file that went bad leaves what is known, and `healthy` False."""
+        try:
+            await self._load()
+        except UStatusError:
+            self.healthy = False
+
+    async def _load(self) -> None:
+        subscriptions = await asyncio.to_thread(read, self._path)
+        self.healthy = True
+        if self._table.replace(subscriptions):
+            self._table.changed()
+
+
+def read(path: Path) -> list[Subscription]:
+    """The subscriptions in the file at `path`. Blocks. Raises NOT_FOUND or INVALID_ARGUMENT."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise invalid(f"{path} has more than {FILE_BYTES_MAX} bytes: use a uSubscription service for that many subscriptions")
+        content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except OSError as error:
+        raise UStatusError(UCode.NOT_FOUND, f"the subscription file {path} can't be read: {error.strerror}") from None
+    except ValueError as error:
+        raise invalid(f"{path} is not the JSON of a subscription file: {error}") from None
+    except UStatusError as error:
+        raise invalid(f"{path}: {error.message}") from None
+    if not isinstance(content, dict):
+        raise invalid(f"{path}: expected an object that maps topic URIs to lists of subscriber URIs, got {_kind(content)}")
+    return [subscription for topic, subscribers in content.items() for subscription in _entry(path, topic, subscribers)]
+
+
+def _entry(path: Path, topic: str, subscribers: Any) -> list[Subscription]:
+    if not isinstance(subscribers, list):
+        raise invalid(f"{path}: expected a list of subscriber URIs for topic {topic!r}, got {_kind(subscribers)}")
+    try:
+        topic_uri = uris.parse(topic)
+        if not (uris.is_topic(topic_uri) or topic_uri.resource_id == uris.WILDCARD_RESOURCE):
+            raise invalid(f"a topic has a resource of 8000 to FFFE, got {topic_uri.resource_id:X}")
+        found = []
+        for subscriber in subscribers:
+            if not isinstance(subscriber, str):
+                raise invalid(f"expected a subscriber URI as text, got {_kind(subscriber)}")
+            uri = uris.parse(subscriber)
+            if not uri.authority_name or uris.has_wildcard(uri):
+                raise invalid(f"a subscriber is one uEntity of a named authority, got {subscriber!r}")
+            found.append(Subscription(topic_uri, uri, Status.SUBSCRIBED))
+    except UStatusError as error:
+        raise invalid(f"{path}, topic {topic!r}: {error.message}") from None
+    return found
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise invalid(f"topic {twice!r} is listed twice")
+    return made
+
+
+def _kind(value: Any) -> str:
+    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(type(value), "a number")
+
+
+__all__ = ["StaticFile", "read"]

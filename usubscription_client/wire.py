@@ -1,0 +1,142 @@
+"""What a uSubscription client says and hears, in version 3 and in version 4. Pure.
+
+subscribe(4, topic, ...) -> (method 1, payload)          read_change(4, payload) -> Subscription
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from uprotocol import uri as uris
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UPayload
+from uprotocol.v1.uri_pb2 import UUri
+
+ENTITY: Final = 0x0000
+CHANGE_RESOURCE: Final = 0x8000
+VERSIONS: Final = (4, 3)  # in the order in which they are tried
+
+SUBSCRIBE, UNSUBSCRIBE, FETCH_SUBSCRIPTIONS, REGISTER, UNREGISTER, FETCH_SUBSCRIBERS, RESET = range(7)
+METHODS: Final[dict[int, dict[int, int]]] = {
+    3: {SUBSCRIBE: 1, UNSUBSCRIBE: 2, FETCH_SUBSCRIPTIONS: 3, REGISTER: 6, UNREGISTER: 7, FETCH_SUBSCRIBERS: 8, RESET: 9},
+    4: {SUBSCRIBE: 1, UNSUBSCRIBE: 2, FETCH_SUBSCRIPTIONS: 3, REGISTER: 4, UNREGISTER: 5, RESET: 6},
+}
+
+
+class Status(enum.IntEnum):
+    """The numbers of version 3; version 4's are these plus one."""
+
+    UNSUBSCRIBED = 0
+    SUBSCRIBE_PENDING = 1
+    SUBSCRIBED = 2
+    UNSUBSCRIBE_PENDING = 3
+
+    @property
+    def wanting(self) -> bool:
+        """True while the subscriber wants the topic's messages: a pending one does, too."""
+        return self in (Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED)
+
+
+class Subscription(NamedTuple):
+    topic: UUri
+    subscriber: UUri
+    status: Status
+    expires_ms: int | None = None  # Unix milliseconds; None: never
+    sample_period_ms: int | None = None  # None: every message
+
+
+def service(authority: str, version: int, resource: int) -> UUri:
+    return uris.uri(authority, ENTITY, version, resource)
+
+
+def subscribe(version: int, topic: UUri, expires_ms: int | None = None, sample_period_ms: int | None = None) -> Message:
+    expires = _timestamp(expires_ms) if expires_ms is not None else None
+    if version == 4:
+        return v4.SubscribeRequest(topic=topic, expiration=expires, sample_period=sample_period_ms)
+    request = v3.SubscriptionRequest(topic=topic)
+    if expires is not None or sample_period_ms is not None:
+        request.attributes.CopyFrom(v3.SubscribeAttributes(expire=expires, sample_period_ms=sample_period_ms))
+    return request
+
+
+def unsubscribe(version: int, topic: UUri) -> Message:
+    return v4.UnsubscribeRequest(topic=topic) if version == 4 else v3.UnsubscribeRequest(topic=topic)
+
+
+def fetch_subscriptions(version: int, topic: UUri | None, subscriber: UUri | None, offset: int = 0) -> Message:
+    if version == 4:
+        return v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
+    assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
+    if topic is not None:
+        return v3.FetchSubscriptionsRequest(topic=topic, offset=offset or None)
+    return v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=subscriber), offset=offset or None)
+
+
+def fetch_subscribers(topic: UUri, offset: int = 0) -> v3.FetchSubscribersRequest:
+    return v3.FetchSubscribersRequest(topic=topic, offset=offset or None)
+
+
+def notifications(version: int, topic: UUri | None) -> Message:
+    return v4.NotificationsRequest() if version == 4 else v3.NotificationsRequest(topic=topic)
+
+
+def reset(version: int) -> Message:
+    return v4.ResetRequest() if version == 4 else v3.ResetRequest()
+
+
+def read_status(version: int, payload: UPayload) -> Status:
+    """The status in a subscribe response. Raises INVALID_ARGUMENT, as all that reads here."""
+    if version == 4:
+        return _status(payload.unpack(v4.SubscribeResponse).status - 1)
+    return _status(payload.unpack(v3.SubscriptionResponse).status.state)
+
+
+def read_subscriptions(version: int, payload: UPayload) -> tuple[list[Subscription], bool]:
+    """The subscriptions, and whether there are more of them."""
+    if version == 4:
+        return [_from_v4(one) for one in payload.unpack(v4.FetchSubscriptionsResponse).subscriptions], False
+    response = payload.unpack(v3.FetchSubscriptionsResponse)
+    return [_from_v3(one) for one in response.subscriptions], response.has_more_records
+
+
+def read_subscribers(payload: UPayload) -> tuple[list[UUri], bool]:
+    response = payload.unpack(v3.FetchSubscribersResponse)
+    return [one.uri for one in response.subscribers], response.has_more_records
+
+
+def read_change(version: int, payload: UPayload) -> Subscription:
+    return _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
+
+
+def _from_v4(told: v4.Subscription) -> Subscription:
+    expires_ms = _milliseconds(told.expiration) if told.HasField("expiration") else None
+    return Subscription(told.topic, told.subscriber, _status(told.status - 1), expires_ms, told.sample_period or None)
+
+
+def _from_v3(told: v3.Subscription | v3.Update) -> Subscription:
+    attributes = told.attributes
+    expires_ms = _milliseconds(attributes.expire) if attributes.HasField("expire") else None
+    return Subscription(told.topic, told.subscriber.uri, _status(told.status.state), expires_ms, attributes.sample_period_ms or None)
+
+
+def _status(number: int) -> Status:
+    return Status(number) if 0 <= number <= 3 else Status.UNSUBSCRIBED  # of a later specification: no reason to forward for it
+
+
+def _milliseconds(time: Timestamp) -> int:
+    return time.seconds * 1000 + time.nanos // 1_000_000
+
+
+def _timestamp(milliseconds: int) -> Timestamp:
+    seconds, rest = divmod(milliseconds, 1000)
+    return Timestamp(seconds=seconds, nanos=rest * 1_000_000)
+
+
+def subscribers_of(subscriptions: Iterable[Subscription]) -> list[UUri]:
+    return [one.subscriber for one in subscriptions]
