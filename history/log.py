@@ -102,7 +102,8 @@ class Log:
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
     Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for every reader).
-    `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another. `dropped` counts by reason what could not be kept or read.
+    `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another.
+    `dropped` counts by reason what could not be kept or read.
     """
 
     def __init__(self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]) -> None:

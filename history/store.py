@@ -31,14 +31,8 @@ from uprotocol.v1.uri_pb2 import UUri
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 PAGE_BYTES: Final = 16_384  # a batch of 512 messages takes some 170 KB; measured best of 4 to 32 KiB
-CHECKPOINT_CHUNKS: Final = (
-    256  # rolled forward on open at most; the index of streams is written this seldom, so that its pages are written once
-)
-    1 << 18
-)  # seqs left out after a crash: more than the WAL can hold, so that none is ever given out twice if SQLite had to cut it
-CHECK_BYTES_MAX: Final = (
-    256 << 20
-)  # a file up to this size is checked whole on open (about a second per GB); a greater one where it is read
+CHECKPOINT_CHUNKS: Final = 256  # rolled forward on open at most; the index of streams is written this seldom, its pages then once
+CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 RETENTION_CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass
 VACUUM_FREE_PERCENT: Final = 25  # free pages below that are the room for the next chunks
