@@ -7,10 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from transports.mqtt5.broker import Broker
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+
+settings.register_profile("up-streamer", deadline=None)  # a slow machine is no failure
+settings.load_profile("up-streamer")
 
 MakeBroker = Callable[..., Broker]
 

@@ -1,0 +1,60 @@
+"""Permission levels are carried and readable; who enforces is a hook."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.descriptor import ServiceDescriptor
+
+from uprotocol import permissions
+from uprotocol import uoptions_pb2 as options
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3_pb2
+from uprotocol.v1.uattributes_pb2 import UAttributes
+
+spec = pytest.mark.spec
+
+
+def service(level: int | None, *, methods: dict[str, int | None], topics: dict[int, int | None]) -> ServiceDescriptor:
+    """A service as a .proto would declare it."""
+    file = descriptor_pb2.FileDescriptorProto(name="levels.proto", package="levels")
+    file.message_type.add(name="Empty")
+    declared = file.service.add(name="Service")
+    if level is not None:
+        declared.options.Extensions[options.service_permission_level] = level
+    for name, of_method in methods.items():
+        method = declared.method.add(name=name, input_type=".levels.Empty", output_type=".levels.Empty")
+        if of_method is not None:
+            method.options.Extensions[options.method_permission_level] = of_method
+    for id, of_topic in topics.items():
+        topic = options.UServiceTopic(id=id)
+        if of_topic is not None:
+            topic.permission_level = of_topic
+        declared.options.Extensions[options.publish_topic].append(topic)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return pool.FindServiceByName("levels.Service")
+
+
+@spec("local~cap-level")
+@spec("local~cap-carry")
+def test_a_request_claims_a_level_or_the_default() -> None:
+    assert permissions.claimed(UAttributes()) == permissions.LEVEL_DEFAULT == 0
+    assert permissions.claimed(UAttributes(permission_level=4)) == 4
+
+
+@spec("local~cap-missing")
+def test_without_any_declaration_the_level_is_n() -> None:
+    bare = service(None, methods={"Get": None}, topics={0x8000: None})
+    assert permissions.declared(bare.methods_by_name["Get"]) == permissions.LEVEL_MAX
+    assert permissions.declared_for_topic(bare, 0x8000) == permissions.LEVEL_MAX
+    assert permissions.declared_for_topic(bare, 0x8001) == permissions.LEVEL_MAX
+    assert permissions.declared(v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].methods_by_name["Subscribe"]) == permissions.LEVEL_MAX
+
+
+@spec("local~cap-level")
+def test_the_nearest_declaration_counts() -> None:
+    declared = service(2, methods={"Get": None, "Set": 0}, topics={0x8000: None, 0x8001: 5})
+    assert permissions.declared(declared.methods_by_name["Get"]) == 2
+    assert permissions.declared(declared.methods_by_name["Set"]) == 0
+    assert permissions.declared_for_topic(declared, 0x8000) == 2
+    assert permissions.declared_for_topic(declared, 0x8001) == 5
