@@ -115,23 +115,20 @@ class Streamer:
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
             return None
-        return USubscriptionService(
-            self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db", on_change=self._subscription_changed
-        )
+        return USubscriptionService(self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db")
 
     def _interest_sources(self) -> list[InterestSource]:
         config = self.config
         sources: list[InterestSource] = []
-        self._embedded_interest: EmbeddedInterest | None = None
         for section in config.endpoint:
             match config.usubscription_of(section):
                 case "embedded":
                     assert self.usubscription is not None
-                    self._embedded_interest = EmbeddedInterest(self.usubscription)
-                    sources.append(self._embedded_interest)
+                    sources.append(EmbeddedInterest(self.usubscription))
+                    self.usubscription.on_change(self._subscription_changed)
                 case "remote":
                     sources += [
-                        ServiceInterest(self.hosted, self.local, authority, refresh_s=config.usubscription.refresh_s)
+                        ServiceInterest(self.hosted, self.local, authority, refresh_ms=int(config.usubscription.refresh_s * 1000))
                         for authority in section.authorities
                         if authority != uris.WILDCARD_AUTHORITY
                     ]
@@ -254,7 +251,7 @@ class Streamer:
             if endpoint.name not in self._open:
                 continue
             try:
-                await self.ingresses[endpoint.name].sync(topics, all_publishes=self.interest.cannot_list)
+                await self.ingresses[endpoint.name].sync(topics, all_publishes=not self.interest.can_list)
             except UStatusError as error:
                 self._troubles[endpoint.name] = f"listening failed: {error}"
                 errors.append(error)
@@ -268,10 +265,8 @@ class Streamer:
         for pump in self.pumps:
             pump.wake()
 
-    async def _subscription_changed(self, *changes: Any) -> None:
+    async def _subscription_changed(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed."""
-        assert self._embedded_interest is not None
-        self._embedded_interest.refresh_now()
         await self.sync(raise_errors=False)
 
     async def _follow_interest(self) -> None:

@@ -16,6 +16,7 @@ import logging
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -36,6 +37,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
+PROGRESS_S: Final = 0.5  # between two lines about progress
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
@@ -294,6 +296,56 @@ def call(
     _print(as_json, data, str(value))
 
 
+@app.command()
+def replay(
+    data: Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
+    seconds: Annotated[int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")] = 600,
+    all_signals: Annotated[bool, typer.Option("--all", help="Publish the signals of all authorities, not only our own.")] = False,
+    start_ms: Annotated[int | None, typer.Option(help="Time of the first row in Unix milliseconds; now.")] = None,
+    rate: Annotated[float | None, typer.Option(min=0.1, help="Samples per second; as fast as the network takes them.")] = None,
+    transport: Transport = None,
+    settings: Settings = None,
+    authority: AuthorityOption = None,
+    config: FromConfig = None,
+    endpoint: FromEndpoint = None,
+    entity: EntityOption = DEFAULT_ENTITY,
+    as_json: AsJson = False,
+) -> None:
+    """Replay a drive: each sample as one publish.
+
+    Example: [bold]up-streamer replay --data drive.csv -a mcu1 -t dds -s domain_id=7 --rate 1000[/]
+    """
+    from streamer import replay as replays
+
+    _log_to_stderr()
+    with _errors():
+        network = _network(transport, settings, authority, config, endpoint, entity)
+        drive = replays.load(data, seed, seconds)
+    for problem in drive.problems:
+        err.print(f"{data}: {problem}", markup=False)
+    if drive.problems_total > len(drive.problems):
+        err.print(f"{data}: and {drive.problems_total - len(drive.problems)} more")
+    samples = replays.samples_of(
+        drive, None if all_signals else network.authority, int(time.time() * 1000) if start_ms is None else start_ms
+    )
+    shown = 0.0
+
+    def progress(published: int) -> None:
+        nonlocal shown
+        if as_json and time.monotonic() - shown > PROGRESS_S:
+            shown = time.monotonic()
+            print(json.dumps({"published": published}), flush=True)
+
+    async def work() -> Counter[str]:
+        async with network.open() as opened:
+            return await replays.replay(opened, samples, rate=rate, on_progress=progress)
+
+    counts: Counter[str] = _run(work())
+    data_ = {"done": True, "published": counts.total(), "problems": drive.problems_total, "topics": dict(sorted(counts.items()))}
+    _print(as_json, data_, f"published {counts.total()} samples on {len(counts)} topics")
+
+
 @app.command(name="history")
 def history_(
     service: Annotated[str, typer.Argument(help="The authority of the streamer.")],
@@ -404,6 +456,32 @@ def dead_letters(
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.time_ms / 1000))
         table.add_row(moment, str(row["code"]), letter.endpoint, str(row["source"]), str(row["sink"] or ""), letter.reason)
     out.print(table)
+
+
+@app.command()
+def demo(
+    data: Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
+    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600,
+    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000,
+    out_dir: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out"),
+    without_mqtt: Annotated[bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False,
+) -> None:
+    """A drive crosses three networks because somebody subscribed, and Spark writes it down.
+
+    Example: [bold]up-streamer demo --data drive.csv[/]
+    """
+    from streamer import demo as demos
+
+    _log_to_stderr()
+    options = demos.Options(data, seed, seconds, rate, out_dir, not without_mqtt, keep)
+    outcome: demos.Outcome = _run(demos.perform(options, err))
+    demos.show(outcome, out)
+    if not outcome.adds_up:
+        err.print("[bold red]it does not add up[/]")
+    print(json.dumps(outcome.as_dict()), flush=True)
+    raise typer.Exit(0 if outcome.adds_up else EXIT_FAILED)
 
 
 def main() -> None:

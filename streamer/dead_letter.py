@@ -88,7 +88,10 @@ class Store:
         rows = self._db.execute(
             "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?", (newest,)
         ).fetchall()
-        return [Stored(*row[:5], UMessage.FromString(row[5])) for row in reversed(rows)]
+        return [
+            Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
+            for number, time_ms, code, reason, endpoint, data in reversed(rows)
+        ]
 
     def close(self) -> None:
         self._db.close()

@@ -7,13 +7,13 @@ Decided once per topic and version of rules and interest; callers cache the answ
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.interest import Want
+from usubscription_client.interest import Interest
 
 
 class Target(NamedTuple):
@@ -34,19 +34,10 @@ class Leg(NamedTuple):
 Version = tuple[int, int]
 
 
-class InterestView(Protocol):
-    """What the view needs of the interest (usubscription_client.interest.Interest has it)."""
-
-    @property
-    def version(self) -> int: ...
-    def wants(self, topic: UUri) -> dict[str, Want]: ...
-    def undecided(self, topic: UUri) -> bool: ...
-
-
 class View:
     """Pure but for one memory: since which seq each subscription of a topic counts."""
 
-    def __init__(self, endpoints: Endpoints, rules: Rules, interest: InterestView) -> None:
+    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest) -> None:
         self._endpoints, self._rules, self._interest = endpoints, rules, interest
         self._since: dict[tuple[str, int, int, int], dict[str, int]] = {}
 

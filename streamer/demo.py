@@ -1,0 +1,612 @@
+"""The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted; nothing is left behind.
+
+    mcu1 (DDS) ----+                                     +----> cloud application (MQTT 5): only what it subscribed to
+                   +--> gateway: one up-streamer --------+
+    vehicle1 (Zenoh) +      log on disk                  +----> Spark (Zenoh, pull from the history) --> Parquet --> plot
+
+Each box is a process of its own, but for the cloud application, which counts in this one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from streamer import drive as drives
+from streamer import replay as replays
+from streamer.client import Network
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.client import USubscriptionClient
+from usubscription_client.wire import Status
+
+CLOUD: Final = "cloud"
+CLOUD_APP: Final = 0x9001
+WANTED: Final = (  # what the cloud application subscribes to; everything else stays in the vehicle
+    "Vehicle.OBD.Speed",
+    "Vehicle.OBD.EngineSpeed",
+    "Vehicle.OBD.CoolantTemperature",
+    "Vehicle.OBD.FuelLevel",
+    "Vehicle.OBD.ThrottlePosition",
+    "Vehicle.Powertrain.Transmission.CurrentGear",
+)
+RATE: Final = 5_000.0  # samples a second of both publishers together: the longest of the recorded drives takes 40 s
+START_TIMEOUT_S: Final = 60.0  # for a process to say that it is ready, on a busy machine
+SETTLE_TIMEOUT_S: Final = 120.0  # for everything published to arrive
+STOP_TIMEOUT_S: Final = 20.0  # for a process to end after SIGTERM, before it is killed
+TRIGGER_MS: Final = 1_000  # between two micro-batches of Spark
+LINES_KEPT: Final = 50  # of a process's output, to show when it fails
+_PR_SET_PDEATHSIG: Final = 1
+
+
+@dataclass
+class Options:
+    """What the command line says."""
+
+    data: Path | None = None
+    seed: int = 1
+    seconds: int = 600
+    rate: float = RATE
+    out: Path = Path("out")
+    with_mqtt: bool = True
+    keep: bool = False
+
+
+@dataclass
+class Outcome:
+    """What was counted."""
+
+    published: Counter[str] = field(default_factory=Counter)  # by topic
+    wanted: set[str] = field(default_factory=set)  # topics
+    received: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
+    cloud_duplicates: int = 0
+    cloud_disorder: int = 0
+    unsubscribed: int = 0
+    parquet: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
+    parquet_rows: int = 0
+    forwarded: dict[str, int] = field(default_factory=dict)  # by endpoint
+    dropped: dict[str, int] = field(default_factory=dict)
+    problems: int = 0
+    seconds: float = 0.0
+    plot: Path | None = None
+
+    @property
+    def subscribed(self) -> int:
+        return sum(count for topic, count in self.published.items() if topic in self.wanted)
+
+    @property
+    def gaps(self) -> int:
+        """Published messages that are missing where they should be, in Parquet or in the cloud."""
+        in_parquet = sum(max(0, count - self.parquet[topic]) for topic, count in self.published.items())
+        in_cloud = sum(max(0, self.published[topic] - self.received[topic]) for topic in self.wanted)
+        return in_parquet + in_cloud
+
+    @property
+    def duplicates(self) -> int:
+        return self.cloud_duplicates + self.parquet_rows - self.parquet.total()
+
+    def as_dict(self) -> dict[str, int | float]:
+        return {
+            "published": self.published.total(),
+            "subscribed": self.subscribed,
+            "cloud_received": self.received.total(),
+            "parquet_rows": self.parquet_rows,
+            "gaps": self.gaps,
+            "duplicates": self.duplicates,
+            "unsubscribed_forwarded": self.unsubscribed,
+            "seconds": round(self.seconds, 1),
+        }
+
+    @property
+    def adds_up(self) -> bool:
+        counts = self.as_dict()
+        return (
+            self.published.total() > 0
+            and counts["cloud_received"] == counts["subscribed"]
+            and counts["parquet_rows"] == counts["published"]
+            and not (self.gaps or self.duplicates or self.unsubscribed or self.cloud_disorder)
+        )
+
+
+# Processes
+
+
+class Child:
+    """A process that tells its state in JSON lines, and that dies with us."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self._process = name, process
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._readers = [asyncio.create_task(self._read(process.stdout)), asyncio.create_task(self._read(process.stderr))]
+
+    @classmethod
+    async def start(cls, name: str, *command: str) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,
+        )
+        return cls(name, process)
+
+    async def _read(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        async for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            self._lines.append(line)
+            if line.startswith("{"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    self.said.put_nowait(json.loads(line))
+
+    async def say(self, key: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """The next thing said that has `key`. Raises UStatusError if the process ends or is silent for too long."""
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    saying = asyncio.create_task(self.said.get())
+                    await asyncio.wait({saying, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if not saying.done() and self._readers:  # it has ended; what it said last may still be on its way
+                        await asyncio.gather(*self._readers)
+                        await asyncio.sleep(0)
+                    if not saying.done():
+                        saying.cancel()
+                        raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
+                    if key in saying.result():
+                        return saying.result()
+        except TimeoutError:
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}") from None
+        finally:
+            ended.cancel()
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
+
+    async def stop(self) -> int | None:
+        """SIGTERM, and SIGKILL if that is not heard. Reaches what the process started, too."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.gather(*self._readers)
+        return self._process.returncode
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# The stage
+
+
+class Demo:
+    """One performance, in a temporary folder."""
+
+    def __init__(self, options: Options, console: Console) -> None:
+        self._options, self._console = options, console
+        self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
+        self._stack = contextlib.AsyncExitStack()
+        self._outcome = Outcome()
+        self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{_free_port()}"]}
+        self._dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
+        self._mqtt: dict[str, Any] = {}
+        self._ids: dict[str, set[tuple[int, int]]] = {}
+        self._last: dict[str, tuple[int, int]] = {}
+
+    @property
+    def _on_dds(self) -> Network:
+        return Network("dds", drives.MCU, self._dds)
+
+    @property
+    def _on_zenoh(self) -> Network:
+        return Network("zenoh", drives.VEHICLE, self._zenoh)
+
+    @property
+    def _cloud(self) -> Network:
+        if self._options.with_mqtt:
+            return Network("mqtt5", CLOUD, self._mqtt, CLOUD_APP)
+        return Network("zenoh", CLOUD, self._cloud_zenoh, CLOUD_APP)
+
+    async def run(self) -> Outcome:
+        try:
+            async with self._stack:
+                await self._perform()
+        finally:
+            if self._options.keep:
+                self._console.print(f"data and configurations are in {self._folder}")
+            else:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        return self._outcome
+
+    async def _perform(self) -> None:
+        drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
+        self._tell_problems(drive)
+        started = time.monotonic()
+        progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self._console
+        )
+        with progress:
+            stage = progress.add_task("starting networks and services", total=6)
+            await self._start_broker(progress, stage)
+            gateway = await self._start_services(progress, stage)
+            signals = {signal.path: signal for signal in drive.signals}
+            topics = [signals[path].topic for path in WANTED if path in signals]
+            self._outcome.wanted = {uris.format(topic) for topic in topics}
+            client = await self._subscribe(topics)
+            progress.update(stage, advance=1, description=f"the cloud subscribed to {len(topics)} of {len(signals)} topics")
+            ingest = await self._start_spark()
+            progress.update(stage, completed=6)
+            await self._replay(drive, progress)
+            await self._settle(progress)
+            self._read_gateway(await asyncio.to_thread(_metrics, gateway["admin_port"]))
+            await client.close()
+            await ingest.stop()
+        self._read_parquet()
+        self._outcome.seconds = time.monotonic() - started
+        self._outcome.plot = await asyncio.to_thread(self._plot)
+
+    def _tell_problems(self, drive: drives.Drive) -> None:
+        self._outcome.problems = drive.problems_total
+        for problem in drive.problems[:10]:
+            self._console.print(f"{self._options.data}: {problem}", markup=False, style="yellow")
+        if drive.problems_total > 10:
+            self._console.print(f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow")
+
+    async def _start_broker(self, progress: Progress, stage: TaskID) -> None:
+        if not self._options.with_mqtt:
+            self._cloud_zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{_free_port()}"]}
+            return
+        from transports.mqtt5.broker import Broker
+
+        progress.update(stage, description="starting mosquitto")
+        try:
+            broker = await self._stack.enter_async_context(Broker())
+        except UStatusError as error:
+            raise UStatusError(error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)") from None
+        self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
+
+    async def _child(self, name: str, *command: str) -> Child:
+        child = await Child.start(name, *command)
+        self._stack.push_async_callback(child.stop)
+        return child
+
+    async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
+        """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does not serve."""
+        config = self._folder / "gateway.toml"
+        config.write_text(self._gateway_config())
+        progress.update(stage, advance=1, description="starting the gateway")
+        gateway = await self._child("the gateway", "streamer.cli", "run", "--config", str(config), "--json")
+        services = [await self._usubscription(network) for network in (self._on_dds, self._cloud)]
+        progress.update(stage, advance=1, description="starting uSubscription services")
+        for child in services:
+            await child.say("ready")
+        ready = await gateway.say("ready")
+        progress.update(stage, advance=1, description="subscribing")
+        await _until_ready(ready["admin_port"])
+        return ready
+
+    async def _usubscription(self, network: Network) -> Child:
+        store = self._folder / f"usubscription-{network.authority}.db"
+        where = ["--transport", network.transport, *_as_settings(network.settings)]
+        name = f"the uSubscription of {network.authority}"
+        return await self._child(
+            name, "streamer.cli", "usubscription", "--authority", network.authority, *where, "--store", str(store), "--json"
+        )
+
+    def _gateway_config(self) -> str:
+        listen = {"mode": "peer", "listen": self._zenoh["connect"]}
+        cloud = self._mqtt if self._options.with_mqtt else {"mode": "peer", "listen": self._cloud_zenoh["connect"]}
+        return f"""
+[streamer]
+authority = "{drives.VEHICLE}"
+data_dir = "{self._folder / "gateway"}"
+admin = "127.0.0.1:0"
+log_level = "warning"
+
+[[endpoint]]
+name = "vehicle"
+transport = "zenoh"
+authorities = ["{drives.VEHICLE}"]
+settings = {_toml(listen)}
+
+[[endpoint]]
+name = "mcu"
+transport = "dds"
+authorities = ["{drives.MCU}"]
+settings = {_toml(self._dds)}
+
+[[endpoint]]
+name = "cloud"
+transport = "{self._cloud.transport}"
+authorities = ["{CLOUD}"]
+settings = {_toml(cloud)}
+
+[history]
+record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MCU}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF"]
+"""
+
+    # The cloud application
+
+    async def _subscribe(self, topics: Sequence[UUri]) -> USubscriptionClient:
+        """Hear everything that comes out of the vehicle, so that too much is noticed; subscribe to some; wait until all stand."""
+        transport = await self._stack.enter_async_context(self._cloud.open())
+        for authority in (drives.VEHICLE, drives.MCU):
+            await transport.register_listener(uris.pattern(authority, drives.PUBLISHER_UE_ID), self)
+        client = USubscriptionClient(transport, self._cloud.local)
+        await client.open()
+        self._stack.push_async_callback(client.close)
+        pending = {uris.format(topic) for topic in topics}
+        changed = asyncio.Event()
+
+        def hear(change: Any) -> None:
+            if change.status == Status.SUBSCRIBED:
+                pending.discard(uris.format(change.topic))
+                changed.set()
+
+        client.on_change(hear)
+        for topic in topics:
+            if await client.subscribe(topic) == Status.SUBSCRIBED:
+                pending.discard(uris.format(topic))
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                while pending:
+                    changed.clear()
+                    await changed.wait()
+        except TimeoutError:
+            raise UStatusError(
+                UCode.DEADLINE_EXCEEDED, f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
+            ) from None
+        return client
+
+    def on_receive(self, message: UMessage) -> None:
+        """The cloud application hears something."""
+        topic, id = uris.format(message.attributes.source), (message.attributes.id.msb, message.attributes.id.lsb)
+        if topic not in self._outcome.wanted:
+            self._outcome.unsubscribed += 1
+            return
+        seen = self._ids.setdefault(topic, set())
+        if id in seen:
+            self._outcome.cloud_duplicates += 1
+            return
+        if id < self._last.get(topic, (0, 0)):
+            self._outcome.cloud_disorder += 1
+        self._last[topic] = id
+        seen.add(id)
+        self._outcome.received[topic] += 1
+
+    # Spark
+
+    async def _start_spark(self) -> Child:
+        config = self._folder / "ingest.toml"
+        topics = ",".join(
+            f"//{authority}/{drives.PUBLISHER_UE_ID:X}/{drives.PUBLISHER_VERSION}/FFFF" for authority in (drives.VEHICLE, drives.MCU)
+        )
+        config.write_text(
+            f"""
+[source]
+transport = "zenoh"
+transport_config = {_toml(self._zenoh)}
+authority = "{drives.VEHICLE}"
+topics = "{topics}"
+starting_offsets = "earliest"
+
+[sink]
+path = "{self._parquet}"
+checkpoint = "{self._folder / "checkpoint"}"
+
+[trigger]
+processing_time_ms = {TRIGGER_MS}
+"""
+        )
+        self._parquet.mkdir(parents=True, exist_ok=True)
+        return await self._child("the Spark job", "spark_ingest", "--config", str(config))
+
+    @property
+    def _parquet(self) -> Path:
+        return self._folder / "parquet"
+
+    def _read_parquet(self) -> None:
+        """Count what Spark has committed: every row, and the distinct ids of each topic."""
+        from spark_ingest.plot import read
+
+        table = read(self._parquet, ["topic", "message_id"])
+        topics, ids = table.column("topic").to_pylist(), table.column("message_id").to_pylist()
+        distinct: dict[str, set[str]] = {}
+        for topic, id in zip(topics, ids, strict=True):
+            distinct.setdefault(topic, set()).add(id)
+        self._outcome.parquet_rows = len(ids)
+        self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
+
+    def _plot(self) -> Path:
+        from spark_ingest.plot import plot
+
+        self._options.out.mkdir(parents=True, exist_ok=True)
+        png = self._options.out / "demo.png"
+        plot(self._parquet, png)
+        return png
+
+    # The drive
+
+    async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
+        """Both publishers at once, each with its share of the rate, so that they drive through the same time together."""
+        start_ms = uuids.now_ms()
+        source = (
+            ["--data", str(self._options.data)]
+            if self._options.data
+            else ["--seed", str(self._options.seed), "--seconds", str(self._options.seconds)]
+        )
+        shares = Counter(sample.signal.publisher for sample in drive.samples(start_ms))
+        replaying = progress.add_task("replaying the drive", total=shares.total())
+        children = []
+        for network in (self._on_dds, self._on_zenoh):
+            share = shares[network.authority]
+            if not share:
+                continue
+            rate = self._options.rate * share / shares.total()
+            where = ["--transport", network.transport, "--authority", network.authority, *_as_settings(network.settings)]
+            name = f"the publisher of {network.authority}"
+            command = ["streamer.cli", "replay", *source, *where, "--start-ms", str(start_ms), "--rate", f"{rate:.3f}", "--json"]
+            children.append(await self._child(name, *command))
+        done = dict.fromkeys(children, 0)
+        async for child, said in _sayings(children):
+            progress.update(replaying, advance=said["published"] - done[child])
+            done[child] = said["published"]
+            self._outcome.published.update(said.get("topics", {}))
+
+    async def _settle(self, progress: Progress) -> None:
+        """Wait until everything has arrived, or nothing more comes."""
+        outcome = self._outcome
+        cloud = progress.add_task("received in the cloud", total=outcome.subscribed)
+        parquet = progress.add_task("rows in Parquet", total=outcome.published.total())
+        deadline = time.monotonic() + SETTLE_TIMEOUT_S
+        rows = 0
+        while time.monotonic() < deadline:
+            rows = await asyncio.to_thread(self._count_rows)
+            progress.update(cloud, completed=outcome.received.total())
+            progress.update(parquet, completed=rows)
+            if outcome.received.total() >= outcome.subscribed and rows >= outcome.published.total():
+                return
+            await asyncio.sleep(0.5)
+        self._console.print("not everything has arrived in time", style="red")
+
+    def _count_rows(self) -> int:
+        from spark_ingest.plot import count
+
+        return count(self._parquet)
+
+    def _read_gateway(self, metrics: str) -> None:
+        for name, labels, value in re.findall(r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
+            given = dict(re.findall(r'(\w+)="(.*?)"', labels))
+            if name == "forwarded":
+                self._outcome.forwarded[given["endpoint"]] = int(float(value))
+            elif name == "dropped":
+                self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
+
+
+async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict[str, Any]]]:
+    """What several processes say about `published`, until each has said `done`."""
+    waiting = {asyncio.create_task(child.say("published")): child for child in children}
+    try:
+        while waiting:
+            finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in finished:
+                child = waiting.pop(task)
+                said = task.result()
+                yield child, said
+                if not said.get("done"):
+                    waiting[asyncio.create_task(child.say("published"))] = child
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+def _metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+async def _until_ready(port: int) -> None:
+    """Until the gateway has heard from every uSubscription. Raises DEADLINE_EXCEEDED with what it still misses."""
+
+    def problems() -> list[str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
+                return list(json.load(answer)["problems"])
+        except urllib.error.HTTPError as error:
+            with error:
+                return list(json.load(error)["problems"])
+
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while missing := await asyncio.to_thread(problems):
+        if time.monotonic() > deadline:
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}")
+        await asyncio.sleep(0.1)
+
+
+def _as_settings(settings: dict[str, Any]) -> list[str]:
+    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+
+
+def _toml(settings: dict[str, Any]) -> str:
+    """An inline table; JSON's strings, numbers, booleans and arrays are TOML's."""
+    return "{ " + ", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()) + " }"
+
+
+def show(outcome: Outcome, console: Console) -> None:
+    """The table at the end."""
+    table = Table(title="what crossed the gateway")
+    for column in ("network", "published", "forwarded to", "received in the cloud", "rows in Parquet"):
+        table.add_column(column, justify="left" if column == "network" else "right")
+    for network, authority, endpoint in (("DDS", drives.MCU, "mcu"), ("Zenoh", drives.VEHICLE, "vehicle"), ("MQTT 5", CLOUD, "cloud")):
+        those = [topic for topic in outcome.published if topic.startswith(f"up://{authority}/")]
+        received = sum(outcome.received[topic] for topic in those) if authority != CLOUD else outcome.received.total()
+        rows = sum(outcome.parquet[topic] for topic in those)
+        table.add_row(
+            f"{network} ({authority})",
+            f"{sum(outcome.published[topic] for topic in those):,}",
+            f"{outcome.forwarded.get(endpoint, 0):,}",
+            f"{received:,}",
+            f"{rows:,}" if authority != CLOUD else "-",
+        )
+    console.print(table)
+    counts = outcome.as_dict()
+    console.print(
+        f"gaps {counts['gaps']}, duplicates {counts['duplicates']}, out of order {outcome.cloud_disorder}, "
+        f"forwarded though not subscribed {counts['unsubscribed_forwarded']}, unreadable cells {outcome.problems}"
+    )
+    console.print("(forwarded to a network includes requests, responses and notifications)")
+    if outcome.dropped:
+        console.print("dropped at the gateway: " + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items())))
+    if outcome.plot is not None:
+        console.print(f"plot: {outcome.plot}")
+
+
+async def perform(options: Options, console: Console) -> Outcome:
+    """Run the demo. Raises UStatusError for what keeps it from running."""
+    demo = Demo(options, console)
+    return await demo.run()

@@ -1,0 +1,170 @@
+"""A whole streamer over in-process networks, and uEntities on them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.app import Streamer
+from streamer.config import Config, loads
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+WAIT_S = 20  # a test that waits longer for one thing has failed
+_numbers = itertools.count()
+
+THREE = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+settings = {{ network = "{n}-vehicle" }}
+
+[[endpoint]]
+name = "mcu"
+transport = "local"
+authorities = ["mcu1"]
+usubscription = "none"
+settings = {{ network = "{n}-mcu" }}
+
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud"]
+usubscription = "none"
+settings = {{ network = "{n}-cloud" }}
+"""
+
+
+class Hearer:
+    """A listener that keeps what it hears, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.messages: list[UMessage] = []
+        self._more = asyncio.Event()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.messages.append(message)
+        self._more.set()
+
+    async def count(self, messages: int) -> list[UMessage]:
+        """Wait until so many have come."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.messages) < messages:
+                self._more.clear()
+                await self._more.wait()
+        return self.messages
+
+    @property
+    def texts(self) -> list[str]:
+        return [message.payload.decode() for message in self.messages]
+
+
+@dataclass
+class World:
+    """`streamer` runs; `networks` are its endpoints' by name."""
+
+    number: int
+    config: Config
+    streamer: Streamer
+    stack: AsyncExitStack
+    networks: dict[str, LocalNetwork] = field(default_factory=dict)
+    running: asyncio.Task[None] | None = None
+
+    async def node(self, network: str, authority: str, entity: int = 0x8001) -> LocalTransport:
+        """A uEntity of `authority` on the network of an endpoint."""
+        node = LocalTransport.on(self.networks[network], LocalUriProvider(authority, entity, 1))
+        await self.stack.enter_async_context(node)
+        return node
+
+    async def hear(self, node: LocalTransport, source: UUri, sink: UUri | None = None) -> Hearer:
+        hearer = Hearer()
+        await node.register_listener(source, hearer, sink)
+        return hearer
+
+    async def stop(self) -> None:
+        if self.running is not None:
+            self.streamer.stop()
+            await asyncio.wait_for(self.running, WAIT_S)
+            self.running = None
+
+    async def restart(self) -> None:
+        """Stop the streamer and start another on the same data."""
+        await self.stop()
+        await self.start()
+
+    async def start(self) -> None:
+        self.streamer = await Streamer.create(self.config)
+        self.running = asyncio.create_task(self.streamer.run())
+        ready = asyncio.create_task(self.streamer.ready.wait())
+        await asyncio.wait({ready, self.running}, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
+        if not ready.done():
+            ready.cancel()
+            if self.running.done():
+                await self.running
+            raise AssertionError(f"not ready: {self.streamer.problems()}")
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Let everybody run until `condition` holds."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+
+MakeWorld = Callable[..., Awaitable[World]]
+
+
+@pytest.fixture
+async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
+    """`await make_world(toml, {topic: [subscribers]})`: a running streamer; "{n}" in the TOML makes names of networks unique."""
+    worlds: list[World] = []
+
+    async def make(toml: str = THREE, subscriptions: dict[str, Sequence[str]] | None = None, more: str = "", start: bool = True) -> World:
+        number = next(_numbers)
+        head = f'[streamer]\ndata_dir = "{tmp_path}/data{number}"\n[egress]\nretry_min_ms = 1\nretry_max_ms = 20\n'
+        if subscriptions is not None:
+            (tmp_path / f"static{number}.json").write_text(json.dumps(subscriptions))
+            head += f'[usubscription]\nstatic_file = "{tmp_path}/static{number}.json"\n'
+        config = loads(head + more + toml.format(n=number))
+        world = World(number, config, None, AsyncExitStack())  # type: ignore[arg-type]
+        for endpoint in config.endpoint:
+            world.networks[endpoint.name] = LocalNetwork.named(endpoint.settings["network"])
+        worlds.append(world)
+        if start:
+            await world.start()
+        return world
+
+    yield make
+    for world in worlds:
+        await world.stop()
+        await world.stack.aclose()
+
+
+def text(message: str) -> UPayload:
+    return UPayload(message.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+
+
+def publication(topic: UUri | str, payload: str = "", **options: Any) -> UMessage:
+    builder = UMessageBuilder.publish(uris.parse(topic) if isinstance(topic, str) else topic)
+    for name, value in options.items():
+        getattr(builder, f"with_{name}")(value)
+    return builder.build_from_upayload(text(payload))
+
+
+@pytest.fixture
+def publish() -> Callable[..., UMessage]:
+    """Makes a publish message."""
+    return publication
