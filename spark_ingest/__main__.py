@@ -1,0 +1,40 @@
+"""python -m spark_ingest --config FILE: run the job; the last line of output is one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from spark_ingest import pipeline
+from uprotocol.status import UStatusError
+
+EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m spark_ingest",
+        description="Write the history of a streamer to Parquet. SIGTERM or Ctrl-C stops it cleanly; the next run goes on where it was.",
+        epilog="example: python -m spark_ingest --config ingest.toml",
+    )
+    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML with [source], [sink], [trigger] and [spark]")
+    given = parser.parse_args(arguments)
+    try:
+        config = pipeline.load(given.config)
+    except UStatusError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return EXIT_CONFIG
+    with pipeline.stop_on_signals() as stopping:
+        try:
+            report = pipeline.run(config, stopping)
+        except UStatusError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return EXIT_FAILED
+    print(json.dumps(report._asdict() | {"stopped": stopping.is_set()}))
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""A streamer's history for callers without an event loop: Spark's driver and its tasks.
+
+caller's thread --submit--> own loop in one thread: transport, RPC client, HistoryClient
+describe | hold | wait | read(range): the next Poll is under way while the caller decodes this one
+                  own loop: the consumer's lease is renewed while nobody calls
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from concurrent.futures import Future
+from typing import Annotated, Any, Final, Self, TypeVar
+
+import structlog
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic.alias_generators import to_camel
+
+from history.subscriber import HistoryClient
+from spark_ingest import offsets
+from spark_ingest.offsets import LogState, Loss, Offsets, Range
+from transports import plugin
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+
+SERVICE_UE_ID: Final = 0x4  # core.ustreamer
+SERVICE_VERSION: Final = 1
+OWN_UE_TYPE: Final = 0x8004  # free for applications; the instance differs from task to task, so that no task hears another's replies
+CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
+GRACE_MS: Final = 2_000  # what a call may take beyond its own timeout before its thread is given up
+AWAY_MAX_MS: Final = 120_000  # a streamer that restarts and recovers a large log is back by then; after it the task fails
+RETRY_MS: Final = 200
+POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+def _topics(given: object) -> object:
+    return tuple(text.strip() for text in given.split(",") if text.strip()) if isinstance(given, str) else given
+
+
+def _settings(given: object) -> object:
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"expected a JSON object, got {given!r}: {error}") from None
+
+
+class Options(BaseModel):
+    """What the source is told, in the spelling of Spark's options (localAuthority for local_authority); case doesn't matter there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
+
+    transport: str
+    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = Field(default_factory=dict)
+    authority: str
+    local_authority: str
+    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = ()
+    starting_offsets: str = offsets.EARLIEST
+    max_records_per_batch: int = Field(default=100_000, ge=1)
+    fail_on_data_loss: bool = True
+    consumer: str = ""
+    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
+
+    @field_validator("topics")
+    @classmethod
+    def _are_patterns(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
+        for topic in topics:
+            uris.parse(topic)
+        return topics
+
+    @field_validator("starting_offsets")
+    @classmethod
+    def _is_a_place(cls, where: str) -> str:
+        offsets.parse(where)
+        return where
+
+    @field_validator("authority", "local_authority")
+    @classmethod
+    def _is_an_authority(cls, authority: str) -> str:
+        LocalUriProvider(authority, SERVICE_UE_ID, SERVICE_VERSION)
+        return authority
+
+    @classmethod
+    def of(cls, given: Mapping[str, str]) -> Options:
+        """From Spark's options. Raises UStatusError(INVALID_ARGUMENT) that names what is wrong."""
+        names = {to_camel(name).lower(): to_camel(name) for name in cls.model_fields}
+        unknown = sorted(key for key in given if key.lower() not in names)
+        if unknown:
+            raise invalid(f"format uprotocol has no option {', '.join(map(repr, unknown))}; it has {', '.join(names.values())}")
+        try:
+            return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
+        except ValidationError as error:
+            raise invalid(f"format uprotocol: {plugin.explain(error)}") from None
+        except UStatusError as error:
+            raise invalid(f"format uprotocol: {error.message}") from None
+
+    @property
+    def consumer_name(self) -> str:
+        """`consumer`, or a name made of what is read, by whom and from where."""
+        if self.consumer:
+            return self.consumer
+        digest = hashlib.sha256(json.dumps([self.local_authority, self.authority, self.topics]).encode())
+        return f"spark-{digest.hexdigest()[:16]}"
+
+
+class History:
+    """A connection to the history of one streamer. Opens with the first call, and again after it was closed or has failed."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._service = uris.uri(options.authority, SERVICE_UE_ID, SERVICE_VERSION)
+        self._topics = [uris.parse(topic) for topic in options.topics]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._transport: UTransport | None = None
+        self._rpc: InMemoryRpcClient | None = None
+        self._client: HistoryClient | None = None
+        self._renewal: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def describe(self) -> list[LogState]:
+        """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
+
+        async def describe(client: HistoryClient) -> DescribeResponse:
+            return await client.describe(self._topics)
+
+        return offsets.logs_of(self._call(describe))
+
+    def hold(self, acked: Offsets) -> None:
+        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until `close`."""
+        positions = _positions(acked)
+        request = PollRequest(
+            topics=self._topics,
+            positions=positions,
+            until=positions,
+            latest=True,
+            consumer=self._options.consumer_name,
+            acked=positions,
+            max_records=1,
+        )
+        response = self._call(_polling(request))
+        assert self._loop is not None, "the call above made it"
+        asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
+
+    def wait(self, start: Offsets, wait_ms: int) -> None:
+        """Until there is something to read after `start`, but no longer than `wait_ms`."""
+        self._call(_polling(PollRequest(topics=self._topics, positions=_positions(start), earliest=True, max_records=1, wait_ms=wait_ms)))
+
+    def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
+        """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are there.
+
+        `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then UStatusError(UNAVAILABLE).
+        """
+        position, deadline = range.after, _now_ms() + AWAY_MAX_MS
+        ahead: Future[PollResponse] | None = None
+        try:
+            while position < range.until:
+                try:
+                    response = self._wait(ahead or self._submit(_polling(self._request(range, position))))
+                    ahead = None
+                except UStatusError as error:
+                    ahead = None
+                    if not error.retryable or _now_ms() > deadline:
+                        raise
+                    log.warning("the streamer is away; trying again", authority=self._options.authority, error=str(error))
+                    self.close()
+                    time.sleep(RETRY_MS / 1000)
+                    continue
+                before = position
+                position = _next(response, range, position, on_loss)
+                if position == before:
+                    if _now_ms() > deadline:
+                        raise UStatusError(UCode.UNAVAILABLE, f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms")
+                    time.sleep(RETRY_MS / 1000)
+                    continue
+                deadline = _now_ms() + AWAY_MAX_MS
+                if position < range.until:
+                    ahead = self._submit(_polling(self._request(range, position)))
+                yield from (batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq)
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+
+    def close(self) -> None:
+        """Leave the network and end the thread. May be called twice."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        with contextlib.suppress(UStatusError, TimeoutError):
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result((self._options.poll_timeout_ms + GRACE_MS) / 1000)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+        self._loop = self._thread = self._transport = self._rpc = self._client = None
+
+    def _request(self, range: Range, after: int) -> PollRequest:
+        incarnation = bytes.fromhex(range.incarnation)
+        return PollRequest(
+            topics=self._topics,
+            positions=[Position(incarnation=incarnation, seq=after)],
+            until=[Position(incarnation=incarnation, seq=range.until)],
+            latest=True,  # of the other logs nothing
+            max_records=POLL_RECORDS_MAX,
+        )
+
+    def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
+        try:
+            return self._wait(self._submit(call))
+        except UStatusError as error:
+            if error.retryable:
+                self.close()  # whatever is stuck, the next call starts anew
+            raise
+
+    def _submit(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> Future[T]:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="uprotocol-history", daemon=True)
+            self._thread.start()
+        return asyncio.run_coroutine_threadsafe(self._run(call), self._loop)
+
+    def _wait(self, future: Future[T]) -> T:
+        limit_ms = CONNECT_TIMEOUT_MS + self._options.poll_timeout_ms + GRACE_MS
+        try:
+            return future.result(limit_ms / 1000)
+        except TimeoutError:
+            future.cancel()
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"no answer from {self._options.authority} within {limit_ms} ms") from None
+
+    async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
+        if self._client is None:
+            try:
+                await asyncio.wait_for(self._open(), CONNECT_TIMEOUT_MS / 1000)
+            except TimeoutError:
+                raise UStatusError(UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms") from None
+        assert self._client is not None, "_open makes one or raises"
+        return await call(self._client)
+
+    async def _open(self) -> None:
+        instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
+        local = LocalUriProvider(self._options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
+        self._transport = plugin.create(self._options.transport, self._options.transport_config, local)
+        await self._transport.open()
+        self._rpc = InMemoryRpcClient(self._transport, local)
+        await self._rpc.open()
+        self._client = HistoryClient(self._rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
+
+    async def _renew(self, request: PollRequest, lease_ms: int) -> None:
+        """Keep the lease of the latest `hold` alive: Spark may be silent for the length of a trigger."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+        self._renewal = asyncio.create_task(self._renewing(request, lease_ms)) if lease_ms else None
+
+    async def _renewing(self, request: PollRequest, lease_ms: int) -> None:
+        while True:
+            await asyncio.sleep(lease_ms / 3000)
+            try:
+                if self._client is not None:
+                    await self._client.poll(request)
+            except UStatusError as error:
+                log.warning("the consumer's lease could not be renewed", consumer=request.consumer, error=str(error))
+
+    async def _close(self) -> None:
+        if self._renewal is not None:
+            self._renewal.cancel()
+            await asyncio.wait([self._renewal])
+            self._renewal = None
+        if self._rpc is not None:
+            await self._rpc.close()
+        if self._transport is not None:
+            await self._transport.close()
+
+
+def _polling(request: PollRequest) -> Callable[[HistoryClient], Coroutine[Any, Any, PollResponse]]:
+    async def poll(client: HistoryClient) -> PollResponse:
+        return await client.poll(request)
+
+    return poll
+
+
+def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:
+    """Where to go on after `response`; beyond the range if the log is gone."""
+    position = max([after, *(place.seq for place in response.next if place.incarnation.hex() == range.incarnation)])
+    for gap in response.gaps:
+        if gap.incarnation.hex() == range.incarnation and gap.after_seq < range.until:
+            on_loss(Loss(range.incarnation, max(gap.after_seq, after), gap.before_seq))
+            position = max(position, gap.before_seq - 1 if gap.before_seq else range.until)
+    return position
+
+
+def _positions(places: Mapping[str, int]) -> list[Position]:
+    return [Position(incarnation=bytes.fromhex(incarnation), seq=seq) for incarnation, seq in places.items()]
+
+
+def _now_ms() -> int:
+    return time.monotonic_ns() // 1_000_000

