@@ -158,5 +158,9 @@ class TableSource:
     def on_change(self, callback: Callable[[], None]) -> None:
         self._table.on_change(callback)
 
+    def decided(self, topic: UUri) -> bool:
+        """This source knows everything already ..."""
+        return True
+
     async def ask(self, topic: UUri) -> None:
-        """Nothing to do: this source knows everything already."""
+        """... so there is nothing to do."""
