@@ -30,6 +30,7 @@ from bench.processes import BenchError
 from bench.soak import SOAK_LEGS, soak
 
 BUSY_LOAD_PER_CORE = 0.5  # of others before we begin: from here on the figures are noise
+SPREAD_MAX = 1.4  # between the ratios of a leg's rounds; on a quiet machine they differ by a tenth
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "overlay-tmpfs")
 _progress = Console(stderr=True)
 
@@ -39,12 +40,17 @@ def _file_system(directory: Path) -> str:
     return answer.stdout.strip() or "unknown"
 
 
+def _cores() -> int:
+    """Those that we may use, not those of the machine."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
 def _say(text: str) -> None:
     _progress.print(text, highlight=False, markup=False)
 
 
 def _tell_conditions(directory: Path) -> None:
-    load, cores, kind = os.getloadavg()[0], os.cpu_count() or 1, _file_system(directory)
+    load, cores, kind = os.getloadavg()[0], _cores(), _file_system(directory)
     _say(f"{cores} cores, load {load:.1f}, log on {kind} ({directory})")
     if load > BUSY_LOAD_PER_CORE * cores:
         _say("warning: the machine is busy with other work; ratios are rough and latencies too long")
@@ -133,6 +139,9 @@ def run(arguments: argparse.Namespace) -> int:
         results, whole = _each(
             names, lambda name: measure(LEGS[name], directory / name, arguments.messages, lambda text: _say(f"  {text}"))
         )
+        for name, result in results.items():
+            if max(result.ratios) > SPREAD_MAX * min(result.ratios):
+                _say(f"warning: {name}: the rounds disagree, something else was running: measure again")
         if not arguments.json_only:
             Console(width=None if sys.stdout.isatty() else 140).print(_table(results))
         print(json.dumps({"legs": {name: result.json() for name, result in results.items()}}))

@@ -61,7 +61,7 @@ class Result:
     ratios: tuple[float, ...]
 
     def json(self) -> dict[str, float]:
-        digits = {"messages_per_s": 0, "bare_messages_per_s": 0, "rss_peak_mib": 1, "cpu_s_per_million": 1}
+        digits = {"messages_per_s": None, "bare_messages_per_s": None, "rss_peak_mib": 1, "cpu_s_per_million": 1}
         return {name: round(value, digits.get(name, 3)) for name, value in vars(self).items() if name != "ratios"}
 
 
@@ -83,7 +83,7 @@ class Lane:
             self._subscriber.tell(seen=True)
             if self._subscriber.answer(RUN_TIMEOUT_S)["seen"] == 0:
                 return
-        raise BenchError(f"{self.name}: no message came through within {MATCH_TIMEOUT_S:.0f} s")
+        raise BenchError(f"{self.name}: no message came through within {MATCH_TIMEOUT_S:.0f} s{self.relay.log_tail()}")
 
     def run(self, messages: int, rate: float = 0) -> dict[str, Any]:
         """Send `messages`, and count them at the other end. Raises BenchError if one is lost, doubled or out of order."""
@@ -94,7 +94,7 @@ class Lane:
         result = self._subscriber.answer(RUN_TIMEOUT_S)
         if result["received"] != messages or result["disordered"]:
             lost = messages - result["received"]
-            raise BenchError(f"{self.name}: of {messages} sent {lost} lost, {result['disordered']} out of order")
+            raise BenchError(f"{self.name}: of {messages} sent {lost} lost, {result['disordered']} out of order{self.relay.log_tail()}")
         self._publisher.answer(RUN_TIMEOUT_S)
         return result
 

@@ -90,6 +90,7 @@ def zenoh_session(*, listen: int | None = None, connect: int | None = None) -> A
 
     config = zenoh.Config()
     config.insert_json5("scouting/multicast/enabled", "false")
+    config.insert_json5("transport/shared_memory/enabled", "false")  # as the streamer has it
     for side, port in (("listen", listen), ("connect", connect)):
         config.insert_json5(f"{side}/endpoints", f'["tcp/127.0.0.1:{port}"]' if port else "[]")
     return zenoh.open(config)

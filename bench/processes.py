@@ -75,9 +75,9 @@ class Child:
         try:
             line = self._lines.get(timeout=timeout_s)
         except queue.Empty:
-            raise BenchError(f"{self.name} said nothing for {timeout_s:.0f} s{self._tail()}") from None
+            raise BenchError(f"{self.name} said nothing for {timeout_s:.0f} s{self.log_tail()}") from None
         if line is None:
-            raise BenchError(f"{self.name} ended with code {self._process.wait(CLOSE_TIMEOUT_S)}{self._tail()}")
+            raise BenchError(f"{self.name} ended with code {self._process.wait(CLOSE_TIMEOUT_S)}{self.log_tail()}")
         return line
 
     def wait_for(self, word: str, timeout_s: float = READY_TIMEOUT_S) -> Self:
@@ -93,13 +93,14 @@ class Child:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise BenchError(f"{self.name} ended{self._tail()}") from None
+            raise BenchError(f"{self.name} ended{self.log_tail()}") from None
 
     def answer(self, timeout_s: float) -> dict[str, Any]:
         made: dict[str, Any] = json.loads(self.line(timeout_s))
         return made
 
-    def _tail(self) -> str:
+    def log_tail(self) -> str:
+        """The end of what it wrote to stderr, to be added to an error."""
         with contextlib.suppress(OSError):
             text = self._log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace").strip()
             if text:
@@ -118,7 +119,7 @@ class Child:
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) / 1024
-        raise BenchError(f"{self.name} has no {field}: it has ended{self._tail()}")
+        raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
 
     def close(self) -> None:
         """May be called twice."""

@@ -22,13 +22,13 @@ def settings(address: Address) -> dict[str, object]:
         return {"listen": [f"tcp/127.0.0.1:{address.number}"]}
     if address.network == "mqtt":
         return {"host": "127.0.0.1", "port": address.number}
-    return {"domain": address.number, "config": networks.DDS_LOOPBACK}
+    return {"domain_id": address.number, "cyclone_xml": networks.DDS_LOOPBACK}
 
 
 def _endpoint(name: str, authority: str, address: Address) -> str:
     lines = [f"[[endpoint]]\nname = '{name}'", f"transport = '{address.network.replace('mqtt', 'mqtt5')}'"]
     lines += [f"authorities = ['{authority}']", "usubscription = 'none'", "[endpoint.settings]"]
-    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings(address).items())])
+    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings(address).items())])  # JSON strings are TOML's
 
 
 def write_config(directory: Path, source: Address, destination: Address, *, volatile: bool) -> Path:
