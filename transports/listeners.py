@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -74,6 +74,7 @@ class ListenerTable:
         self._size = 0
         self._routes: dict[Any, list[tuple[Filter, list[UListener]]] | None] = {}
         self.dropped: Counter[str] = Counter()
+        self.failures = 0  # calls of listeners that raised
 
     def add(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
         """The filter, if this is its first listener and the network has to be asked for it; else None.
@@ -118,17 +119,27 @@ class ListenerTable:
     def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
         """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
 
-        `only` limits it to the listeners of one filter, for networks that deliver once per filter. What is invalid or expired is dropped
-        and counted. The awaitable, if any, completes when every listener has taken its share; it raises if one has not.
+        `only` limits it to the listeners of one filter. What is invalid or expired is dropped and counted. The awaitable, if any, completes
+        when every listener has taken its share; it raises if one has not.
         """
+        return self._deliver((message, only) for message in messages)
+
+    def deliver_filtered(self, deliveries: Sequence[tuple[UMessage, Filter]]) -> Awaitable[None] | None:
+        """The same for networks that deliver once per filter: each message to the listeners of its filter only.
+
+        The same object twice in a row, for overlapping filters, reaches a listener of both once.
+        """
+        return self._deliver(deliveries)
+
+    def _deliver(self, deliveries: Iterable[tuple[UMessage, Filter | None]]) -> Awaitable[None] | None:
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         now = self._now_ms()
-        for message in messages:
+        for message, only in deliveries:
             for listener in self._listeners(message, now, only):
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [message])
-                else:
+                elif share[1][-1] is not message:
                     share[1].append(message)
         pending: list[Awaitable[None]] = []
         for listener, share_messages in shares.values():
@@ -198,8 +209,7 @@ class ListenerTable:
         self._routes[route] = found
         return found
 
-    @staticmethod
-    def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
+    def _call(self, listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
         batch = getattr(listener, "on_receive_batch", None)
         calls = [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
         pending = []
@@ -207,7 +217,9 @@ class ListenerTable:
             try:
                 result = call()
             except Exception:
-                log.exception("a listener failed; its message counts as taken", listener=repr(listener))
+                self.failures += 1
+                if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+                    log.exception("a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures)
             else:
                 if result is not None:
                     pending.append(result)

@@ -7,7 +7,7 @@ message -> valid?            -> not expired?      -> the network
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
@@ -18,6 +18,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) known to be valid; the cache starts anew when it is full
 
+Route = tuple[int, bytes, bytes | None]
+
 NOT_TRIED: Final = "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
 
 
@@ -26,17 +28,23 @@ class Outbox:
 
     def __init__(self, *, now_ms: Callable[[], int] = uuids.now_ms) -> None:
         self.now_ms = now_ms
-        self._valid_routes: set[Any] = set()
+        self._valid_routes: set[Route] = set()
 
-    def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
-        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""
+    @staticmethod
+    def route(message: UMessage) -> Route:
+        """What of `message` decides where it goes: a hashable key for whatever a plugin caches by address."""
         attributes = message.attributes
-        sink = attributes.sink if attributes.HasField("sink") else None
-        source = attributes.source if attributes.HasField("source") else None
-        route = (attributes.type, attributes.source.SerializeToString(), sink.SerializeToString() if sink is not None else None)
+        sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
+        return (attributes.type, attributes.source.SerializeToString(), sink)
+
+    def refusal(self, message: UMessage, now_ms: int, route: Route | None = None) -> UStatus | None:
+        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14). `route` if it is known already."""
+        attributes = message.attributes
+        route = route if route is not None else self.route(message)
         try:
             if route not in self._valid_routes:
-                attrs.validate_route(attributes.type, source, sink)
+                source = attributes.source if attributes.HasField("source") else None
+                attrs.validate_route(attributes.type, source, attributes.sink if attributes.HasField("sink") else None)
                 if len(self._valid_routes) >= ROUTES_CACHED_MAX:
                     self._valid_routes.clear()
                 self._valid_routes.add(route)
@@ -62,4 +70,4 @@ def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
     return statuses
 
 
-__all__ = ["OK", "Outbox", "stopped"]
+__all__ = ["OK", "Outbox", "Route", "stopped"]

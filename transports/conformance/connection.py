@@ -49,7 +49,7 @@ class ConnectionConformance(TransportHarness):
     async def test_close_may_be_called_at_any_time_and_again(self) -> None:
         never_opened = await self.make_end(ALPHA)
         await never_opened.close()
-        end = await self.make_end(BETA)
+        end = await self.make_end(ALPHA)
         await end.open()
         await asyncio.gather(end.close(), end.close())
         await end.close()

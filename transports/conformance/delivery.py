@@ -151,10 +151,7 @@ class DeliveryConformance(TransportHarness):
         await self.send_all(pair[0], self.traffic(3))
         for number in range(3):
             await heard.expect_payload(b"%d" % number)
-        async with asyncio.timeout(self.deadline_s):
-            while heard.failures or firsts(numbers(heard)) != [0, 1, 2] or len(numbers(heard)) < 4:
-                heard._changed.clear()
-                await heard._changed.wait()
+        await heard.until(lambda: not heard.failures and firsts(numbers(heard)) == [0, 1, 2] and len(numbers(heard)) >= 4, "a redelivery")
         assert await self.settle(pair[0], heard)
 
     async def test_a_listener_may_await_a_message_that_is_behind(self, pair: Pair) -> None:

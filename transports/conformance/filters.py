@@ -66,12 +66,13 @@ INVALID_PAIRS: dict[str, Filters] = {
     "(authority in upper case, none)": (UUri(authority_name="ALPHA", ue_id=1, ue_version_major=1, resource_id=0x8000), None),
     "(topic, version of 9 bits)": (topic(), UUri(authority_name=BETA, ue_id=1, ue_version_major=0x101)),
 }
+STREAMED = "publish with a streamer's sink"
 TYPES: dict[str, Callable[[bytes], UMessage]] = {
     "publish": publish,
     "notification": notification,
     "request": request,
     "response": response,
-    "publish with a streamer's sink": streamed,
+    STREAMED: streamed,
 }
 SEES: dict[str, set[str]] = {
     "(topic, none)": {"publish"},
@@ -80,7 +81,7 @@ SEES: dict[str, set[str]] = {
     "(reply, method)": {"request"},
     "(method, reply)": {"response"},
     "(any, reply)": {"notification", "response"},
-    "(any, any)": {"notification", "request", "response", "publish with a streamer's sink"},
+    "(any, any)": {"notification", "request", "response", STREAMED},
 }
 _S = (ALPHA, ENTITY, VERSION, 0x9A01)  # the source and ...
 _K = (BETA, ENTITY, VERSION, 0)  # ... the sink of the notification that the patterns below match or not
@@ -162,9 +163,9 @@ class FilterConformance(TransportHarness):
         witness = await self.witness(pair)
         await self.send_all(pair[0], sent)
         await self.settle(pair[0], witness, topic(resource=0xAAAA), reply(entity=0xAAAA))
-        await heard.expect(len(SEES[name]))
-        marks = [payload for payload in heard.payloads if payload.decode() in TYPES]
-        assert sorted(payload.decode() for payload in marks) == sorted(SEES[name])
+        expected = SEES[name] - (set() if self.routes_streamed_publish else {STREAMED})
+        await heard.expect(len(expected))
+        assert sorted(payload.decode() for payload in heard.payloads if payload.decode() in TYPES) == sorted(expected)
 
     @pytest.mark.parametrize("name", MATCHING)
     @spec("dsn~uri-pattern-matching~2")

@@ -9,7 +9,7 @@ import asyncio
 
 import pytest
 
-from transports.conformance.base import ALPHA, BETA, BatchSink, Sink, TransportHarness, notification, reply, spec, streamed, topic
+from transports.conformance.base import ALPHA, BETA, PROBE, BatchSink, Sink, TransportHarness, notification, reply, spec, streamed, topic
 from transports.conformance.sending import INVALID, expired
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -183,7 +183,7 @@ class ListeningConformance(TransportHarness):
         await self.inject(notification(b"after"))
         await heard.expect_payload(b"after")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
-        assert _dropped(pair[1]) > dropped, "what is dropped is counted"
+        await self.eventually(lambda: _dropped(pair[1]) > dropped, "what is dropped to be counted")
 
     @pytest.mark.parametrize("what", ["no id", "id of version 4", "no type", "request of CS3", "bad traceparent", "response without reqid"])
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
@@ -193,9 +193,9 @@ class ListeningConformance(TransportHarness):
         witness = await self.listen(pair, topic(), reply())
         before = _dropped(pair[1])
         await self.inject(INVALID[what]())
+        await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
         assert await self.settle(pair[0], witness) == []
         assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
-        assert _dropped(pair[1]) > before
 
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on(self, pair: Pair) -> None:
@@ -205,14 +205,16 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"before")])
         malformed = await self.inject_malformed(topic(), reply())
         await self.send_all(pair[0], [notification(b"after")])
+        await self.eventually(lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted in `dropped`")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
-        assert _dropped(pair[1]) >= before + malformed
 
     async def test_a_streamed_publish_reaches_who_listens_to_everything_for_its_authority(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
+        if not self.routes_streamed_publish:
+            pytest.skip("this network carries a streamer's publish as one without sink")
         heard = await self.listen(pair, uris.ANY, uris.pattern(BETA))
         if self.discovery:
-            await self.reach(pair[0], heard, streamed(b"conformance probe"))
+            await self.reach(pair[0], heard, streamed(PROBE))
         await self.send_all(pair[0], [streamed(b"for beta"), streamed(b"for gamma", authority="gamma")])
         await heard.expect_payload(b"for beta")
         assert b"for gamma" not in await self.settle(pair[0], heard)

@@ -41,7 +41,9 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 Pair = tuple[UTransport, UTransport]
-FORMATS = [format for format in UPayloadFormat.values() if format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED]
+FORMATS: list[UPayloadFormat.ValueType] = [
+    format for format in UPayloadFormat.values() if format != UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED
+]
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 ODD_ADDRESSES: list[tuple[UUri, UUri]] = [
@@ -130,7 +132,7 @@ class SendingConformance(TransportHarness):
     async def everything(self, pair: Pair) -> BatchSink:
         """One listener at beta for whatever goes there: all messages with a sink, and the publishes of alpha's topic."""
         heard = BatchSink(self.deadline_s)
-        await self.listen(pair, uris.ANY, uris.pattern(BETA), heard)
+        await self.listen(pair, uris.ANY, uris.pattern(BETA) if self.routes_streamed_publish else uris.ANY, heard)
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
             await self.listen(pair, topic(), None, heard)
         return heard

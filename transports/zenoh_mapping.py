@@ -1,0 +1,86 @@
+"""uProtocol on Zenoh: the mapping alone, pure (spec up-l1/zenoh.adoc).
+
+UMessage -> key      up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}         source and sink, five segments each
+         -> attachment  0x01 | UAttributes                           -> payload, unaltered -> Zenoh priority
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from uprotocol import uri as uris
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+PROTOCOL_VERSION: Final = 0x01
+_VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
+NO_SINK: Final = "{}/{}/{}/{}/{}"
+
+PRIORITIES: Final[dict[int, str]] = {
+    UPriority.UPRIORITY_UNSPECIFIED: "DATA_LOW",
+    UPriority.UPRIORITY_CS0: "BACKGROUND",
+    UPriority.UPRIORITY_CS1: "DATA_LOW",
+    UPriority.UPRIORITY_CS2: "DATA",
+    UPriority.UPRIORITY_CS3: "DATA_HIGH",
+    UPriority.UPRIORITY_CS4: "INTERACTIVE_LOW",
+    UPriority.UPRIORITY_CS5: "INTERACTIVE_HIGH",
+    UPriority.UPRIORITY_CS6: "REAL_TIME",
+}
+"""UPriority -> name of the Zenoh priority (dsn~up-transport-zenoh-message-priority-mapping~1)."""
+
+
+def segments(address: UUri, local_authority: str) -> str:
+    """Authority, type, instance, version, resource; `*` for a wildcard, the local authority for an empty one."""
+    type, instance = address.ue_id & 0xFFFF, address.ue_id >> 16
+    return "/".join(
+        (
+            address.authority_name or local_authority,  # the wildcard is `*` in both languages
+            _segment(type, uris.WILDCARD_ENTITY_TYPE),
+            _segment(instance, uris.WILDCARD_ENTITY_INSTANCE),
+            _segment(address.ue_version_major, uris.WILDCARD_VERSION),
+            _segment(address.resource_id, uris.WILDCARD_RESOURCE),
+        )
+    )
+
+
+def _segment(value: int, wildcard: int) -> str:
+    return "*" if value == wildcard else f"{value:X}"
+
+
+def message_key(message: UMessage, local_authority: str) -> str:
+    """Where `message` is put. A publish has no sink in its key, not even a streamer's (dsn~up-transport-zenoh-key-expr~1)."""
+    attributes = message.attributes
+    sink = attributes.sink if attributes.HasField("sink") and not uris.has_wildcard(attributes.sink) else None
+    return filter_key(attributes.source, sink, local_authority)
+
+
+def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
+    """The key expression of a filter; Zenoh's `*` also matches the segment `{}`, so match the UUris after receipt."""
+    return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
+
+
+def encode(message: UMessage) -> bytes:
+    """The attachment (dsn~up-transport-zenoh-attributes-mapping~1); the payload goes as it is."""
+    return _VERSION_BYTE + message.attributes.SerializeToString()
+
+
+def decode(payload: bytes, attachment: bytes) -> UMessage:
+    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none.
+
+    Zenoh has no payload that is absent: it is one if it has bytes or a format (A-19, A-28).
+    """
+    if len(attachment) < 2 or attachment[0] != PROTOCOL_VERSION:
+        raise invalid(f"expected an attachment of 0x01 and UAttributes, got {len(attachment)} bytes: {attachment[:8].hex()}")
+    message = UMessage()
+    attributes = message.attributes
+    try:
+        attributes.ParseFromString(attachment[1:])
+    except DecodeError as error:
+        raise invalid(f"the attachment has no UAttributes: {error}") from None
+    if payload or attributes.payload_format:
+        message.payload = payload
+    return message
