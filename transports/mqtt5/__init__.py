@@ -1,1 +1,23 @@
-"""MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle."""
+"""MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle.
+
+paho.py -> window.py  send, answered by PUBACK            mapping.py  UMessage <-> PUBLISH, pure
+        -> intake.py  deliver, acknowledge last           wire.py     PUBLISH <-> bytes, pure
+        -> link.py -> client.py -> paho-mqtt -> broker    subscriptions.py  which copy of a message counts, pure
+broker.py  a private mosquitto, for tests, demo and benchmarks
+"""
+
+from typing import Final
+
+from transports.mqtt5.config import Mqtt5Config, TlsConfig
+from transports.mqtt5.paho import Mqtt5Transport
+from transports.plugin import TransportPlugin
+from uprotocol.transport import Capability
+
+CAPABILITIES: Final = (
+    Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+)
+"""In-vehicle and with a session, as by default; an instance says what its settings leave of them."""
+
+PLUGIN: Final = TransportPlugin("mqtt5", Mqtt5Config, Mqtt5Transport, CAPABILITIES)
+
+__all__ = ["PLUGIN", "Mqtt5Config", "Mqtt5Transport", "TlsConfig"]

@@ -1,0 +1,129 @@
+"""MQTT 5 through a real mosquitto: the conformance suite, in both modes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import paho.mqtt.client as paho
+import pytest
+import pytest_asyncio
+from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from transports.conformance import TcpProxy, TransportConformance
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
+from transports.mqtt5.broker import Broker
+from transports.mqtt5.mapping import Mapping, Mode, Packet
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.transport import Capability, LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+pytestmark = pytest.mark.broker
+
+BASE = Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION
+
+
+def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:
+    """With plain paho, as a foreign client would."""
+    client = paho.Client(CallbackAPIVersion.VERSION2, protocol=MQTTProtocolVersion.MQTTv5)
+    client.connect(broker.host, broker.port)
+    client.loop_start()
+    for packet in packets:
+        properties = Properties(PacketTypes.PUBLISH)
+        if packet.user_properties:
+            properties.UserProperty = list(packet.user_properties)
+        if packet.expiry_s is not None:
+            properties.MessageExpiryInterval = packet.expiry_s
+        if packet.correlation is not None:
+            properties.CorrelationData = packet.correlation
+        if packet.content_type is not None:
+            properties.ContentType = packet.content_type
+        client.publish(packet.topic, packet.payload, qos, properties=properties).wait_for_publish(10)
+    client.disconnect()
+    client.loop_stop()
+
+
+class Mqtt5Conformance(TransportConformance):
+    mode: Mode
+
+    @pytest_asyncio.fixture(autouse=True)
+    async def network(self, broker: Broker) -> AsyncIterator[None]:
+        """Each end has a link of its own to the broker, which a test can cut."""
+        self.broker = broker
+        self.proxies: dict[str, TcpProxy] = {}
+        yield
+        for proxy in self.proxies.values():
+            await proxy.stop()
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        proxy = self.proxies.setdefault(authority, TcpProxy(self.broker.host, self.broker.port))
+        if not proxy.port:
+            await proxy.start()
+        return Mqtt5Transport(Mqtt5Config(port=proxy.port, mode=self.mode, **limits), LocalUriProvider(authority, 0x10AB, 3))
+
+    def normalise(self, message: UMessage) -> UMessage:
+        if not message.attributes.ttl:
+            message.attributes.ClearField("ttl")  # A-16
+        return super().normalise(message)
+
+    async def inject(self, message: UMessage) -> None:
+        mapping = Mapping(self.mode, "alpha")
+        source, sink = message.attributes.source, message.attributes.sink
+        topic = mapping.topic(message.attributes.type or 4, source, sink)
+        valid = UMessage()
+        valid.CopyFrom(message)
+        valid.attributes.type = message.attributes.type or 4
+        packet = mapping.encode(valid)
+        found = dict(packet.user_properties)
+        if not message.attributes.HasField("id"):
+            del found["1"]
+        if not message.attributes.type:
+            del found["2"]
+        raw_publish(self.broker, [packet._replace(topic=topic, user_properties=list(found.items()))])
+
+    async def inject_malformed(self, source: UUri, sink: UUri) -> int:
+        mapping = Mapping(self.mode, "alpha")
+        topic = mapping.topic(4, source, sink)
+        good = {"uP": "1", "1": uuids.format(uuids.new()), "2": "up-not.v1", "3": uris.format(source), "4": uris.format(sink)}
+        changes: list[dict[str, Any]] = [
+            dict.fromkeys(good),
+            {"uP": "2"},
+            {"1": "no id"},
+            {"2": "up-unknown.v1"},
+            {"3": "up://"},
+            {"3": uris.format(source).replace("alpha", "mallory")},
+            {"4": "http://beta/1/1/0"},
+            {"5": "CS9"},
+            {"6": "soon"},
+            {"7": "-1"},
+            {"8": "0x1"},
+        ]
+        packets = [Packet(topic, [(k, v) for k, v in (good | change).items() if v is not None], payload=b"x") for change in changes]
+        valid = Packet(topic, list(good.items()), payload=b"x")
+        packets += [valid._replace(correlation=b"short"), valid._replace(content_type="text/plain")]
+        raw_publish(self.broker, packets)
+        raw_publish(self.broker, packets, qos=0)
+        return 2 * len(packets)
+
+    async def break_network(self, authority: str) -> None:
+        self.proxies[authority].cut()
+
+    async def heal_network(self, authority: str) -> None:
+        self.proxies[authority].mend()
+
+    def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
+        return "transports.mqtt5:PLUGIN", {"port": self.broker.port, "mode": str(self.mode)}
+
+
+class TestInVehicle(Mqtt5Conformance):
+    mode = Mode.IN_VEHICLE
+    capabilities = BASE | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+
+
+class TestOffVehicle(Mqtt5Conformance):
+    mode = Mode.OFF_VEHICLE
+    capabilities = BASE

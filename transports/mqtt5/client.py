@@ -1,0 +1,146 @@
+"""A paho client whose socket the event loop serves, and whose PUBLISH and PUBACK packets are read and written in batches.
+
+readable -> loop_read -> wire.split -> PUBLISH, PUBACK -> our callbacks, once per read
+                                    -> the rest (CONNACK, SUBACK, PINGRESP, DISCONNECT, ...) -> paho
+send(bytes of many packets) -> paho's queue -> loop_write
+
+paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks through all that
+is in flight with each PUBACK, and makes one system call per packet. It still does what is hard to get right and is not hot: the
+handshake, TLS, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`, `_sock_recv`,
+`_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Callable
+from typing import Any, Final
+
+import paho.mqtt.client as paho
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
+
+from transports.mqtt5 import wire
+
+READ_BYTES: Final = 1 << 18  # of one read: some 500 messages of 400 bytes; a TLS record is smaller anyway
+
+OnPublishes = Callable[[list[wire.Publish]], None]
+OnPubacks = Callable[[list[tuple[int, int]]], None]
+
+
+class BatchClient(paho.Client):
+    """`on_publishes(publishes)` and `on_pubacks([(packet id, reason code)])` are called once for all that one read brought, in order."""
+
+    def __init__(self, client_id: str, on_publishes: OnPublishes, on_pubacks: OnPubacks) -> None:
+        super().__init__(CallbackAPIVersion.VERSION2, client_id=client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True)
+        self.on_publishes, self.on_pubacks = on_publishes, on_pubacks
+        self.failure: BaseException | None = None  # why the last connection ended, if the socket said so
+        self._unread = b""  # the beginning of a packet whose rest has not come
+        self._fed = b""  # the packet that paho is to read
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._fd = -1
+        self._flushing = self._writing = False
+        self.on_socket_register_write = self._on_want_write
+        self.on_socket_close = self._on_close
+
+    # The socket, on the event loop.
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let `loop` serve the socket that `connect` or `reconnect` has just opened, elsewhere perhaps."""
+        sock = self.socket()
+        assert sock is not None, "attach comes after connect"
+        self._events, self._fd, self._unread, self.failure = loop, sock.fileno(), b"", None
+        loop.add_reader(self._fd, self.loop_read)
+        self._flush()
+
+    def drop(self) -> None:
+        """End the connection without a word; on_disconnect is called."""
+        if self._sock is not None:
+            self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+
+    def _on_close(self, *_: Any) -> None:
+        if self._events is not None:
+            self._events.remove_reader(self._fd)
+            self._events.remove_writer(self._fd)
+        self._events, self._writing = None, False
+
+    def _on_want_write(self, *_: Any) -> None:
+        if self._events is not None and not self._flushing:
+            self._flushing = True
+            self._events.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        """Write what is queued: at once, and what the socket does not take when it can take more."""
+        self._flushing = False
+        self.loop_write()
+        if self._events is not None and self._writing != self.want_write():
+            self._writing = not self._writing
+            if self._writing:
+                self._events.add_writer(self._fd, self._flush)
+            else:
+                self._events.remove_writer(self._fd)
+
+    # Packets.
+
+    def next_packet_id(self) -> int:
+        """One of the numbers that paho takes for SUBSCRIBE, too, so that the two don't collide."""
+        return self._mid_generate()
+
+    def send_packets(self, data: bytes, first: int) -> None:
+        """Queue whole packets, of the kind `first`; they leave in this turn of the loop or the next."""
+        self._packet_queue(first, data, 0, 1)
+
+    def loop_read(self, max_packets: int = 1) -> MQTTErrorCode:
+        """Everything that has come, in place of paho's packet by packet."""
+        sock = self._sock
+        if sock is None:
+            return MQTTErrorCode.MQTT_ERR_NO_CONN
+        try:
+            data = sock.recv(READ_BYTES)
+            while data and isinstance(sock, ssl.SSLSocket) and sock.pending():  # select does not see what TLS has read ahead
+                data += sock.recv(READ_BYTES)
+        except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return MQTTErrorCode.MQTT_ERR_SUCCESS
+        except OSError as error:
+            self.failure = error
+            data = b""
+        if not data:
+            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
+        self._last_bytes_received = paho.time_func()
+        try:
+            return self._sort(self._unread + data if self._unread else data)
+        except ValueError as error:
+            self.failure = error
+            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
+
+    def _sort(self, data: bytes) -> MQTTErrorCode:
+        packets, used = wire.split(data)
+        self._unread = data[used:]
+        publishes: list[wire.Publish] = []
+        pubacks: list[tuple[int, int]] = []
+        for first, body in packets:
+            kind = first & 0xF0
+            if kind == wire.PUBLISH and first & 0x06 != 0x04:  # QoS 2, which we never grant, is left to paho
+                publishes.append(wire.read_publish(first, body))
+            elif kind == wire.PUBACK and len(body) >= 2:
+                pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
+            else:
+                if publishes:  # a SUBACK changes how those behind it are read
+                    self.on_publishes(publishes)
+                    publishes = []
+                result = self._feed(bytes((first,)) + wire.varint(len(body)) + body)
+                if result > 0 or self._sock is None:
+                    return self._loop_rc_handle(result) if self._sock is not None else result
+        if publishes:
+            self.on_publishes(publishes)
+        if pubacks:
+            self.on_pubacks(pubacks)
+        return MQTTErrorCode.MQTT_ERR_SUCCESS
+
+    def _feed(self, packet: bytes) -> MQTTErrorCode:
+        self._fed = packet
+        return self._packet_read()
+
+    def _sock_recv(self, bufsize: int) -> bytes:
+        data, self._fed = self._fed[:bufsize], self._fed[bufsize:]
+        return data

@@ -1,0 +1,71 @@
+"""What can be set for an MQTT 5 transport."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.mqtt5.mapping import Mode
+
+
+class TlsConfig(BaseModel):
+    """TLS; with `cert_file` and `key_file` the broker can tell who we are (mTLS)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ca_file: Path | None = Field(default=None, description="certificates to trust; the system's without it")
+    cert_file: Path | None = Field(default=None, description="our own certificate, and those that lead to the CA")
+    key_file: Path | None = Field(default=None, description="its private key")
+    insecure: bool = Field(default=False, description="don't check who the broker is: for tests only")
+
+    @model_validator(mode="after")
+    def _pair(self) -> Self:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("cert_file and key_file come together")
+        return self
+
+
+class Mqtt5Config(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
+    port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
+    mode: Mode = Field(default=Mode.IN_VEHICLE, description="in-vehicle: topics of 5 or 10 segments; off-vehicle: source/sink authority")
+    client_id: str | None = Field(
+        default=None, min_length=1, max_length=200, description="names the session; without it, each start has a new one"
+    )
+    clean_start: bool = Field(default=False, description="forget what an earlier start with this client_id left at the broker")
+    session_expiry_s: int = Field(
+        default=300,
+        ge=0,
+        le=0xFFFF_FFFF,
+        description="how long the broker keeps subscriptions and messages while we are away; 4294967295: ever",
+    )
+    keep_alive_s: int = Field(default=30, ge=1, le=65_535, description="a silent broker is given up after twice that")
+    username: str | None = None
+    password: SecretStr | None = None
+    password_file: Path | None = Field(default=None, description="its first line is the password; read at each connect")
+    tls: TlsConfig | None = None
+    receive_maximum: int = Field(
+        default=2_048, ge=1, le=65_535, description="messages that the broker may send ahead of our acknowledgement"
+    )
+    in_flight_max: int = Field(
+        default=512, ge=1, le=65_000, description="messages that we send ahead of the broker's; it may ask for fewer"
+    )
+    connect_timeout_ms: int = Field(default=5_000, ge=1, description="for the connection, for TLS, and for the broker's answer")
+    restore_ttl: bool = Field(
+        default=False, description="add to a ttl the whole seconds that the broker counted off while the message waited"
+    )
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+
+    @model_validator(mode="after")
+    def _one_password(self) -> Self:
+        if self.password is not None and self.password_file is not None:
+            raise ValueError("password and password_file exclude each other")
+        if self.username is None and (self.password is not None or self.password_file is not None):
+            raise ValueError("a password needs a username")
+        return self

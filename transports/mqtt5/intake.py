@@ -1,0 +1,129 @@
+"""What arrived -> listeners, in order, acknowledged last.
+
+arrive -> queue -> one batch per turn of the loop -> listeners -> taken: acknowledge, in the order of arrival
+            ^----------------- all of it again, in order, with back-off -----' not taken
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, NamedTuple
+
+import structlog
+
+from uprotocol.v1.umessage_pb2 import UMessage
+
+BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
+UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192  # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
+REDELIVERY_MS_MIN: Final = 5  # before the first try again; it doubles up to ...
+REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
+
+log = structlog.get_logger()
+
+
+class Arrived(NamedTuple):
+    message: UMessage | None  # None: nothing to deliver, only to acknowledge in its turn
+    connection: int  # which of our connections brought it: on another one the broker would take our answer for another message's
+    packet_id: int  # 0: QoS 0
+
+
+class Intake:
+    """Lives on the event loop. What waits is bounded by Receive Maximum, and for QoS 0 by a number."""
+
+    def __init__(
+        self, deliver: Callable[[list[UMessage]], Awaitable[None] | None], acknowledge: Callable[[Sequence[Arrived]], None]
+    ) -> None:
+        self._deliver, self._acknowledge = deliver, acknowledge
+        self._queue: deque[Arrived] = deque()
+        self._taking: deque[tuple[list[Arrived], asyncio.Future[None]]] = deque()
+        self._awake, self._closed = False, True
+        self._redelivery_ms = REDELIVERY_MS_MIN
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def __repr__(self) -> str:
+        return f"Intake(waiting={len(self._queue)}, batches_being_taken={len(self._taking)})"
+
+    def open(self) -> None:
+        self._closed = False
+
+    @property
+    def full(self) -> bool:
+        return len(self._queue) >= UNACKNOWLEDGED_MESSAGES_MAX
+
+    def arrive(self, arrived: Sequence[Arrived]) -> None:
+        if self._closed or not arrived:
+            return
+        self._queue.extend(arrived)
+        self._idle.clear()
+        self._wake()
+
+    def _wake(self, after_ms: int = 0) -> None:
+        if not self._awake:
+            self._awake = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(after_ms / 1000, self._hand_over) if after_ms else loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        """The next batch does not wait for this one, so that a listener may await an answer that is behind."""
+        self._awake = False
+        if not self._queue:
+            return
+        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
+        result = self._deliver([one.message for one in batch if one.message is not None])
+        if result is None and not self._taking:
+            self._acknowledge(batch)
+        else:
+            future = asyncio.ensure_future(_completed() if result is None else _awaited(result))
+            self._taking.append((batch, future))
+            future.add_done_callback(self._settle)
+        if self._queue:
+            self._wake()
+        elif not self._taking:
+            self._idle.set()
+
+    def _settle(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            done.exception()  # one behind a failure is delivered again, whatever became of it
+        while self._taking and self._taking[0][1].done():
+            batch, future = self._taking[0]
+            error = asyncio.CancelledError() if future.cancelled() else future.exception()
+            if error is not None:
+                log.warning("a listener did not take a batch: it gets it again", messages=len(batch), error=repr(error))
+                self._go_back()
+                return
+            self._taking.popleft()
+            self._redelivery_ms = REDELIVERY_MS_MIN
+            self._acknowledge(batch)
+        if not self._queue and not self._taking:
+            self._idle.set()
+
+    def _go_back(self) -> None:
+        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in order."""
+        for batch, _ in reversed(self._taking):
+            self._queue.extendleft(reversed(batch))
+        self._taking.clear()
+        if self._closed:
+            self._queue.clear()
+            self._idle.set()
+        self._wake(self._redelivery_ms)
+        self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
+
+    async def close(self, drain_ms: int) -> None:
+        """Take no more, and wait until what is here has been taken, or `drain_ms`. What is not stays with the broker."""
+        self._closed = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
+        except TimeoutError:
+            log.warning("closing, though listeners have not taken everything", intake=repr(self))
+        self._queue.clear()
+
+
+async def _completed() -> None:
+    return None
+
+
+async def _awaited(result: Awaitable[None]) -> None:
+    await result

@@ -1,0 +1,308 @@
+"""MQTT 5 with paho-mqtt, its socket served by the event loop: no thread, so nothing has to cross one.
+
+send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions -> mapping -> Intake -> listeners
+                 ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
+Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import structlog
+
+from transports.listeners import Filter, ListenerTable
+from transports.mqtt5 import wire
+from transports.mqtt5.config import Mqtt5Config
+from transports.mqtt5.intake import Arrived, Intake
+from transports.mqtt5.link import Link, Welcome
+from transports.mqtt5.mapping import Mapping, Mode
+from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
+from transports.mqtt5.window import Window
+from transports.outbox import Outbox
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
+DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for what is under way, each way
+UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
+
+log = structlog.get_logger()
+
+
+def capabilities(config: Mqtt5Config) -> Capability:
+    """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing is kept."""
+    found = Capability.PUSH
+    if config.mode is Mode.IN_VEHICLE:
+        found |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    if config.session_expiry_s:
+        found |= Capability.ACK | Capability.PERSISTENT_SESSION
+    return found
+
+
+class Mqtt5Transport(UTransport):
+    """A client of one broker. Everything runs on the event loop that called `open`."""
+
+    def __init__(self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random) -> None:
+        self._config, self._local = config, local
+        self.capabilities = capabilities(config)
+        self._mapping = Mapping(config.mode, local.get_authority(), restore_ttl=config.restore_ttl)
+        self._outbox = Outbox()
+        self._table = ListenerTable(
+            local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._subscriptions = Subscriptions()
+        self._link = link = Link(config, local, self, chance)
+        self._window = Window(self._encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
+        self._intake = Intake(self._table.deliver, self._acknowledge)
+        self._open = self._connected = False
+        self._connection = 0  # counts the connections
+        self._packet_bytes_max = wire.PACKET_BYTES_MAX
+        self._identifiers = True  # the broker knows subscription identifiers
+        self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
+        self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
+        self._unclaimed_until_s = 0.0
+        self._connection_callbacks: list[ConnectionCallback] = []
+
+    def __repr__(self) -> str:
+        state = "connected" if self._connected else "reconnecting" if self._open else "closed"
+        return (
+            f"Mqtt5Transport({self._local.get_authority()}, {self._config.mode}, {self._config.host}:{self._config.port}, {state}, "
+            f"subscriptions={len(self._subscriptions)}, {self._window}, {self._intake})"
+        )
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow."""
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
+
+    async def open(self) -> None:
+        """Connect, and stay connected: a connection that is lost later comes back by itself.
+
+        Raises UNAVAILABLE if the broker can't be reached, what it says if it refuses us (UNAUTHENTICATED, PERMISSION_DENIED, ...), and
+        FAILED_PRECONDITION if a file of the settings can't be used.
+        """
+        if self._open:
+            return
+        self._open = True
+        self._intake.open()
+        try:
+            await self._link.open()
+        except BaseException:
+            self._open = False
+            raise
+
+    async def close(self) -> None:
+        """Finish what is under way, in DRAIN_MS_MAX at most each way, and disconnect."""
+        if not self._open:
+            return
+        self._open = False
+        if self._connected:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._window.drained(), DRAIN_MS_MAX / 1000)
+        await self._intake.close(DRAIN_MS_MAX if self._connected else 0)
+        await self._link.close()
+        self._unclaimed.clear()
+
+    # What the link tells.
+
+    def welcomed(self, welcome: Welcome) -> None:
+        if self._connection == 0 and welcome.session_present:
+            self._unclaimed_until_s = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
+        self._connection += 1
+        if not welcome.session_present:
+            self._subscriptions.forget_all()
+            self._left.clear()
+
+    async def up(self, welcome: Welcome) -> None:
+        """Bring the broker's subscriptions in line with ours, then tell everybody."""
+        self._packet_bytes_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
+        for topic_filter in list(self._left):
+            await self._link.unsubscribe(topic_filter)
+            self._left.discard(topic_filter)
+        tried: set[int] = set()
+        while missing := [one for one in self._subscriptions if not one.known and id(one) not in tried][:SUBSCRIBES_MAX]:
+            tried.update(map(id, missing))
+            await asyncio.gather(*map(self._subscribe_again, missing))
+        self._window.open(min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
+        self._connected = True
+        log.info("connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried))
+        self._tell_connection(True)
+
+    async def _subscribe_again(self, subscription: Subscription) -> None:
+        try:
+            await self._subscribe(subscription)
+        except UStatusError as error:
+            if error.code == UCode.UNAVAILABLE:
+                raise
+            log.error("the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error))
+
+    def down(self, why: str) -> None:
+        was_connected, self._connected = self._connected, False
+        self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
+        self._unclaimed.clear()  # the broker sends them again
+        if was_connected:
+            self._tell_connection(False)
+
+    def tick(self, now_s: float) -> None:
+        if self._window.stalled:
+            log.error("the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window))
+            self._link.drop()
+        if self._unclaimed and now_s >= self._unclaimed_until_s:
+            self.dropped["unwanted"] += len(self._unclaimed)
+            self._acknowledge([arrived for _, arrived in self._unclaimed])
+            self._unclaimed.clear()
+
+    def _tell_connection(self, connected: bool) -> None:
+        for callback in self._connection_callbacks:
+            try:
+                callback(connected)
+            except Exception:
+                log.exception("a connection callback failed", callback=repr(callback))
+
+    # Send.
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        return await self._window.send(messages)
+
+    def _encode(self, message: UMessage) -> tuple[bytes, bytes]:
+        refusal = self._outbox.refusal(message, self._outbox.now_ms())
+        if refusal is not None:
+            raise UStatusError.from_status(refusal)
+        head, tail = wire.publish_frame(self._mapping.encode(message))
+        length = len(head) + 2 + len(tail)
+        if length > self._packet_bytes_max:  # a broker hangs up on it, again and again
+            raise invalid(f"the broker takes packets of at most {self._packet_bytes_max} bytes, and this one has {length}")
+        return head, tail
+
+    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
+        self._window.on_pubacks(pubacks)
+
+    # Receive.
+
+    def on_publishes(self, publishes: list[wire.Publish]) -> None:
+        taken: list[Arrived] = []
+        for publish in publishes:
+            if not publish.packet_id and self._intake.full:
+                self.dropped["overflow"] += 1
+                continue
+            arrived = self._read(publish)
+            if arrived is not None:
+                taken.append(arrived)
+        self._intake.arrive(taken)
+
+    def _read(self, publish: wire.Publish) -> Arrived | None:
+        """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
+        nothing = Arrived(None, self._connection, publish.packet_id)
+        try:
+            packet, identifiers = wire.read_packet(publish)
+            wanted = self._subscriptions.match(packet.topic, identifiers)
+            if wanted is False:
+                return nothing
+            arrived = Arrived(self._mapping.decode(packet), self._connection, publish.packet_id)
+        except UStatusError as error:
+            self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
+            log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
+            return nothing
+        if wanted:
+            return arrived
+        if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
+            self._unclaimed.append((packet.topic, arrived))  # as many as Receive Maximum
+            return None
+        self.dropped["unwanted"] += 1
+        return nothing
+
+    def _claim(self, topic_filter: str) -> None:
+        """A resumed session may have brought what belongs to a listener before the listener came."""
+        claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
+        self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
+        self._intake.arrive(claimed)
+
+    def _acknowledge(self, taken: Sequence[Arrived]) -> None:
+        """On the connection that brought them only: on a later one the broker sends them again."""
+        packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection == self._connection]
+        if packet_ids and self._link.up:
+            self._link.send_packets(wire.pubacks(packet_ids), wire.PUBACK)
+
+    # Listen.
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED if the broker refuses it."""
+        topic_filter = self._topic_filter(source_filter, sink_filter)
+        if self._table.add(source_filter, sink_filter, listener) is not None:
+            self._use(topic_filter)
+        subscription = self._subscriptions.get(topic_filter)
+        assert subscription is not None, "every filter in the table has a subscription"
+        if subscription.granted is None:
+            return
+        try:
+            await asyncio.shield(subscription.granted)
+        except UStatusError:
+            with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
+                if self._table.remove(source_filter, sink_filter, listener) is not None:
+                    self._release(topic_filter)
+            raise
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        topic_filter = self._topic_filter(source_filter, sink_filter)
+        if self._table.remove(source_filter, sink_filter, listener) is not None and self._release(topic_filter):
+            self._left.add(topic_filter)
+            if self._connected:
+                with contextlib.suppress(UStatusError):  # lost meanwhile: it is left as soon as the connection is back
+                    await self._link.unsubscribe(topic_filter)
+                    self._left.discard(topic_filter)
+
+    def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
+        filter = Filter.of(source_filter, sink_filter, self._local.get_authority())
+        topic_filter = self._mapping.topic_filter(filter.source, filter.sink)
+        if not self._open:
+            raise UStatusError(UCode.UNAVAILABLE, "the transport is not open: call open first")
+        return topic_filter
+
+    def _use(self, topic_filter: str) -> None:
+        subscription = self._subscriptions.get(topic_filter)
+        if subscription is not None:
+            subscription.users += 1
+            return
+        subscription = self._subscriptions.add(topic_filter)
+        self._left.discard(topic_filter)
+        self._claim(topic_filter)
+        if self._connected:
+            subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
+
+    def _release(self, topic_filter: str) -> bool:
+        """True if nobody needs the subscription any more."""
+        subscription = self._subscriptions.get(topic_filter)
+        assert subscription is not None, "every filter in the table has a subscription"
+        subscription.users -= 1
+        if not subscription.users:
+            self._subscriptions.remove(subscription)
+        return not subscription.users
+
+    async def _subscribe(self, subscription: Subscription) -> None:
+        await self._link.subscribe(subscription.topic_filter, subscription.identifier if self._identifiers else None)
+        self._subscriptions.mark_known(subscription)
+
+    async def _subscribe_first(self, subscription: Subscription) -> None:
+        try:
+            await self._subscribe(subscription)
+        except UStatusError as error:
+            if error.code != UCode.UNAVAILABLE:  # lost meanwhile: it is subscribed to when the connection is back
+                raise

@@ -1,0 +1,58 @@
+"""Reason codes of MQTT 5 (section 2.4) and errors of sockets -> UCode: the one place where they are translated."""
+
+from __future__ import annotations
+
+import ssl
+from typing import Final
+
+from paho.mqtt.properties import Properties
+from paho.mqtt.reasoncodes import ReasonCode
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+FAILURE_MIN: Final = 0x80
+
+_CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE: it may be tried again
+    0x81: UCode.INTERNAL,  # malformed packet
+    0x82: UCode.INTERNAL,  # protocol error
+    0x84: UCode.UNIMPLEMENTED,  # unsupported protocol version
+    0x85: UCode.INVALID_ARGUMENT,  # client identifier not valid
+    0x86: UCode.UNAUTHENTICATED,  # bad user name or password
+    0x87: UCode.PERMISSION_DENIED,  # not authorized
+    0x8A: UCode.PERMISSION_DENIED,  # banned
+    0x8C: UCode.UNAUTHENTICATED,  # bad authentication method
+    0x8F: UCode.INVALID_ARGUMENT,  # topic filter invalid
+    0x90: UCode.INVALID_ARGUMENT,  # topic name invalid
+    0x95: UCode.INVALID_ARGUMENT,  # packet too large
+    0x99: UCode.INVALID_ARGUMENT,  # payload format invalid
+    0x9B: UCode.UNIMPLEMENTED,  # QoS not supported
+    0x9E: UCode.UNIMPLEMENTED,  # shared subscriptions not supported
+    0xA1: UCode.UNIMPLEMENTED,  # subscription identifiers not supported
+    0xA2: UCode.UNIMPLEMENTED,  # wildcard subscriptions not supported
+}
+# Quota exceeded (0x97) is UNAVAILABLE rather than RESOURCE_EXHAUSTED, which is never tried again: a broker's quota frees itself.
+
+
+def code_of(reason: int) -> UCode.ValueType:
+    return UCode.OK if reason < FAILURE_MIN else _CODES.get(reason, UCode.UNAVAILABLE)
+
+
+def refused(what: str, reason: ReasonCode, properties: Properties | None = None) -> UStatusError:
+    """The broker said no, and perhaps why."""
+    why = getattr(properties, "ReasonString", "")
+    return UStatusError(code_of(reason.value), f"the broker refuses {what}: {reason}{f' ({why})' if why else ''}")
+
+
+def unreachable(address: str, error: BaseException) -> UStatusError:
+    """The connection failed before the broker said anything."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return UStatusError(
+            UCode.UNAUTHENTICATED, f"the broker at {address} is not who it should be ({error.verify_message}): is ca_file right?"
+        )
+    if isinstance(error, ssl.SSLError):
+        return UStatusError(
+            UCode.UNAUTHENTICATED, f"TLS with the broker at {address} failed ({error.reason or error}): are cert_file, key_file right?"
+        )
+    reason = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+    return UStatusError(UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?")

@@ -1,0 +1,159 @@
+"""send_batch: encoded in order, written many at a time, each answered by its PUBACK.
+
+batch -> (one batch after the other) encode what there is room for -> one write -> in flight -> PUBACKs of one read -> statuses
+                                                                         connection lost -> UNAVAILABLE, and nothing behind is tried
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.reasoncodes import ReasonCode
+
+from transports.mqtt5 import reasons
+from transports.outbox import OK, stopped
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
+PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
+
+Encode = Callable[[UMessage], tuple[bytes, bytes]]
+_PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
+
+
+class _Batch:
+    __slots__ = ("done", "due", "statuses", "why")
+
+    def __init__(self) -> None:
+        self.statuses: list[UStatus | None] = []
+        self.due = 0  # PUBACKs
+        self.done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
+        self.why: UStatus | None = None  # the failure of the network that ended it
+
+
+class Window:
+    """What has been sent and not been acknowledged. Lives on the event loop; at most `room` messages are in flight.
+
+    A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if it matters. (MQTT
+    would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss it.)
+    """
+
+    def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
+        self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
+        self._in_flight: dict[int, tuple[_Batch, int]] = {}
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self._size = 0
+        self._connection = 0
+        self._away: UStatus | None = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+        self._progress_s = 0.0
+
+    def __repr__(self) -> str:
+        return f"Window(in_flight={len(self._in_flight)} of {self._size})"
+
+    def open(self, size: int) -> None:
+        """A connection is there, on which `size` messages may be in flight."""
+        self._size, self._away = size, None
+        self._connection += 1
+
+    def shut(self, why: UStatus) -> None:
+        """It is gone: everything that is not acknowledged gets `why`."""
+        self._away = why
+        in_flight, self._in_flight = self._in_flight, {}
+        for batch, index in in_flight.values():
+            batch.statuses[index] = why
+            batch.why = why
+            self._count_down(batch)
+        self._freed.set()
+
+    @property
+    def stalled(self) -> bool:
+        """True if the broker owes a PUBACK for too long."""
+        late_s = asyncio.get_running_loop().time() - self._progress_s
+        return bool(self._in_flight) and late_s > PUBACK_MS_MAX / 1000
+
+    async def drained(self) -> None:
+        """Completes when nothing is in flight."""
+        while self._in_flight:
+            self._freed.clear()
+            await self._freed.wait()
+
+    async def send(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not stop the rest."""
+        if self._away is not None:
+            return stopped([], len(messages), self._away)
+        batch, connection, count = _Batch(), self._connection, len(messages)
+        async with self._turn:
+            while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
+                room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
+                if room <= 0:
+                    self._freed.clear()
+                    await self._freed.wait()
+                    continue
+                start = len(batch.statuses)
+                self._write_some(batch, messages[start : start + room])
+                await asyncio.sleep(0)  # let it leave, and let PUBACKs in
+        if batch.due:
+            batch.done = asyncio.get_running_loop().create_future()
+            await batch.done
+        why = batch.why or self._away or _LOST
+        sent = [status for status in batch.statuses if status is not None]
+        assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
+        return sent if len(sent) == count else stopped(sent, count, why)
+
+    def _write_some(self, batch: _Batch, messages: Sequence[UMessage]) -> None:
+        packets: list[bytes] = []
+        in_flight = self._in_flight
+        for message in messages:
+            try:
+                head, tail = self._encode(message)
+            except UStatusError as error:
+                batch.statuses.append(error.status)
+                continue
+            packet_id = self._next_packet_id()
+            while packet_id in in_flight:
+                packet_id = self._next_packet_id()
+            in_flight[packet_id] = (batch, len(batch.statuses))
+            batch.statuses.append(None)
+            packets += (head, _PACKET_ID[packet_id], tail)
+        if packets:
+            if len(in_flight) == len(packets) // 3:  # none was due before
+                self._progress_s = asyncio.get_running_loop().time()
+            batch.due += len(packets) // 3
+            self._write(b"".join(packets))
+
+    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
+        """[(packet id, reason code)] of one read."""
+        for packet_id, reason in pubacks:
+            entry = self._in_flight.pop(packet_id, None)
+            if entry is not None:
+                batch, index = entry
+                batch.statuses[index] = status = OK if reason < reasons.FAILURE_MIN else _refusal(reason)
+                if status.code == UCode.UNAVAILABLE:
+                    batch.why = status  # nothing behind it is tried, but for what has been sent already
+                self._count_down(batch)
+        self._progress_s = asyncio.get_running_loop().time()
+        self._freed.set()
+
+    @staticmethod
+    def _count_down(batch: _Batch) -> None:
+        batch.due -= 1
+        if not batch.due and batch.done is not None and not batch.done.done():
+            batch.done.set_result(None)
+
+
+_LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection to the broker was lost meanwhile: try again when it is back")
+
+
+def _refusal(reason: int) -> UStatus:
+    try:
+        name = ReasonCode(PacketTypes.PUBACK, identifier=reason).getName()
+    except KeyError:
+        name = f"reason {reason:#x}"
+    return UStatus(code=reasons.code_of(reason), message=f"the broker refuses the message: {name}")
