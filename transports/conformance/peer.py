@@ -11,6 +11,8 @@ import json
 import sys
 from collections.abc import Awaitable, Sequence
 
+import structlog
+
 from transports.plugin import TransportPlugin
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -53,6 +55,7 @@ async def serve(plugin: TransportPlugin, authority: str, settings: dict[str, obj
 
 
 def main(name: str, authority: str, settings: str) -> None:
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for "ready"
     module, _, attribute = name.partition(":")
     asyncio.run(serve(getattr(importlib.import_module(module), attribute), authority, json.loads(settings)))
 
