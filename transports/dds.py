@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 WRITERS_MAX: Final = 4_096  # of one transport, some 10 KB each; one per (source, sink, priority) in use
 SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is not slow but stuck
-QUIET_S: Final = 0.1  # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
+DISCOVERY_QUIET_MS: Final = 100  # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
 DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 SEEN_S: Final = 1.0  # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
 SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
@@ -61,6 +61,7 @@ class DdsConfig(BaseModel):
     tag: str | None = Field(default=None, min_length=1, description="only participants with the same tag find one another")
     cyclone_xml: str | None = Field(default=None, description="a whole Cyclone configuration, instead of the options above")
     cyclone_file: Path | None = Field(default=None, description="a file with a whole Cyclone configuration, instead of the options above")
+    discovery_quiet_ms: int = Field(default=DISCOVERY_QUIET_MS, ge=1, description="opening ends when discovery found nothing for so long")
     send_timeout_ms: int = Field(
         default=SEND_TIMEOUT_MS, ge=1, description="how long a slow receiver may hold up a sender: then UNAVAILABLE"
     )
@@ -194,13 +195,13 @@ class DdsTransport(UTransport):
             self._tell_connection(True)
 
     async def _discovered(self) -> None:
-        """Until nothing new has been found for QUIET_S: then what we write reaches every reader that was there before us."""
+        """Until nothing new has been found for a while: then what we write reaches every reader that was there before us."""
         loop = asyncio.get_running_loop()
         end = loop.time() + DISCOVERY_S_MAX
         while loop.time() < end:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), QUIET_S)
+                await asyncio.wait_for(self._news.wait(), self._config.discovery_quiet_ms / 1000)
             except TimeoutError:
                 return
 

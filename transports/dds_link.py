@@ -60,13 +60,17 @@ _CODES: Final[dict[int, UCode.ValueType]] = {
 }
 
 
+def translate(error: DDSException, doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> UStatusError:
+    """An error of DDS as ours: the one place where the binding's exceptions end. `otherwise` is the code of a nameless failure."""
+    return UStatusError(_CODES.get(error.code, otherwise), f"{doing}: {error}")
+
+
 @contextlib.contextmanager
 def translated(doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> Iterator[None]:
-    """Errors of DDS as UStatusError: the one place where the binding's exceptions end. `otherwise` is the code of a nameless failure."""
     try:
         yield
     except DDSException as error:
-        raise UStatusError(_CODES.get(error.code, otherwise), f"{doing}: {error}") from error
+        raise translate(error, doing, otherwise) from error
 
 
 @dataclass(init=False)
@@ -215,17 +219,20 @@ class Writers:
 
     def write(self, partition: str, priority: int, lifespan_ms: int | None, data: bytes) -> None:
         """Raises UStatusError(UNAVAILABLE) if there is no room for it within the time-out, because a receiver does not keep up."""
-        with translated(f"writing to {partition}"):
-            writer = self._writers.get((partition, priority))
+        key = (partition, priority)
+        try:
+            writer = self._writers.get(key)
             if writer is None:
-                writer = self._make(partition, priority, lifespan_ms)
+                writer = self._make(key, lifespan_ms)
             else:
-                self._writers.move_to_end((partition, priority))
+                self._writers.move_to_end(key)
                 if writer.lifespan_ms is not None and (lifespan_ms is None or lifespan_ms > writer.lifespan_ms):
                     # It only ever grows: several ttls on one topic must not mean several writers, or order would be lost.
                     writer.entity.set_qos(Qos(_lifespan(lifespan_ms)))
                     writer.lifespan_ms = lifespan_ms
             self._write(writer.entity, Frame(data))
+        except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
+            raise translate(error, f"writing to {partition}") from error
 
     def _write(self, entity: DataWriter[Frame], frame: Frame) -> None:
         deadline, pause_s = 0.0, WRITE_RETRY_S_MIN
@@ -245,7 +252,8 @@ class Writers:
                 )
             pause_s = min(pause_s * 1.5, WRITE_RETRY_S_MAX)
 
-    def _make(self, partition: str, priority: int, lifespan_ms: int | None) -> _Writer:
+    def _make(self, key: tuple[str, int], lifespan_ms: int | None) -> _Writer:
+        partition, priority = key
         while len(self._writers) >= self._writers_max:
             _, oldest = self._writers.popitem(last=False)
             oldest.drained(DRAIN_S)
@@ -253,7 +261,7 @@ class Writers:
         publisher = Publisher(self._participant.entity, Qos(Policy.Partition([partition])))
         qos = _qos(Policy.History.KeepAll, Policy.TransportPriority(priority), _lifespan(lifespan_ms))
         writer = _Writer(publisher, DataWriter(publisher, self._participant.topic, qos), lifespan_ms)
-        self._writers[partition, priority] = writer
+        self._writers[key] = writer
         return writer
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ VERSION: Final = 1  # uProtocol's major version, first octet of every sample
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 NO_VALUE: Final = "{}"
 
-LIFESPAN_MS_MIN: Final = 1_000  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
+LIFESPAN_MS_MIN: Final = 1_024  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
 LIFESPAN_MS_MAX: Final = 2**31  # 24 days; beyond it a sample lives as long as its writer
 
 TRANSPORT_PRIORITY: Final[dict[int, int]] = {

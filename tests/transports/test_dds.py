@@ -1,0 +1,442 @@
+"""DDS against the real thing: Cyclone on the loopback interface, without multicast."""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from cyclonedds.core import Policy, Qos
+from cyclonedds.idl import IdlStruct
+from cyclonedds.idl.types import sequence, uint8
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.sub import DataReader, Subscriber
+from cyclonedds.topic import Topic
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from transports import dds_mapping as mapping
+from transports import plugin
+from transports.conformance import Sink, TransportConformance
+from transports.dds import DdsConfig, DdsTransport
+from transports.dds_link import Participant, Writers
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, LocalUriProvider, UTransport
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+DEADLINE_S = 15.0
+DOMAIN = 100 + os.getpid() % 100  # ports follow from it; the tag keeps runs apart that meet all the same
+RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
+TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
+
+
+def settings(tag: str, **more: Any) -> dict[str, Any]:
+    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag, **more}
+
+
+def end(tag: str, authority: str, **more: Any) -> DdsTransport:
+    return DdsTransport(DdsConfig(**settings(tag, **more)), LocalUriProvider(authority, 0x10AB, 3))
+
+
+def numbered(first: int, count: int, topic: UUri = TOPIC) -> list[UMessage]:
+    return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % n, RAW)) for n in range(first, first + count)]
+
+
+async def deliver(sender: UTransport, messages: list[UMessage]) -> None:
+    for start in range(0, len(messages), 512):
+        statuses = await sender.send_batch(messages[start : start + 512])
+        assert [status.code for status in statuses] == [UCode.OK] * len(statuses), statuses[-1]
+
+
+@pytest.fixture
+def tag() -> str:
+    return uuid.uuid4().hex
+
+
+class Raw:
+    """A participant that writes whatever octets it is told to."""
+
+    def __init__(self, tag: str) -> None:
+        self.participant = Participant(DOMAIN, DdsConfig(**settings(tag)).configuration())
+        self.writers = Writers(self.participant, writers_max=16, timeout_s=1.0)
+
+    def write(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
+        for sample in samples:
+            self.writers.write(mapping.writer_partition(source, sink, "raw"), 0, None, sample)
+
+    def close(self) -> None:
+        self.writers.close()
+        self.participant.close()
+
+
+def malformed() -> list[bytes]:
+    """Whole samples of the type that hold no message; broken CDR Cyclone itself neither sends nor hands over (see test_dds_mapping.py)."""
+    good = mapping.encode(numbered(0, 1)[0])
+    return [
+        mapping.pack(b"", b"no attributes", has_payload=True),
+        mapping.pack(b"\xff\xff\xff", b"attributes that don't parse", has_payload=True),
+        good[:4] + b"\x02" + good[5:],  # of another version
+    ]
+
+
+class TestDds(TransportConformance):
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    settle_s = 0.1
+
+    tag = uuid.uuid4().hex
+
+    @pytest.fixture(autouse=True, scope="class")
+    @classmethod
+    def _network(cls) -> Iterator[None]:
+        """Keeps the domain in being from test to test: to make and end it costs more than most of them."""
+        raw = Raw(cls.tag)
+        yield
+        raw.close()
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        return end(self.tag, authority, discovery_quiet_ms=10, **limits)  # both ends are in this process, which needs no discovery
+
+    def normalise(self, message: UMessage) -> UMessage:
+        return message  # the sample says whether there is a payload
+
+    async def inject(self, message: UMessage) -> None:
+        attributes = message.attributes
+        await self._raw(attributes.source, attributes.sink if attributes.HasField("sink") else None, mapping.encode(message))
+
+    async def inject_malformed(self, source: UUri, sink: UUri) -> int:
+        await self._raw(source, sink, *malformed())
+        return len(malformed())
+
+    async def _raw(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
+        raw = Raw(self.tag)
+        raw.write(source, sink, *samples)
+        await asyncio.to_thread(raw.close)
+
+    def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
+        return "transports.dds:PLUGIN", settings(self.tag)
+
+
+class OtherProcess:
+    """A publisher elsewhere: `send(resource, count)` lets it send that many numbered messages on that topic of `alpha` at once."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, tag: str) -> Self:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        script = str(Path(__file__).with_name("dds_publisher.py"))
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, script, json.dumps(settings(tag)), stdin=pipe, stdout=pipe, env=environment
+        )
+        other = cls(process)
+        await other._line()
+        return other
+
+    async def _line(self) -> bytes:
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), DEADLINE_S)
+        assert line == b"ready\n", line
+        return line
+
+    async def send(self, resource: int, count: int) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"%d %d\n" % (resource, count))
+        await self._line()
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+    async def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.wait_for(self._process.wait(), DEADLINE_S)
+
+
+@pytest.fixture
+async def other(tag: str) -> AsyncIterator[OtherProcess]:
+    other = await OtherProcess.start(tag)
+    yield other
+    await other.close()
+
+
+def payloads(count: int) -> list[bytes]:
+    return [b"%d" % number for number in range(count)]
+
+
+async def test_a_new_writer_loses_nothing_to_a_listener_that_was_there_before(tag: str, other: OtherProcess) -> None:
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(uris.pattern("alpha"), heard)
+        for resource in range(0x8000, 0x8020):
+            await other.send(resource, 10)
+        await heard.expect(0x20 * 10)
+        for resource in range(0x8000, 0x8020):
+            assert [m.payload for m in heard.messages if m.attributes.source.resource_id == resource] == payloads(10)
+
+
+@pytest.mark.parametrize("writer_was_there", [True, False])
+async def test_a_new_listener_gets_all_that_is_sent_from_then_on(tag: str, other: OtherProcess, writer_was_there: bool) -> None:
+    async with end(tag, "beta") as beta:
+        for resource in range(0x8000, 0x8010):
+            if writer_was_there:
+                await other.send(resource, 5)
+            heard = Sink(DEADLINE_S)
+            await beta.register_listener(uris.uri("alpha", 0x10AB, 3, resource), heard)
+            await other.send(resource, 5)
+            await heard.expect(5)
+            assert heard.payloads == payloads(10)[5:] if writer_was_there else payloads(5)
+
+
+async def test_a_participant_that_has_just_come_loses_nothing(tag: str) -> None:
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        other = await OtherProcess.start(tag)
+        await other.send(TOPIC.resource_id, 10)
+        await heard.expect(10)
+        assert heard.payloads == payloads(10)
+        await other.close()
+
+
+async def test_ten_thousand_messages_come_in_order_from_another_process(tag: str, other: OtherProcess) -> None:
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        await other.send(TOPIC.resource_id, 10_000)
+        await heard.expect(10_000)
+        assert heard.payloads == payloads(10_000)
+
+
+async def test_a_process_that_is_killed_stops_nobody(tag: str) -> None:
+    """It is not known to be gone yet: a new listener waits for its answer, but not for ever."""
+    async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
+        other = await OtherProcess.start(tag)
+        await other.kill()
+        heard = Sink(DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
+            await beta.register_listener(TOPIC, heard)
+            await deliver(alpha, numbered(0, 3))
+        await heard.expect(3)
+
+
+async def test_different_domains_never_hear_each_other(tag: str) -> None:
+    elsewhere = settings(tag) | {"domain_id": DOMAIN + 1}
+    async with (
+        end(tag, "alpha") as alpha,
+        end(tag, "beta") as beta,
+        DdsTransport(DdsConfig(**elsewhere), LocalUriProvider("gamma", 0x10AB, 3)) as gamma,
+    ):
+        here, there = Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, here)
+        await gamma.register_listener(TOPIC, there)
+        await deliver(alpha, numbered(0, 10))
+        await here.expect(10)
+        assert there.messages == []
+
+
+async def test_different_tags_never_hear_each_other(tag: str) -> None:
+    """The first configuration of a domain counts for the whole process, so a second tag needs a second process."""
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        stranger, friend = await OtherProcess.start(tag + "x"), await OtherProcess.start(tag)
+        await stranger.send(TOPIC.resource_id, 7)
+        await friend.send(TOPIC.resource_id, 3)
+        await heard.expect(3)
+        assert heard.payloads == payloads(3)
+        await asyncio.gather(stranger.close(), friend.close())
+        with pytest.raises(UStatusError, match="another configuration") as raised:
+            await end(tag + "x", "gamma").open()
+        assert raised.value.code == UCode.FAILED_PRECONDITION
+
+
+async def test_ipv6_authorities_match_exactly(tag: str) -> None:
+    async with end(tag, "alpha") as alpha, end(tag, "[2001:db8::7]") as beta:
+        sources = [uris.uri(authority, 0x10AB, 3, 0x8001) for authority in ("[::1]", "[::2]", "[1::]", "[2001:db8::1]")]
+        heard, all_for_beta = Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await beta.register_listener(sources[0], heard)
+        await beta.register_listener(uris.ANY, all_for_beta, uris.pattern("[2001:db8::7]"))
+        await deliver(alpha, [message for source in sources[::-1] for message in numbered(0, 2, source)])
+        await heard.expect(2)
+        assert [m.attributes.source for m in heard.messages] == [sources[0]] * 2
+        await alpha.send(UMessageBuilder.notification(sources[2], uris.uri("[2001:db8::7]", 1, 1, 0)).build())
+        await alpha.send(UMessageBuilder.notification(sources[2], uris.uri("[2001:db8::8]", 1, 1, 0)).build())
+        await all_for_beta.expect(1)
+        assert len(all_for_beta.messages) == 1
+
+
+async def test_malformed_samples_are_counted_and_the_rest_goes_on(tag: str) -> None:
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        raw = Raw(tag)
+        good = [mapping.encode(message) for message in numbered(0, 2)]
+        raw.write(TOPIC, None, good[0], *malformed(), good[1])
+        await heard.expect(2)
+        assert heard.payloads == payloads(2)
+        assert beta.dropped == {"malformed": len(malformed())}
+        await asyncio.to_thread(raw.close)
+
+
+async def test_a_partition_that_lies_reaches_nobody(tag: str) -> None:
+    """What arrives is matched by its attributes; the partition only decides what arrives."""
+    async with end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        raw = Raw(tag)
+        lie = mapping.encode(numbered(0, 1, uris.uri("alpha", 0x10AB, 3, 0x8002))[0])
+        raw.write(TOPIC, None, lie, mapping.encode(numbered(7, 1)[0]))
+        await heard.expect(1)
+        assert heard.payloads == [b"7"]
+        await asyncio.to_thread(raw.close)
+
+
+async def test_a_receiver_that_does_not_keep_up_is_told_to_the_sender(tag: str) -> None:
+    async with end(tag, "alpha", send_timeout_ms=50) as alpha, end(tag, "beta", inbox_messages_max=8) as beta:
+        gate = asyncio.Event()
+
+        class Stuck(Sink):
+            async def on_receive_batch(self, messages: list[UMessage]) -> None:
+                self.messages += messages
+                self._changed.set()
+                await gate.wait()
+
+        heard = Stuck(DEADLINE_S)
+        await beta.register_listener(TOPIC, heard)
+        accepted, code = 0, UCode.OK
+        for first in itertools.count(0, 512):
+            statuses = await alpha.send_batch(numbered(first, 512))
+            accepted += sum(status.code == UCode.OK for status in statuses)
+            if statuses[-1].code != UCode.OK:
+                code = statuses[-1].code
+                assert {status.code for status in statuses} <= {UCode.OK, UCode.UNAVAILABLE}
+                break
+            assert first < 1_000_000, "nothing holds the sender back"
+        assert code == UCode.UNAVAILABLE
+        gate.set()
+        await heard.expect(accepted)
+        assert heard.payloads == payloads(accepted)
+
+
+async def test_writers_give_way_to_others_and_lose_nothing(tag: str) -> None:
+    async with end(tag, "alpha", writers_max=4) as alpha, end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(uris.pattern("alpha"), heard)
+        topics = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number % 20) for number in range(200)]
+        await deliver(alpha, [message for topic in topics for message in numbered(0, 1, topic)])
+        await heard.expect(200)
+        assert "writers=4," in repr(alpha)
+
+
+async def test_a_transport_opens_again_and_keeps_its_listeners(tag: str) -> None:
+    async with end(tag, "alpha") as alpha:
+        beta = end(tag, "beta")
+        changes: list[bool] = []
+        beta.on_connection(changes.append)
+        heard = Sink(DEADLINE_S)
+        await beta.open()
+        await beta.register_listener(TOPIC, heard)
+        await beta.close()
+        await beta.open()
+        await deliver(alpha, numbered(0, 2))
+        await heard.expect(2)
+        await beta.close()
+        assert changes == [True, False, True, False]
+
+
+@dataclass
+class Generated(IdlStruct, typename="uprotocol.v1.UMessage"):
+    """The type as an IDL compiler makes it, for the comparison with our own octets."""
+
+    version: uint8
+    has_payload: bool
+    attributes: sequence[uint8]
+    payload: sequence[uint8]
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40) | st.none())
+def test_our_octets_are_those_of_the_generated_type(attributes: bytes, payload: bytes | None) -> None:
+    ours = mapping.pack(attributes, payload or b"", has_payload=payload is not None)
+    theirs = Generated(1, payload is not None, list(attributes), list(payload or b""))
+    assert theirs.serialize() == ours
+    assert Generated.deserialize(ours) == theirs
+    assert mapping.unpack(theirs.serialize(use_version_2=True)) == (attributes, payload)
+
+
+async def test_a_foreign_implementation_of_the_type_talks_to_us(tag: str) -> None:
+    """Partition and type are all that it needs; it knows nothing of our announcements."""
+    async with end(tag, "alpha") as alpha:
+        foreign = Participant(DOMAIN, DdsConfig(**settings(tag)).configuration())
+        topic = Topic(foreign.entity, mapping.TOPIC, Generated)
+        assert topic.typename == mapping.TYPE_NAME
+        qos = Qos(Policy.Reliability.Reliable(1_000_000), Policy.History.KeepAll)
+        partition = mapping.writer_partition(TOPIC, None, "alpha")
+        writer = DataWriter(Publisher(foreign.entity, Qos(Policy.Partition([partition]))), topic, qos)
+        reader = DataReader(Subscriber(foreign.entity, Qos(Policy.Partition(["up/alpha/*"]))), topic, qos)
+        heard = Sink(DEADLINE_S)
+        await alpha.register_listener(TOPIC, heard)
+        message = numbered(0, 1)[0]
+        writer.write(Generated(1, True, list(message.attributes.SerializeToString()), list(message.payload)))
+        await heard.expect(1)
+        assert heard.messages == [message]
+        await alpha.send(message)
+        for _ in range(2):  # its own, and ours
+            sample = await asyncio.to_thread(reader.take_one, timeout=int(DEADLINE_S * 1e9))
+            assert bytes(sample.attributes) == message.attributes.SerializeToString()
+            assert bytes(sample.payload) == message.payload
+        del writer, reader, topic
+        foreign.close()
+
+
+def test_the_configuration_of_cyclone() -> None:
+    assert DdsConfig().configuration() is None
+    xml = DdsConfig(interface='e"0', multicast=False, peers=["10.0.0.1", "h&m"], tag="<t>", participants_per_host_max=5).configuration()
+    assert xml is not None
+    assert '<NetworkInterface name=\'e"0\' multicast="false"/>' in xml
+    assert "<AllowMulticast>false</AllowMulticast>" in xml
+    assert "<MaxAutoParticipantIndex>4</MaxAutoParticipantIndex>" in xml
+    assert '<Peers><Peer address="10.0.0.1"/><Peer address="h&amp;m"/></Peers>' in xml
+    assert "<Tag>&lt;t&gt;</Tag>" in xml
+    assert DdsConfig(cyclone_xml="<CycloneDDS/>").configuration() == "<CycloneDDS/>"
+    assert str(DdsConfig(cyclone_file=Path("/etc/cyclone.xml")).configuration()) == "file:///etc/cyclone.xml"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"domain": 3}, "domain"),
+        ({"domain_id": 231}, "domain_id"),
+        ({"multicast": False}, "needs peers"),
+        ({"cyclone_xml": "<CycloneDDS/>", "interface": "lo"}, "can't be combined with interface"),
+        ({"cyclone_xml": "<CycloneDDS/>", "cyclone_file": "x.xml"}, "can't be combined with cyclone_file"),
+        ({"cyclone_xml": "<CycloneDDS>ü</CycloneDDS>"}, "ASCII"),
+    ],
+)
+def test_a_wrong_configuration_says_what_is_wrong(wrong: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        DdsConfig(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"cyclone_xml": "<Cyclone"}, {"interface": "nosuch0"}, {"cyclone_file": "/nosuch/file.xml"}])
+async def test_a_configuration_that_cyclone_refuses_is_a_clear_error(wrong: dict[str, Any]) -> None:
+    transport = plugin.create("dds", {"domain_id": DOMAIN, **wrong}, LocalUriProvider("alpha", 1, 1))
+    with pytest.raises(UStatusError, match=f"DDS domain {DOMAIN}") as raised:
+        await transport.open()
+    assert raised.value.code == UCode.UNAVAILABLE
+    assert not transport.connected
+    await transport.close()
