@@ -1,0 +1,152 @@
+"""A uSubscription service as a process of its own: `python -m usubscription --authority cloud --store cloud.db --transport zenoh`.
+
+options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: stopped cleanly
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from transports.plugin import create, explain
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider
+from usubscription.codec import ENTITY_TYPE
+from usubscription.remote import AUDIT_MS, TIMEOUT_MS
+from usubscription.service import USubscriptionService
+
+SWITCH_INTERVAL_S: Final = 0.001  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
+
+Ready = Callable[[dict[str, Any]], None]
+
+
+class ServiceConfig(BaseModel):
+    """One uSubscription service. Unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    authority: str = Field(description="whose topics and clients it keeps")
+    store: Path = Field(description="the SQLite file; made if it isn't there")
+    transport: str = Field(description="name of the transport plugin")
+    settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
+    remote_majors: dict[str, int] = Field(default_factory=dict, description="version to speak to a remote authority, if not the client's")
+    remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes")
+    audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
+
+
+def load(path: Path) -> ServiceConfig:
+    """Raises UStatusError(INVALID_ARGUMENT) naming what is wrong."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid(f"the configuration {path} can't be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"{path} is not TOML: {error}") from None
+    return validate(content, str(path))
+
+
+def validate(content: dict[str, Any], where: str) -> ServiceConfig:
+    try:
+        config = ServiceConfig.model_validate(content)
+    except ValidationError as error:
+        raise invalid(f"{where}: {explain(error)}") from None
+    uris.validate_authority(config.authority)
+    return config
+
+
+async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None = None) -> None:
+    """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened."""
+    local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
+    transport = create(config.transport, config.settings, local)
+    async with transport:
+        service = USubscriptionService(
+            transport,
+            config.authority,
+            config.store,
+            remote_majors=config.remote_majors,
+            remote_timeout_ms=config.remote_timeout_ms,
+            audit_ms=config.audit_ms,
+        )
+        await service.start()
+        try:
+            if ready is not None:
+                ready({"ready": True, "service": "core.usubscription", "authority": config.authority, "transport": config.transport})
+            await stop.wait()
+        finally:
+            await service.stop()
+
+
+def run(config: ServiceConfig, ready: Ready | None = None) -> int:
+    """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is not."""
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        await serve(config, stop, ready or _print)
+
+    try:
+        asyncio.run(main())
+    except UStatusError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _print(state: dict[str, Any]) -> None:
+    print(json.dumps(state), flush=True)
+
+
+def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
+    """Options over the file. Raises UStatusError, or SystemExit as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog="python -m usubscription",
+        description="A uSubscription service (versions 3 and 4).",
+        epilog="Example: python -m usubscription --authority cloud --store cloud.db --transport mqtt5 --setting port=1883",
+    )
+    parser.add_argument("--config", type=Path, help="a TOML file with the keys authority, store, transport, [settings]")
+    parser.add_argument("--authority")
+    parser.add_argument("--store", help="SQLite file")
+    parser.add_argument("--transport", help="zenoh, mqtt5, dds, local, or another that is installed")
+    parser.add_argument("--setting", action="append", default=[], metavar="KEY=VALUE", help="of the transport; VALUE as JSON, or as text")
+    options = parser.parse_args(arguments)
+    content: dict[str, Any] = {}
+    if options.config is not None:
+        content = load(options.config).model_dump(exclude_unset=True)
+    content.update({key: value for key in ("authority", "store", "transport") if (value := getattr(options, key)) is not None})
+    settings = dict(content.get("settings", {}))
+    for setting in options.setting:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise invalid(f"--setting takes KEY=VALUE, got {setting!r}")
+        settings[key] = value
+        with contextlib.suppress(ValueError):
+            settings[key] = json.loads(value)
+    content["settings"] = settings
+    return validate(content, "options")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        config = parse(arguments)
+    except UStatusError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

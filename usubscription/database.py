@@ -1,0 +1,390 @@
+"""The state of the service in one SQLite file. Blocks, so it lives on the store's threads.
+
+apply([event, ...]) --one transaction--> state.step on what is stored --> records, links, outbox --commit--> [Outcome, ...]
+Reader: the committed state, for questions
+
+A change is stored in the outbox with those who are to be told, in the transaction that makes it, and leaves it once it was sent; a link
+carries the command that the remote service has not answered. So a crash between any two steps loses neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import sqlite3
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.reader import Reader, StoredChange, read_link, write_change
+from usubscription.schema import StoreFile
+from usubscription.state import Change, Event, Key, Link, Orphaned, Record, Status, Subscribe, TimedOut, step
+
+SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
+REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
+REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
+OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
+
+UNSEEN: Final[Key] = ("", 0, 0, 0)
+"""The topic of a message that is about none: the end of a registration for everything."""
+
+
+# -- events that are not about one topic ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """`topic` None: for everything, as version 4 does."""
+
+    client: Key
+    major: int
+    topic: Key | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unregister:
+    client: Key
+    major: int
+    topic: Key | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Forget everything, and tell everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The changes up to this number have been told."""
+
+    number: int
+
+
+StoreEvent = Event | Register | Unregister | Reset | Sent
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one event."""
+
+    answer: Status = Status.UNSUBSCRIBED
+    changes: list[StoredChange] = field(default_factory=list)
+    topic: Key | None = None
+    link: Link | None = None  # of `topic`, if that changed
+    many_changes: bool = False  # too many for a list: they are in the outbox only
+    tag: Any = None
+
+
+class Database:
+    """The writing side; one thread at a time."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        authority: str,
+        *,
+        subscriptions_max: int = SUBSCRIPTIONS_MAX,
+        outbox_changes_max: int = OUTBOX_CHANGES_MAX,
+        majors: dict[str, int] | None = None,
+    ) -> None:
+        self.path, self.authority = Path(path), authority
+        self._subscriptions_max, self._outbox_max = subscriptions_max, outbox_changes_max
+        self._majors = majors or {}
+        self._ids: dict[Key, int] = {}
+        self._keys: dict[int, Key] = {}
+        self._unused: set[int] = set()
+        self._count = self._registrations = 0
+        self.outbox_dropped = 0
+        self._file: StoreFile | None = None
+        self._db: sqlite3.Connection | None = None
+
+    def __repr__(self) -> str:
+        return f"Database({self.path}, {self.authority}, subscriptions={self._count})"
+
+    def open(self) -> None:
+        """Raises UStatusError as StoreFile does."""
+        self._file = StoreFile(self.path, self.authority)
+        assert self._file.db is not None
+        self._db = self._file.db
+        (self._count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
+        (self._registrations,) = self._db.execute("SELECT count(*) FROM registration").fetchone()
+        (last,) = self._db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
+        self._generations = itertools.count(last + 1)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._db = None
+        if self._file is not None:
+            self._file.close()
+
+    # -- applying ---------------------------------------------------------------------------------------------------------------------
+
+    def apply(self, events: Iterable[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
+        """All of `events` in order, in one transaction: committed when this returns.
+
+        What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the disk fails; then
+        nothing of the batch is stored.
+        """
+        db = self._db
+        assert db is not None, "open() comes first"
+        counts = self._count, self._registrations
+        try:
+            db.execute("BEGIN IMMEDIATE")
+            outcomes = [self._apply(db, event, now_ms) for event in events]
+            if self._unused:
+                self._sweep(db)
+            db.execute("COMMIT")
+        except BaseException as error:
+            self._count, self._registrations = counts
+            self._ids.clear()
+            self._keys.clear()
+            self._unused.clear()
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error):
+                full = "full" in str(error)
+                code = UCode.RESOURCE_EXHAUSTED if full else UCode.UNAVAILABLE
+                raise UStatusError(code, f"nothing was stored, because the disk {'is full' if full else f'failed: {error}'}") from error
+            raise
+        return outcomes
+
+    def _apply(self, db: sqlite3.Connection, event: StoreEvent, now_ms: int) -> Outcome | UStatusError:
+        match event:
+            case Sent(number):
+                db.execute("DELETE FROM outbox WHERE id <= ?", (number,))
+                return Outcome()
+            case Register():
+                return self._register(db, event)
+            case Unregister():
+                self._unregister(db, event)
+                return Outcome()
+            case Reset():
+                return self._reset(db)
+            case Subscribe() if self._count >= self._subscriptions_max:
+                return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._count} subscriptions are stored, which is the limit")
+        return self._step(db, event, now_ms)
+
+    def _step(self, db: sqlite3.Connection, event: Event, now_ms: int) -> Outcome:
+        remote = event.topic[0] != self.authority
+        creates = isinstance(event, Subscribe | Orphaned)
+        topic = self._id(db, event.topic) if creates else self._find(db, event.topic)
+        if topic is None:
+            return Outcome()
+        link = self._link(db, topic) if remote else Link()
+        records = _StoredRecords(self, db, topic)
+        done = step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
+        if done.link.command is not None and done.link.generation != link.generation:
+            done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
+        for subscriber, record in done.records.items():
+            self._keep(db, topic, subscriber, record)
+        outcome = Outcome(done.answer, self._tell(db, topic, done.changes))
+        if done.link != link:
+            self._keep_link(db, topic, done.link)
+            outcome.topic, outcome.link = event.topic, done.link
+        elif isinstance(event, TimedOut):
+            outcome.topic, outcome.link = event.topic, link
+        if done.link.state is Status.UNSUBSCRIBED:
+            self._unused.add(topic)
+        return outcome
+
+    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None) -> None:
+        who = self._id(db, subscriber)
+        if record is None:
+            db.execute("DELETE FROM subscription WHERE subscriber = ? AND topic = ?", (who, topic))
+            self._count -= 1
+            self._unused.add(who)
+            return
+        values = (record.status, record.major, record.expires_ms, record.sample_period_ms, record.details or None, who, topic)
+        changed = db.execute(
+            """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?
+               WHERE subscriber = ? AND topic = ?""",
+            values,
+        )
+        if not changed.rowcount:
+            db.execute(
+                """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, subscriber, topic)
+                   VALUES(?, ?, ?, ?, ?, ?, ?)""",
+                values,
+            )
+            self._count += 1
+
+    def _link(self, db: sqlite3.Connection, topic: int) -> Link:
+        row = db.execute(
+            "SELECT state, major, command, generation, attempt, sample_period_ms FROM link WHERE topic = ?", (topic,)
+        ).fetchone()
+        return read_link(row) if row is not None else Link()
+
+    def _keep_link(self, db: sqlite3.Connection, topic: int, link: Link) -> None:
+        if link.state is Status.UNSUBSCRIBED:
+            db.execute("DELETE FROM link WHERE topic = ?", (topic,))
+        else:
+            db.execute("INSERT OR REPLACE INTO link VALUES(?, ?, ?, ?, ?, ?, ?)", (topic, *link))
+
+    # -- telling ----------------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, db: sqlite3.Connection, topic: int, changes: Sequence[Change]) -> list[StoredChange]:
+        if not changes:
+            return []
+        registered = self._registered(db, topic)
+        stored = []
+        for change in changes:
+            recipients = [(change.subscriber, change.major)] if change.tell_subscriber else []
+            for client in registered:
+                if client not in recipients and (client[1] >= 4 or change.status_changed):
+                    recipients.append(client)
+            cursor = db.execute("INSERT INTO outbox(change) VALUES(?)", (write_change(change, recipients),))
+            assert cursor.lastrowid is not None
+            stored.append(StoredChange(cursor.lastrowid, change, tuple(recipients)))
+        last = stored[-1].number
+        if last % 1024 < len(stored):  # now and then
+            dropped = db.execute("DELETE FROM outbox WHERE id <= ?", (last - self._outbox_max,)).rowcount
+            self.outbox_dropped += max(dropped, 0)
+        return stored
+
+    def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
+        rows = db.execute("SELECT client, major FROM registration WHERE topic IN (0, ?)", (topic,)).fetchall()
+        return [(self._key(db, client), major) for client, major in rows]
+
+    def _register(self, db: sqlite3.Connection, event: Register) -> Outcome | UStatusError:
+        for_all = event.topic is None
+        (count,) = db.execute(f"SELECT count(*) FROM registration WHERE topic {'=' if for_all else '!='} 0").fetchone() if for_all else (0,)
+        if count >= REGISTERED_FOR_ALL_MAX:
+            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} clients are registered for every change, which is the limit")
+        if not for_all:
+            (last,) = db.execute(
+                "SELECT count(*) FROM (SELECT 1 FROM registration WHERE topic != 0 LIMIT ?)", (REGISTRATIONS_MAX,)
+            ).fetchone()
+            if last >= REGISTRATIONS_MAX:
+                return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{last} registrations for notifications are stored, which is the limit")
+        topic = 0 if event.topic is None else self._id(db, event.topic)
+        done = db.execute("INSERT OR IGNORE INTO registration VALUES(?, ?, ?)", (topic, self._id(db, event.client), event.major))
+        self._registrations += done.rowcount
+        return Outcome()
+
+    def _unregister(self, db: sqlite3.Connection, event: Unregister) -> None:
+        topic = 0 if event.topic is None else self._find(db, event.topic)
+        client = self._find(db, event.client)
+        if topic is not None and client is not None:
+            done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
+            self._registrations -= done.rowcount
+            self._unused.update((topic, client))
+
+    def _reset(self, db: sqlite3.Connection) -> Outcome:
+        """Spec-facts 10.7: everything goes, then everybody who was subscribed or registered is told."""
+        told: set[tuple[Key, int]] = set()
+        outcome = Outcome(many_changes=True)
+        rows = db.execute(
+            "SELECT topic, subscriber, status, major, expires_ms, sample_period_ms, details FROM subscription ORDER BY seq"
+        ).fetchall()
+        for topic, subscriber, _, major, expires_ms, period, details in rows:
+            change = Change(self._key(db, topic), self._key(db, subscriber), Status.UNSUBSCRIBED, major, expires_ms, period, details or b"")
+            for stored in self._tell(db, topic, [change]):
+                told.update(stored.recipients)
+        for topic, client, major in db.execute("SELECT topic, client, major FROM registration").fetchall():
+            who = (self._key(db, client), major)
+            if who not in told:
+                told.add(who)
+                change = Change(self._key(db, topic) if topic else UNSEEN, who[0], Status.UNSUBSCRIBED, major)
+                db.execute("INSERT INTO outbox(change) VALUES(?)", (write_change(change, [who]),))
+        for table in ("subscription", "link", "registration", "uri"):
+            db.execute(f"DELETE FROM {table}")
+        self._ids.clear()
+        self._keys.clear()
+        self._unused.clear()
+        self._count = self._registrations = 0
+        return outcome
+
+    # -- URIs -------------------------------------------------------------------------------------------------------------------------
+
+    def _find(self, db: sqlite3.Connection, key: Key) -> int | None:
+        known = self._ids.get(key)
+        if known is None:
+            row = db.execute("SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?", key).fetchone()
+            if row is None:
+                return None
+            known = row[0]
+            self._remember(key, known)
+        return known
+
+    def _id(self, db: sqlite3.Connection, key: Key) -> int:
+        known = self._find(db, key)
+        if known is None:
+            cursor = db.execute("INSERT INTO uri(authority, ue_id, version, resource) VALUES(?, ?, ?, ?)", key)
+            assert cursor.lastrowid is not None
+            known = cursor.lastrowid
+            self._remember(key, known)
+            self._unused.add(known)  # until the sweep has seen who uses it
+        return known
+
+    def _key(self, db: sqlite3.Connection, id: int) -> Key:
+        known = self._keys.get(id)
+        if known is None:
+            known = db.execute("SELECT authority, ue_id, version, resource FROM uri WHERE id = ?", (id,)).fetchone()
+            self._remember(known, id)
+        return known
+
+    def _remember(self, key: Key, id: int) -> None:
+        if len(self._ids) >= URIS_CACHED_MAX:
+            self._ids.clear()
+            self._keys.clear()
+        self._ids[key] = id
+        self._keys[id] = key
+
+    def _sweep(self, db: sqlite3.Connection) -> None:
+        """Forget the URIs that nothing refers to any more, so that passing topics leave nothing behind."""
+        for id in self._unused - {0}:
+            gone = db.execute(
+                """DELETE FROM uri WHERE id = ?1 AND NOT EXISTS(SELECT 1 FROM subscription WHERE topic = ?1)
+                   AND NOT EXISTS(SELECT 1 FROM subscription WHERE subscriber = ?1) AND NOT EXISTS(SELECT 1 FROM link WHERE topic = ?1)
+                   AND NOT EXISTS(SELECT 1 FROM registration WHERE topic = ?1)
+                   AND NOT EXISTS(SELECT 1 FROM registration WHERE client = ?1)""",
+                (id,),
+            )
+            if gone.rowcount:
+                key = self._keys.pop(id, None)
+                if key is not None:
+                    self._ids.pop(key, None)
+        self._unused.clear()
+
+    def reader(self) -> Reader:
+        return Reader(self.path)
+
+
+class _StoredRecords:
+    """The records of one topic, as the machine wants to see them."""
+
+    def __init__(self, database: Database, db: sqlite3.Connection, topic: int) -> None:
+        self._database, self._db, self._topic = database, db, topic
+
+    def get(self, subscriber: Key, /) -> Record | None:
+        who = self._database._find(self._db, subscriber)
+        if who is None:
+            return None
+        row = self._db.execute(
+            "SELECT status, major, expires_ms, sample_period_ms, details FROM subscription WHERE subscriber = ? AND topic = ?",
+            (who, self._topic),
+        ).fetchone()
+        return _record(row) if row is not None else None
+
+    def has_others(self, subscriber: Key, /) -> bool:
+        who = self._database._find(self._db, subscriber)
+        row = self._db.execute("SELECT 1 FROM subscription WHERE topic = ? AND subscriber IS NOT ? LIMIT 1", (self._topic, who)).fetchone()
+        return row is not None
+
+    def items(self) -> list[tuple[Key, Record]]:
+        rows = self._db.execute(
+            "SELECT subscriber, status, major, expires_ms, sample_period_ms, details FROM subscription WHERE topic = ? ORDER BY seq",
+            (self._topic,),
+        ).fetchall()
+        return [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
+
+
+def _record(row: Sequence[Any]) -> Record:
+    return Record(Status(row[0]), row[1], row[2], row[3], row[4] or b"")
+
+
+__all__ = ["Database", "Outcome", "Reader", "Register", "Reset", "Sent", "StoreEvent", "StoredChange", "Unregister"]

@@ -1,0 +1,158 @@
+"""Questions about the committed state of a store, and how its rows are read.
+
+Reader: subscribers of a topic, subscriptions that match, what has expired, links, registrations, the outbox
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from uprotocol import uri as uris
+from usubscription.codec import Row
+from usubscription.schema import open_connection
+from usubscription.state import Change, Command, Key, Link, Status
+
+
+class StoredChange(NamedTuple):
+    """A change in the outbox: its number, and who gets a Notification of it in which major version."""
+
+    number: int
+    change: Change
+    recipients: tuple[tuple[Key, int], ...]
+
+
+_ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource,
+    s.status, s.expires_ms, s.sample_period_ms, s.details
+    FROM subscription s JOIN uri t ON t.id = s.topic JOIN uri c ON c.id = s.subscriber"""
+
+
+class Reader:
+    """Questions about the committed state, on a connection of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._db = open_connection(path, writer=False)
+
+    def close(self) -> None:
+        self._db.close()
+
+    def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool]:
+        """Those subscribed to exactly `topic`, in the order in which they came, and whether there are more behind them."""
+        rows = self._db.execute(
+            """SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
+               WHERE s.topic = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)
+               AND (s.expires_ms IS NULL OR s.expires_ms >= ?) ORDER BY s.seq LIMIT ? OFFSET ?""",
+            (*topic, now_ms, limit + 1, offset),
+        ).fetchall()
+        return rows[:limit], len(rows) > limit
+
+    def subscriptions(
+        self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
+    ) -> tuple[list[Row], bool]:
+        """Those that match both patterns (None: any), in the order in which they came, and whether there are more."""
+        wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)"], [now_ms]
+        for alias, column, pattern in (("t", "topic", topic), ("c", "subscriber", subscriber)):
+            if pattern is not None:
+                condition, parameters = _matches(alias, column, pattern)
+                wheres.append(condition)
+                values.extend(parameters)
+        query = f"{_ROWS} WHERE {' AND '.join(wheres)} ORDER BY s.seq LIMIT ? OFFSET ?"
+        rows = self._db.execute(query, (*values, -1 if limit is None else limit + 1, offset)).fetchall()
+        more = limit is not None and len(rows) > limit
+        statuses = tuple(Status)
+        found = [Row(row[0:4], row[4:8], statuses[row[8]], row[9], row[10], row[11] or b"") for row in (rows[:limit] if more else rows)]
+        return found, more
+
+    def expired(self, now_ms: int, limit: int) -> tuple[list[tuple[Key, Key]], int | None]:
+        """(topic, subscriber) of what has expired, the oldest first, and when the next one will."""
+        rows = self._db.execute(f"{_ROWS} WHERE s.expires_ms < ? ORDER BY s.expires_ms LIMIT ?", (now_ms, limit)).fetchall()
+        (following,) = self._db.execute("SELECT min(expires_ms) FROM subscription WHERE expires_ms >= ?", (now_ms,)).fetchone()
+        return [(row[0:4], row[4:8]) for row in rows], following
+
+    def links(self, authority: str | None = None) -> list[tuple[Key, Link]]:
+        """All links (to `authority`), in the order in which their commands were given."""
+        rows = self._db.execute(
+            """SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation, l.attempt, l.sample_period_ms
+               FROM link l JOIN uri u ON u.id = l.topic WHERE ?1 IS NULL OR u.authority = ?1 ORDER BY l.generation""",
+            (authority,),
+        ).fetchall()
+        return [(row[0:4], read_link(row[4:])) for row in rows]
+
+    def registrations(self) -> list[tuple[Key, int, Key | None]]:
+        """(client, major, topic; None: everything)."""
+        rows = self._db.execute(
+            """SELECT c.authority, c.ue_id, c.version, c.resource, r.major, t.authority, t.ue_id, t.version, t.resource
+               FROM registration r JOIN uri c ON c.id = r.client LEFT JOIN uri t ON t.id = r.topic ORDER BY r.topic, r.client, r.major"""
+        ).fetchall()
+        return [(row[0:4], row[4], row[5:9] if row[5] is not None else None) for row in rows]
+
+    def outbox(self, after: int, limit: int) -> list[StoredChange]:
+        rows = self._db.execute("SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", (after, limit)).fetchall()
+        return [_read_change(number, text) for number, text in rows]
+
+    def outbox_last(self) -> int:
+        """The number of the newest change that may not have been told."""
+        (last,) = self._db.execute("SELECT coalesce(max(id), 0) FROM outbox").fetchone()
+        return int(last)
+
+    def count(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
+        return int(count)
+
+
+def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
+    """dsn~uri-pattern-matching~2 in SQL: only the pattern's wildcards count."""
+    authority, ue_id, version, resource = pattern
+    conditions: list[str] = []
+    values: list[Any] = []
+
+    def equal(expression: str, value: Any) -> None:
+        conditions.append(f"{expression} = ?")
+        values.append(value)
+
+    if authority != uris.WILDCARD_AUTHORITY:
+        equal(f"{alias}.authority", authority)
+    wild_type, wild_instance = ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE, ue_id >> 16 == uris.WILDCARD_ENTITY_INSTANCE
+    if not wild_type and not wild_instance:
+        equal(f"{alias}.ue_id", ue_id)
+    elif not wild_type:
+        equal(f"({alias}.ue_id & 65535)", ue_id & 0xFFFF)
+    elif not wild_instance:
+        equal(f"({alias}.ue_id >> 16)", ue_id >> 16)
+    if version != uris.WILDCARD_VERSION:
+        equal(f"{alias}.version", version)
+    if resource != uris.WILDCARD_RESOURCE:
+        equal(f"{alias}.resource", resource)
+    if len(conditions) == 4:  # one thing: so that the index of its subscriptions is used
+        return f"s.{column} = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)", values
+    return " AND ".join(conditions) or "1", values
+
+
+def read_link(row: Sequence[Any]) -> Link:
+    return Link(Status(row[0]), row[1], Command(row[2]) if row[2] is not None else None, row[3], row[4], row[5])
+
+
+def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
+    return json.dumps([*change[:6], change.details.hex(), change.status_changed, recipients], separators=(",", ":"))
+
+
+def _read_change(number: int, text: str) -> StoredChange:
+    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients = json.loads(text)
+    change = Change(
+        _to_key(topic),
+        _to_key(subscriber),
+        Status(status),
+        major,
+        expires_ms,
+        period,
+        bytes.fromhex(details),
+        status_changed=status_changed,
+    )
+    return StoredChange(number, change, tuple((_to_key(key), major) for key, major in recipients))
+
+
+def _to_key(parts: list[Any]) -> Key:
+    authority, ue_id, version, resource = parts
+    return (authority, ue_id, version, resource)

@@ -1,0 +1,177 @@
+"""The store's file: made whole or not at all, checked when it is opened, locked for one service, migrated or refused.
+
+open_store(path, authority) -> lock -> (make) -> is it ours? whole? of this version? of this authority? writable? -> connection
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
+CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
+BUSY_MS: Final = 5_000  # we lock the file for ourselves, so only a backup can make us wait
+
+SCHEMA: Final = (
+    "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL, version INTEGER NOT NULL,
+       resource INTEGER NOT NULL, UNIQUE(authority, ue_id, version, resource))""",
+    # seq is the order of first subscription, in which lists are given (A-36)
+    """CREATE TABLE subscription(seq INTEGER PRIMARY KEY, topic INTEGER NOT NULL, subscriber INTEGER NOT NULL, status INTEGER NOT NULL,
+       major INTEGER NOT NULL, expires_ms INTEGER, sample_period_ms INTEGER, details BLOB, UNIQUE(subscriber, topic))""",
+    "CREATE INDEX subscription_topic ON subscription(topic)",
+    "CREATE INDEX subscription_expiry ON subscription(expires_ms) WHERE expires_ms IS NOT NULL",
+    """CREATE TABLE link(topic INTEGER PRIMARY KEY, state INTEGER NOT NULL, major INTEGER NOT NULL, command INTEGER,
+       generation INTEGER NOT NULL, attempt INTEGER NOT NULL, sample_period_ms INTEGER)""",
+    # topic 0: all of them
+    """CREATE TABLE registration(topic INTEGER NOT NULL, client INTEGER NOT NULL, major INTEGER NOT NULL,
+       PRIMARY KEY(topic, client, major)) WITHOUT ROWID""",
+    "CREATE INDEX registration_client ON registration(client)",
+    "CREATE TABLE outbox(id INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL)",
+)
+MIGRATIONS: Final[dict[int, Sequence[str]]] = {}
+"""From version n to n + 1: what to execute."""
+
+
+def open_connection(path: Path, *, writer: bool) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+    connection.execute(f"PRAGMA busy_timeout={BUSY_MS}")
+    connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+    connection.execute("PRAGMA temp_store=MEMORY")
+    if writer:
+        (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
+        if mode != "wal":
+            raise sqlite3.OperationalError(f"the file system does not allow a write-ahead log (mode {mode})")
+        connection.execute("PRAGMA synchronous=FULL")
+    else:
+        connection.execute("PRAGMA query_only=ON")
+    return connection
+
+
+class StoreFile:
+    """The file of one service while it is open."""
+
+    def __init__(self, path: Path, authority: str) -> None:
+        """Open or make the file. Blocks. Raises UStatusError: FAILED_PRECONDITION (in use, another program's, newer, of another authority),
+        DATA_LOSS (corrupt), PERMISSION_DENIED (not writable), UNAVAILABLE (the disk). It never begins anew over a file that is there.
+        """
+        self.path, self.authority = path, authority
+        self._lock_file: int | None = None
+        self.db: sqlite3.Connection | None = None
+        try:
+            self._lock()
+            if not path.exists():
+                self._create()
+            elif path.stat().st_size == 0:
+                raise UStatusError(UCode.DATA_LOSS, f"the store {path} is empty (0 bytes): restore it, or delete it to begin anew")
+            self.db = open_connection(path, writer=True)
+            self._check(self.db)
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            raise self._explain(error) from error
+        except UStatusError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """May be called twice."""
+        if self.db is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self.db.close()
+            self.db = None
+        if self._lock_file is not None:
+            os.close(self._lock_file)
+            self._lock_file = None
+
+    def _lock(self) -> None:
+        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock_file = lock
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"the store {self.path} is in use by another process: one service per store"
+            ) from None
+
+    def _create(self) -> None:
+        """Under another name first, so that a store that exists is a whole one."""
+        making = self.path.with_name(self.path.name + ".new")
+        making.unlink(missing_ok=True)
+        db = sqlite3.connect(making, isolation_level=None)
+        try:
+            db.execute("PRAGMA synchronous=FULL")
+            db.execute("BEGIN")
+            for statement in SCHEMA:
+                db.execute(statement)
+            db.execute("INSERT INTO meta VALUES('authority', ?)", (self.authority,))
+            db.execute(f"PRAGMA application_id={APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+            db.execute("COMMIT")
+        finally:
+            db.close()
+        os.replace(making, self.path)
+        directory = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _check(self, db: sqlite3.Connection) -> None:
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if application != APPLICATION_ID:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{self.path} is an SQLite file, but not a uSubscription store")
+        if version > SCHEMA_VERSION:
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION,
+                f"the store {self.path} has schema version {version}, and this program knows up to {SCHEMA_VERSION}: use a newer program",
+            )
+        (fault,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        if fault != "ok":
+            raise UStatusError(UCode.DATA_LOSS, f"the store {self.path} is corrupt ({fault}): restore it from a backup")
+        self._migrate(db, version)
+        (authority,) = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
+        if authority != self.authority:
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION,
+                f"the store {self.path} belongs to authority {authority!r}, not {self.authority!r}: use that one's own store",
+            )
+        db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))  # a read-only file shows here
+
+    def _migrate(self, db: sqlite3.Connection, version: int) -> None:
+        while version < SCHEMA_VERSION:
+            if version not in MIGRATIONS:
+                raise UStatusError(
+                    UCode.FAILED_PRECONDITION, f"the store {self.path} has schema version {version}, which is too old to migrate"
+                )
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                for statement in MIGRATIONS[version]:
+                    db.execute(statement)
+                version += 1
+                db.execute(f"PRAGMA user_version={version}")
+                db.execute("COMMIT")
+            except sqlite3.Error:
+                db.execute("ROLLBACK")
+                raise
+
+    def _explain(self, error: Exception) -> UStatusError:
+        text = str(error)
+        if isinstance(error, PermissionError) or "readonly" in text or "unable to open" in text:
+            return UStatusError(
+                UCode.PERMISSION_DENIED, f"the store {self.path} can't be opened for writing ({text}): check its permissions"
+            )
+        if isinstance(error, FileNotFoundError):
+            return UStatusError(UCode.FAILED_PRECONDITION, f"the directory of the store {self.path} does not exist: make it first")
+        if isinstance(error, sqlite3.OperationalError | OSError):
+            return UStatusError(UCode.UNAVAILABLE, f"the store {self.path} can't be used now: {text}")
+        return UStatusError(UCode.DATA_LOSS, f"the store {self.path} is corrupt ({text}): restore it from a backup")

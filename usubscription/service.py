@@ -1,0 +1,291 @@
+"""The uSubscription service over any UTransport: version 3 at up://AUTHORITY/0/3/..., version 4 at up://AUTHORITY/0/4/..., one store.
+
+request -> codec -> store (committed) -> hooks -> response -> outbox: notifications, publishes -> remote commands
+                                         on_change: a dispatcher in this process gets ready before the subscriber has its answer
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+from google.protobuf.message import Message
+
+from uprotocol import uuid as uuids
+from uprotocol.communication import InMemoryRpcServer, RequestCheck
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
+from usubscription.database import Database, Outcome, Register, Reset, Unregister
+from usubscription.outbox import AnswersFirst, Pump
+from usubscription.reader import Reader
+from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
+from usubscription.state import Change, Expire, Key
+from usubscription.store import Store
+
+PAGE_ENTRIES_MAX: Final = 50_000  # of a version 3 listing (A-37): some 4 MB, which every transport takes as one message
+REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
+EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
+EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
+HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
+
+Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
+
+log = structlog.get_logger()
+
+
+class USubscriptionService:
+    """One service, for the topics and clients of `authority`; its state is in the SQLite file at `path`."""
+
+    def __init__(
+        self,
+        transport: UTransport,
+        authority: str,
+        path: str | Path,
+        *,
+        check: RequestCheck | None = None,
+        page_entries_max: int = PAGE_ENTRIES_MAX,
+        remote_majors: dict[str, int] | None = None,
+        remote_timeout_ms: int = TIMEOUT_MS,
+        remote_repeat_ms: int = REPEAT_FIRST_MS,
+        audit_ms: int = AUDIT_MS,
+        audit_call_ms: int = AUDIT_CALL_MS,
+        now_ms: Callable[[], int] = uuids.now_ms,
+        random: Callable[[], float] = random.random,
+    ) -> None:
+        self.authority = authority
+        self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
+        self._answers = AnswersFirst(transport)
+        self._store = Store(
+            Database(path, authority, majors=remote_majors), committed=self._committed, answered=self._answered, now_ms=now_ms
+        )
+        self._pump = Pump(transport, authority, self._store, self._answers)
+        self._remote = Remote(
+            transport,
+            authority,
+            self._store,
+            self._pump,
+            timeout_ms=remote_timeout_ms,
+            repeat_first_ms=remote_repeat_ms,
+            audit_ms=audit_ms,
+            audit_call_ms=audit_call_ms,
+            random=random,
+        )
+        self._servers = {
+            major: InMemoryRpcServer(
+                self._answers,
+                LocalUriProvider(authority, ENTITY_TYPE, major),
+                check=check,
+                requests_running_max=REQUESTS_RUNNING_MAX,
+                now_ms=now_ms,
+            )
+            for major in CODECS
+        }
+        self._hooks: list[Hook] = []
+        self._expirer: asyncio.Task[None] | None = None
+        self._next_expiry_ms: int | None = None
+        self._expiry_news = asyncio.Event()
+        self._started = False
+        self.requests: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
+
+    @property
+    def healthy(self) -> bool:
+        """False while the disk does not take what is asked of it."""
+        return self._store.healthy
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages that were not sent or not taken, by reason."""
+        total = Counter(self._pump.dropped)
+        for server in self._servers.values():
+            total.update(server.dropped)
+        total["outbox_full"] += self._store.database.outbox_dropped
+        return total
+
+    async def start(self) -> None:
+        """Open the store, go on where it stopped, serve. The transport must be open. Raises UStatusError (see schema.StoreFile)."""
+        await self._store.start()
+        try:
+            self._pump.start()
+            await self._remote.start()
+            for major, server in self._servers.items():
+                for method, resource in CODECS[major].methods.items():
+                    await server.register_request_handler(resource, self._handler(major, method))
+        except BaseException:
+            await self.stop()
+            raise
+        self._expirer = asyncio.ensure_future(self._expire_for_ever())
+        self._started = True
+
+    async def stop(self) -> None:
+        """Answer what is being handled, then close the store. May be called twice."""
+        for server in self._servers.values():
+            await server.close()
+        if self._expirer is not None:
+            self._expirer.cancel()
+            await asyncio.gather(self._expirer, return_exceptions=True)
+            self._expirer = None
+        await self._remote.stop()
+        await self._pump.stop()
+        await self._store.stop()
+        self._started = False
+
+    def on_change(self, hook: Hook) -> None:
+        """`hook(changes)` after every commit that changed something, before the answers leave; an awaitable is awaited."""
+        self._hooks.append(hook)
+
+    async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
+        """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not run."""
+        rows, _ = await self._store.read(lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()))
+        return rows
+
+    async def read(self, question: Callable[[Reader], Any]) -> Any:
+        """`question(reader)` about the committed state."""
+        return await self._store.read(question)
+
+    # -- requests ---------------------------------------------------------------------------------------------------------------------
+
+    def _handler(self, major: int, method: str) -> Callable[[UMessage], Awaitable[Message]]:
+        codec, handle = CODECS[major], getattr(self, f"_{method}")
+        name = f"{method}_v{major}"
+
+        async def handler(request: UMessage) -> Message:
+            self.requests[name] += 1
+            answer: Message = await handle(codec, request)
+            return answer
+
+        return handler
+
+    async def _subscribe(self, codec: V3 | V4, request: UMessage) -> Message:
+        event = codec.subscribe(request, self.authority)
+        outcome = await self._store.submit(event, _tag(request))
+        return codec.subscribed(request, outcome.answer)
+
+    async def _unsubscribe(self, codec: V3 | V4, request: UMessage) -> Message:
+        await self._store.submit(codec.unsubscribe(request, self.authority), _tag(request))
+        return codec.unsubscribed()
+
+    async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
+        client, topic = codec.registration(request, self.authority)
+        await self._store.submit(Register(client, codec.major, topic))
+        return codec.registered()
+
+    async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
+        client, topic = codec.registration(request, self.authority)
+        await self._store.submit(Unregister(client, codec.major, topic))
+        return codec.registered()
+
+    async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
+        codec.check_reset(request)
+        await self._store.submit(Reset(), _tag(request))
+        return codec.reset()
+
+    async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
+        asked, now_ms = codec.fetch(request, self.authority), self._now_ms()
+        limit = self._page_max if codec.major == 3 else None  # version 4 has no pages
+
+        def fetch(reader: Reader) -> Message:
+            return codec.fetched(*reader.subscriptions(asked.topic, asked.subscriber, now_ms, asked.offset, limit))
+
+        return await self._store.read(fetch)
+
+    async def _fetch_subscribers(self, _: V3, request: UMessage) -> Message:
+        asked, now_ms = V3_CODEC.fetch_subscribers(request, self.authority), self._now_ms()
+        topic = asked.topic
+        assert topic is not None
+
+        def fetch(reader: Reader) -> Message:
+            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, self._page_max))
+
+        return await self._store.read(fetch)
+
+    # -- after a commit ---------------------------------------------------------------------------------------------------------------
+
+    async def _committed(self, outcomes: list[Outcome]) -> None:
+        """Before the answers leave."""
+        if not self._hooks:
+            return
+        changes = [stored.change for outcome in outcomes for stored in outcome.changes]
+        for outcome in outcomes:
+            if outcome.many_changes:
+                changes = changes + await self._told_by_reset()
+        if not changes:
+            return
+        for hook in self._hooks:
+            try:
+                result = hook(changes)
+                if inspect.isawaitable(result):
+                    await asyncio.wait_for(result, HOOK_MS_MAX / 1000)
+            except Exception:
+                log.exception("a hook on subscription changes failed", hook=repr(hook))
+
+    async def _told_by_reset(self) -> list[Change]:
+        stored = await self._store.read(lambda reader: reader.outbox(self._pump.sent, -1))
+        return [one.change for one in stored]
+
+    def _answered(self, outcomes: list[Outcome]) -> None:
+        """The responses are on their way; now everybody else."""
+        for outcome in outcomes:
+            if outcome.many_changes:
+                self._remote.forget_all()
+                self._pump.look()
+            if outcome.changes:
+                self._pump.add(outcome.changes, outcome.tag)
+                self._watch_expiry(outcome)
+            if outcome.link is not None and outcome.topic is not None:
+                self._remote.update(outcome.topic, outcome.link, outcome.changes[-1].number if outcome.changes else 0)
+
+    # -- expiry -----------------------------------------------------------------------------------------------------------------------
+
+    def _watch_expiry(self, outcome: Outcome) -> None:
+        for stored in outcome.changes:
+            expires_ms = stored.change.expires_ms
+            if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
+                self._next_expiry_ms = expires_ms
+                self._expiry_news.set()
+
+    async def _expire_for_ever(self) -> None:
+        """Look at once (for what expired while we were down), when the next one is due, and once a second."""
+        while True:
+            try:
+                busy = await self._expire()
+            except UStatusError as error:
+                log.warning("expired subscriptions can't be ended now", why=error.message)
+                busy = False
+            except Exception:
+                log.exception("ending expired subscriptions failed")
+                busy = False
+            if busy:
+                continue
+            self._expiry_news.clear()
+            wait_ms = EXPIRY_CHECK_MS
+            if self._next_expiry_ms is not None:
+                wait_ms = min(max(self._next_expiry_ms + 1 - self._now_ms(), 1), wait_ms)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._expiry_news.wait(), wait_ms / 1000)
+
+    async def _expire(self) -> bool:
+        """True if there may be more."""
+        now_ms = self._now_ms()
+        due, self._next_expiry_ms = await self._store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
+        if due:
+            await asyncio.gather(*(self._store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
+        return len(due) == EXPIRED_BATCH_MAX
+
+
+def _tag(request: UMessage) -> tuple[int, int]:
+    return (request.attributes.id.msb, request.attributes.id.lsb)
+
+
+__all__ = ["Hook", "USubscriptionService"]

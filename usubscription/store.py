@@ -1,0 +1,200 @@
+"""Threads around the database: one writes, one reads, the loop never waits for a disk.
+
+submit(event) -> queue -> writer thread: whatever has come, one transaction -> loop: committed(outcomes), answers, answered(outcomes)
+read(question) -> queue -> reader thread: whatever has come -> loop: the answers
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Generic, TypeVar
+
+import structlog
+
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.database import Database, Outcome, StoreEvent
+from usubscription.reader import Reader
+
+WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
+BATCH_MAX: Final = 512  # of one transaction: one fsync for all of them, and no answer waits for more
+
+Q = TypeVar("Q")
+A = TypeVar("A")
+
+log = structlog.get_logger()
+
+
+class Lane(Generic[Q, A]):
+    """One thread and its queue. `work(questions)` runs on the thread and gives an answer, or an exception, for each."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[list[Q]], Sequence[A | BaseException]],
+        answered: Callable[[list[tuple[Q, asyncio.Future[A]]], Sequence[A | BaseException]], None],
+        *,
+        waiting_max: int = WAITING_MAX,
+        batch_max: int = BATCH_MAX,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._name, self._work, self._answered = name, work, answered
+        self._waiting_max, self._batch_max = waiting_max, batch_max
+        self._queue: deque[tuple[Q, asyncio.Future[A]]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"Lane({self._name}, waiting={len(self._queue)})"
+
+    def put(self, question: Q) -> asyncio.Future[A]:
+        """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
+        if self._closing:
+            raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
+        if len(self._queue) >= self._waiting_max:
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._waiting_max} requests wait for the store, which is the limit: try later")
+        future: asyncio.Future[A] = self._loop.create_future()
+        with self._wake:
+            self._queue.append((question, future))
+            self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._queue and not self._closing:
+                    self._wake.wait()
+                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_max))]
+            if not batch:
+                return
+            try:
+                answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
+            except BaseException as error:
+                if not isinstance(error, UStatusError):
+                    log.exception("a batch failed", lane=self._name, questions=len(batch))
+                answers = [error] * len(batch)
+            try:
+                self._loop.call_soon_threadsafe(self._answered, batch, answers)
+            except RuntimeError:  # the loop has ended: nobody waits any more
+                return
+
+    async def close(self) -> None:
+        """Answer what waits, then end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        await self._loop.run_in_executor(None, self._thread.join)
+
+
+class Store:
+    """The service's memory. `committed` is awaited after a commit and before its answers are given, `answered` is called after."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        committed: Callable[[list[Outcome]], Awaitable[None] | None],
+        answered: Callable[[list[Outcome]], None],
+        now_ms: Callable[[], int] = uuids.now_ms,
+    ) -> None:
+        self.database = database
+        self._committed, self._tell, self._now_ms = committed, answered, now_ms
+        self._writer: Lane[tuple[StoreEvent, Any], Outcome] | None = None
+        self._reader: Lane[Callable[[Reader], Any], Any] | None = None
+        self._reading: Reader | None = None
+        self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
+        self._answering: asyncio.Task[None] | None = None
+        self.healthy = True
+
+    async def start(self) -> None:
+        """Open the file. Raises UStatusError as Database.open."""
+        await asyncio.to_thread(self._open)
+        self._writer = Lane("usubscription-writer", self._write, lambda batch, answers: self._batches.put_nowait((batch, answers)))
+        self._reader = Lane("usubscription-reader", self._answer_reads, _give)
+        self._answering = asyncio.ensure_future(self._answer())
+
+    def _open(self) -> None:
+        self.database.open()
+        self._reading = self.database.reader()
+
+    async def stop(self) -> None:
+        """Commit and answer what waits, then close the file. May be called twice."""
+        writer, reader, self._writer, self._reader = self._writer, self._reader, None, None
+        if writer is not None and reader is not None and self._answering is not None:
+            await writer.close()
+            await reader.close()
+            await self._batches.join()
+            self._answering.cancel()
+            await asyncio.gather(self._answering, return_exceptions=True)
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
+        await asyncio.to_thread(self.database.close)
+
+    def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
+        """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
+        if self._writer is None:
+            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        return self._writer.put((event, tag))
+
+    def read(self, question: Callable[[Reader], A]) -> asyncio.Future[A]:
+        """`question(reader)` on the reader's thread."""
+        if self._reader is None:
+            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        return self._reader.put(question)
+
+    def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
+        """On the writer's thread."""
+        outcomes = self.database.apply([event for event, _ in events], self._now_ms())
+        for outcome, (_, tag) in zip(outcomes, events, strict=True):
+            if isinstance(outcome, Outcome):
+                outcome.tag = tag
+        return outcomes
+
+    def _answer_reads(self, questions: list[Callable[[Reader], Any]]) -> list[Any]:
+        """On the reader's thread."""
+        assert self._reading is not None
+        answers: list[Any] = []
+        for question in questions:
+            try:
+                answers.append(question(self._reading))
+            except Exception as error:
+                answers.append(error)
+        return answers
+
+    async def _answer(self) -> None:
+        """Batches one after the other: hook, answers, consequences."""
+        while True:
+            batch, answers = await self._batches.get()
+            try:
+                outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
+                self.healthy = bool(outcomes) or not any(isinstance(answer, BaseException) for answer in answers)
+                if outcomes:
+                    result = self._committed(outcomes)
+                    if result is not None:
+                        await result
+                _give(batch, answers)
+                if outcomes:
+                    self._tell(outcomes)
+            except Exception:
+                log.exception("what follows a commit failed")
+                _give(batch, answers)
+            finally:
+                self._batches.task_done()
+
+
+def _give(batch: list[tuple[Any, asyncio.Future[Any]]], answers: Sequence[Any]) -> None:
+    for (_, future), answer in zip(batch, answers, strict=True):
+        if future.done():
+            continue
+        if isinstance(answer, BaseException):
+            future.set_exception(answer)
+            future.exception()  # seen, even if nobody waits
+        else:
+            future.set_result(answer)
