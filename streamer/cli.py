@@ -365,7 +365,7 @@ def history_(
     Example: [bold]up-streamer history vehicle1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
     """
     from history.subscriber import HistoryClient
-    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse
+    from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest
 
     _log_to_stderr()
     with _errors():
@@ -379,13 +379,15 @@ def history_(
             if not poll:
                 return await histories.describe(patterns), []
             messages: list[UMessage] = []
-            positions: Any = []
+            request = PollRequest(topics=patterns)
             while len(messages) < limit:
-                reply = await histories.poll(patterns, positions=positions, max_records=limit - len(messages))
+                request.max_records = limit - len(messages)
+                reply = await histories.poll(request)
                 messages += [UMessage.FromString(data) for batch in reply.batches for data in batch.message]
-                positions = reply.next
                 if not reply.more:
                     break
+                del request.positions[:]
+                request.positions.extend(reply.next)
             return None, messages
 
     description, messages = _run(work())

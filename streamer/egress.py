@@ -212,8 +212,8 @@ class Pump:
         if target.period_ms is None:
             return True
         key = (stream, target.authority)
-        if 0 <= self._due_ms.get(key, 0) - created_ms <= target.period_ms:  # a clock that jumped back starts the period anew
-            return created_ms >= self._due_ms[key]
+        if 0 < self._due_ms.get(key, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
+            return False
         self._due_ms[key] = created_ms + target.period_ms
         return True
 

@@ -113,14 +113,22 @@ class World:
         await asyncio.wait({ready, self.running}, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
         if not ready.done():
             ready.cancel()
-            if self.running.done():
-                await self.running
+            running, self.running = self.running, None
+            if running.done():
+                await running
+            running.cancel()
             raise AssertionError(f"not ready: {self.streamer.problems()}")
+
+    async def taken(self, endpoint: str) -> None:
+        """Until the streamer has taken everything that is on the network of an endpoint."""
+        transport = self.streamer.endpoints[endpoint].transport
+        assert isinstance(transport, LocalTransport)
+        await self.until(lambda: not transport._queue and not transport._taking)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Let everybody run until `condition` holds."""
         async with asyncio.timeout(WAIT_S):
-            while not condition():
+            while not condition():  # noqa: ASYNC110 - any state may be asked for
                 await asyncio.sleep(0.005)
 
 

@@ -1,0 +1,116 @@
+"""The TOML file: what it means, and that every mistake is told with its line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from streamer.cli import app
+from streamer.config import load, loads
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+TWO = """\
+[streamer]
+data_dir = "data"
+
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud", "backend"]
+settings = { network = "other" }
+"""
+
+
+def problem(text: str) -> str:
+    with pytest.raises(UStatusError) as caught:
+        loads(text, "up.toml")
+    assert caught.value.code == UCode.INVALID_ARGUMENT
+    return caught.value.message
+
+
+def test_defaults_make_a_gateway_of_two_endpoints() -> None:
+    config = loads(TWO)
+    assert config.authority == "vehicle1"
+    assert config.home.name == "vehicle"
+    assert [config.usubscription_of(endpoint) for endpoint in config.endpoint] == ["embedded", "remote"]
+    assert {(rule.from_, rule.to) for rule in config.rules} == {("vehicle", "cloud"), ("cloud", "vehicle")}
+
+
+def test_the_fleet_side_is_asked_nothing() -> None:
+    config = loads(TWO.replace('["cloud", "backend"]', '["*"]'))
+    assert config.usubscription_of(config.endpoint[1]) == "none"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        (TWO.replace("[streamer]", "[streamer]\nauthorty = 'x'"), 2, "unknown key 'authorty'"),
+        (TWO + "colour = 'red'\n", 14, "unknown key 'colour'"),
+        (TWO + "[history]\nrecrod = []\n", 15, "unknown key 'recrod'"),
+        (TWO + "[metrics]\nport = 1\n", 14, "unknown key 'metrics'"),
+        (TWO.replace('network = "other"', 'netwrok = "other"'), 13, "unknown key 'netwrok'"),
+        (
+            TWO.replace('transport = "local"\nauthorities = ["vehicle1"]', 'transport = "carrier-pigeon"\nauthorities = ["vehicle1"]'),
+            6,
+            "no transport",
+        ),
+        (TWO.replace('["cloud", "backend"]', '["Cloud"]'), 12, "lower-case"),
+        (TWO.replace('["cloud", "backend"]', "[]"), 12, "at least 1"),
+        (TWO + '[history]\nrecord = ["//vehicle1/1"]\n', 15, "three path segments"),
+        (TWO + "[history]\nretention_mib = -1\n", 15, "greater than or equal to 1"),
+    ],
+)
+def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> None:
+    message = problem(text)
+    assert message.startswith(f"up.toml:{line}: "), message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (TWO.replace('"backend"', '"vehicle1"'), "'vehicle1' belongs to both endpoint 'vehicle' and 'cloud'"),
+        (TWO.replace('name = "cloud"', 'name = "vehicle"'), "two endpoints are named 'vehicle'"),
+        (TWO.replace('["vehicle1"]', '["*"]').replace('["cloud", "backend"]', '["*"]'), "belongs to both"),
+        (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), "'mars' is not an authority of any endpoint"),
+        (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', "endpoint 'moon', which there is not"),
+        (TWO + '[[rule]]\nfrom = "vehicle"\nto = "vehicle"\n', "in a circle"),
+        (TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'), "only endpoint 'vehicle' can have it"),
+        ("endpoint = 3", "endpoint"),
+        ("[[endpoint", "not valid TOML"),
+        ("", "endpoint"),
+    ],
+)
+def test_what_does_not_hang_together_is_told(text: str, words: str) -> None:
+    assert words in problem(text)
+
+
+def test_every_mistake_is_told_at_once() -> None:
+    message = problem(TWO.replace("[streamer]", "[streamer]\none = 1\ntwo = 2") + "three = 3\n")
+    assert [line.split(": ")[0] for line in message.splitlines()] == ["up.toml:2", "up.toml:3", "up.toml:16"]
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(UStatusError, match=r"can't read .*nowhere\.toml"):
+        load(tmp_path / "nowhere.toml")
+
+
+def test_check_prints_mistakes_and_fails(tmp_path: Path) -> None:
+    path = tmp_path / "up.toml"
+    path.write_text(TWO + "colour = 'red'\n")
+    result = CliRunner().invoke(app, ["check", "--config", str(path)])
+    assert result.exit_code == 1
+    assert "unknown key 'colour'" in result.output
+    assert "up.toml:14" in result.output
+    path.write_text(TWO)
+    result = CliRunner().invoke(app, ["check", "--config", str(path), "--json"])
+    assert result.exit_code == 0
+    assert '"authority": "vehicle1"' in result.output
