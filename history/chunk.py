@@ -10,7 +10,7 @@ import struct
 import zlib
 from bisect import bisect_right
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final
 
@@ -115,12 +115,10 @@ class Chunk:
             None if self._messages is None else [self._messages[place] for place in places],
         )
 
-    def within(self, records_max: int, bytes_max: int) -> Chunk:
-        """The first records within both limits, and at least one."""
-        if len(self) > records_max:
-            return self.slice(0, max(1, records_max)).within(records_max, bytes_max)
+    def places_within(self, records_max: int, bytes_max: int) -> int:
+        """How many of the first records keep both limits."""
         fits = bisect_right(list(accumulate(map(len, self.data))), bytes_max)
-        return self.slice(0, max(1, fits))
+        return max(0, min(fits, records_max))
 
 
 class CorruptChunkError(Exception):
@@ -210,6 +208,36 @@ def _crc(first_seq: int, records: int, time_ms: int, streams: bytes, ids: bytes,
 class Scan:
     """What one step of reading found."""
 
-    chunks: list[Chunk]
-    covered: int  # every record asked for up to this seq is in `chunks` or in `gaps`
-    gaps: list[tuple[int, int]]  # (after, before): the records in between can't be read any more
+    after: int
+    records_left: int  # of what was asked for
+    bytes_left: int
+    chunks: list[Chunk] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # (after, before): the records in between can't be read any more
+    covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
+    full: bool = False  # the next record would exceed what was asked for
+
+    def __post_init__(self) -> None:
+        self.covered = self.after
+
+    def take(self, chunk: Chunk, until: int, wanted: Set[int] | None) -> None:
+        """Add what is asked for of `chunk`, which reaches beyond `after`; the first record even if it is too big."""
+        chunk = chunk.after(self.after)
+        self.covered = min(chunk.last_seq, until)
+        if chunk.first_seq > until:
+            return
+        part = chunk.until(until) if wanted is None else chunk.until(until).select(wanted)
+        if part is None:
+            return
+        fits = part.places_within(self.records_left, self.bytes_left)
+        if not self.chunks:
+            fits = max(fits, 1)
+        if fits < len(part):
+            self.full = True
+            self.covered = part.seqs[fits] - 1
+            if not fits:
+                return
+            part = part.slice(0, fits)
+        self.chunks.append(part)
+        self.records_left -= len(part)
+        self.bytes_left -= sum(map(len, part.data))
+        self.full = self.full or self.records_left <= 0 or self.bytes_left <= 0

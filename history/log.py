@@ -224,6 +224,11 @@ class Log:
         return self._tail.after if self._writer is None else self._extent.floor_seq
 
     @property
+    def holes(self) -> list[tuple[int, int]]:
+        """(after, before): what was committed once, and lost with a damaged file."""
+        return self._holes
+
+    @property
     def stored_bytes(self) -> int:
         return self._tail.bytes if self._writer is None else self._extent.stored_bytes
 
@@ -268,9 +273,13 @@ class Log:
         """All of them, in the order of their numbers; streams are never removed while the log is open."""
         return list(self._streams.values())
 
-    def streams_from(self, count: int) -> list[Stream]:
-        """Those beyond the first `count`."""
-        return list(islice(self._streams.values(), count, None))
+    @property
+    def stream_count(self) -> int:
+        return len(self._streams)
+
+    def streams_from(self, begin: int, count: int) -> list[Stream]:
+        """At most `count` of them, from the place `begin` in the order of their numbers."""
+        return list(islice(self._streams.values(), begin, begin + count))
 
     # -- append
 
@@ -418,7 +427,7 @@ class Log:
         """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what is damaged."""
         until = self.newest_seq if until is None else min(until, self.newest_seq)
         if after >= until:
-            return Scan([], after, [])
+            return Scan(after, max_records, max_bytes)
         if after >= self._tail.after or self._reader is None:
             found = self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes)
         else:
@@ -432,23 +441,13 @@ class Log:
         if self._writer is None:
             self._age_ring()
             after = max(after, self._tail.after)
-        found = Scan([], after, [])
+        found = Scan(after, records_max, bytes_max)
         chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:
             if chunk.first_seq > until:
                 break
-            found.covered = min(chunk.last_seq, until)
-            part = chunk.until(until) if streams is None else chunk.until(until).select(streams)
-            if part is None:
-                continue
-            fits = part.within(records_max, bytes_max)
-            found.chunks.append(fits)
-            records_max -= len(fits)
-            bytes_max -= sum(map(len, fits.data))
-            if len(fits) < len(part):
-                found.covered = fits.last_seq
-                return found
-            if records_max <= 0 or bytes_max <= 0:
+            found.take(chunk, until, streams)
+            if found.full:
                 return found
         if len(chunks) < TAIL_SCAN_CHUNKS_MAX:
             found.covered = max(found.covered, until)

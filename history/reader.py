@@ -64,28 +64,17 @@ class Reader:
 
     def scan(self, after: int, until: int, wanted: Set[int] | None, records_max: int, bytes_max: int) -> Scan:
         """The records in (after, until] of the streams `wanted` (None: all), as far as one step goes."""
-        found = Scan([], after, [])
+        found = Scan(after, records_max, bytes_max)
         with self._snapshot() as db:
             places, complete_to = _places(db, after, until, wanted)
             read = 0
             for first_seq in places:
-                whole = self._row(db, first_seq, max(after, first_seq - 1), until, found)
-                if whole is None or whole.last_seq <= after:
+                chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found)
+                if chunk is None or chunk.last_seq <= after:
                     continue
-                read += sum(map(len, whole.data))
-                chunk = whole.after(after)
-                found.covered = min(chunk.last_seq, until)
-                part = chunk.until(until) if wanted is None else chunk.until(until).select(wanted)
-                if part is None:
-                    continue
-                fits = part.within(records_max, bytes_max) if records_max > 0 and bytes_max > 0 else part
-                found.chunks.append(fits)
-                records_max -= len(fits)
-                bytes_max -= sum(map(len, fits.data))
-                if len(fits) < len(part):
-                    found.covered = fits.last_seq
-                    return found
-                if records_max <= 0 or bytes_max <= 0 or read >= SCAN_BYTES_MAX:
+                read += sum(map(len, chunk.data))
+                found.take(chunk, until, wanted)
+                if found.full or read >= SCAN_BYTES_MAX:
                     return found
             found.covered = max(found.covered, complete_to)
         return found
@@ -121,7 +110,7 @@ class Reader:
                 while place >= 0 and place % ID_BYTES:
                     place = ids.find(id, place + 1)
                 if place >= 0:
-                    return int(first_seq) + place // ID_BYTES
+                    return int(first_seq) + int(place) // ID_BYTES
         return None
 
     def first_after_time(self, time_ms: int) -> int | None:

@@ -146,7 +146,11 @@ class Writer:
                     break
         finally:
             self._store.close()
-            self._tell(lambda: self._stopped.done() or self._stopped.set_result(None))
+            self._tell(self._finish)
+
+    def _finish(self) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(None)
 
     def _tell(self, call: Callable[[], object]) -> None:
         try:

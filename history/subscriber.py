@@ -1,0 +1,462 @@
+"""The client side of the history: poll, and a subscriber that never misses a record in silence.
+
+Poll -> Acceptor: does each record directly follow the last one of its topic? -> queue -> batches() -> the application
+  ^        | no: drop the rest, go back, poll again                                            |
+  '--------+------- positions, acked <--- cursor (file, replaced whole) <--- batch was taken --'
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, RpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
+    DescribeRequest,
+    DescribeResponse,
+    Gap,
+    PollRequest,
+    PollResponse,
+    Position,
+    RecordBatch,
+)
+from uprotocol.message import M, UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+DESCRIBE: Final = 1  # method ids of core.ustreamer
+POLL: Final = 2
+TIMEOUT_MS: Final = 10_000  # of a call, beside what the service may wait
+WAIT_MS_MIN: Final = 500  # of a long poll, on a network that loses or cuts long calls
+WAIT_MS_MAX: Final = 30_000  # on a quiet and sound one: two calls a minute say that both are alive
+BACKOFF_MS_MIN: Final = 100
+BACKOFF_MS_MAX: Final = 10_000  # a streamer that is back is found within that
+PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
+BATCHES_AHEAD_MAX: Final = 2  # polled while the application still works on the one before; each at most the service's limit
+TOPICS_TRACKED_MAX: Final = 65_536  # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
+REFUSED_MAX: Final = (
+    8  # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't help
+)
+CURSOR_SAVE_MS: Final = 1_000  # between two writes of the file while batches pass; what is lost of it comes twice after a restart
+AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
+
+log = structlog.get_logger()
+
+
+class HistoryClient:
+    """Calls core.ustreamer at `service` (its resource does not matter). Bound to no loop but that of `rpc_client`.
+
+    Both methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll may wait), or
+    DATA_LOSS if the answer can't be read.
+    """
+
+    def __init__(self, rpc_client: RpcClient, service: UUri, *, timeout_ms: int = TIMEOUT_MS) -> None:
+        self._rpc, self._timeout_ms = rpc_client, timeout_ms
+        self._describe, self._poll = (
+            uris.uri(service.authority_name, service.ue_id, service.ue_version_major, method) for method in (DESCRIBE, POLL)
+        )
+
+    async def describe(self, topics: Iterable[UUri] = ()) -> DescribeResponse:
+        """The logs, and the state of the topics that match (none given: all)."""
+        return await self._call(self._describe, DescribeRequest(topics=topics), DescribeResponse, 0)
+
+    async def poll(self, request: PollRequest | None = None) -> PollResponse:
+        """One batch; waits up to `request.wait_ms` if there is nothing."""
+        request = request if request is not None else PollRequest()
+        return await self._call(self._poll, request, PollResponse, request.wait_ms)
+
+    async def _call(self, method: UUri, request: DescribeRequest | PollRequest, response: type[M], wait_ms: int) -> M:
+        # The service answers before the ttl ends, and keeps a part of it in hand for the way back.
+        options = CallOptions(timeout_ms=self._timeout_ms + wait_ms + wait_ms // 8)
+        payload = await self._rpc.invoke_method(method, UPayload.pack(request), options)
+        try:
+            return payload.unpack(response)
+        except UStatusError as error:
+            raise UStatusError(UCode.DATA_LOSS, f"{uris.format(method)} gave an answer that can't be read: {error.message}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One message of a history. `time_ms`: when it was appended, Unix milliseconds."""
+
+    incarnation: bytes
+    seq: int
+    prev_seq: int
+    time_ms: int
+    message: UMessage
+
+
+Positions = dict[bytes, int]
+
+
+@dataclass(slots=True)
+class Accepted:
+    """What one answer brought: records in order, the gaps before them, and where the next poll begins."""
+
+    records: list[Record] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    positions: Positions = field(default_factory=dict)
+
+
+class Acceptor:
+    """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
+
+    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage).
+    """
+
+    def __init__(self, positions: Positions | None = None) -> None:
+        self.positions: Positions = dict(positions or {})
+        self.dropped: Counter[str] = Counter()
+        self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
+        self._lost_to: Positions = {}  # whatever is missing up to here has been told as a gap
+        self._refused_in_a_row = 0
+
+    def accept(self, response: PollResponse) -> Accepted:
+        accepted = Accepted()
+        for gap in response.gaps:
+            self._note(gap, accepted)
+        following = {position.incarnation: position.seq for position in response.next}
+        for batch in response.batches:
+            columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
+            whole = len({len(column) for column in columns}) == 1 and self._take(batch, accepted)
+            if not whole:
+                following.pop(batch.incarnation, None)
+        for incarnation, seq in following.items():
+            self.positions[incarnation] = max(seq, self.positions.get(incarnation, 0))
+        accepted.positions = dict(self.positions)
+        return accepted
+
+    def _note(self, gap: Gap, accepted: Accepted) -> None:
+        incarnation = gap.incarnation
+        if gap.reason == Gap.REASON_INCARNATION:
+            if self.positions.pop(incarnation, None) is None:
+                return
+            self._lost_to.pop(incarnation, None)
+        elif gap.before_seq - 1 <= gap.after_seq:  # the log went back behind us: start again where it says
+            self.positions[incarnation] = gap.before_seq - 1
+            for key in [key for key in self._newest if key[0] == incarnation]:
+                del self._newest[key]
+        elif gap.before_seq - 1 <= self._lost_to.get(incarnation, 0):
+            return
+        else:
+            self._lost_to[incarnation] = gap.before_seq - 1
+        accepted.gaps.append(gap)
+
+    def _take(self, batch: RecordBatch, accepted: Accepted) -> bool:
+        """False if a record did not follow; then the position is where the missing one comes next."""
+        incarnation = batch.incarnation
+        began_at = position = self.positions.get(incarnation, 0)
+        known = incarnation in self.positions
+        for place, (seq, prev_seq, time_ms, data) in enumerate(zip(batch.seq, batch.prev_seq, batch.time_ms, batch.message, strict=True)):
+            try:
+                message = UMessage.FromString(data)
+            except DecodeError:
+                self.dropped["unreadable"] += 1
+                accepted.gaps.append(Gap(reason=Gap.REASON_CORRUPTION, incarnation=incarnation, after_seq=seq - 1, before_seq=seq + 1))
+                self._lost_to[incarnation] = max(seq, self._lost_to.get(incarnation, 0))
+                continue
+            attributes = message.attributes
+            key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
+            last = self._newest.get(key)
+            if seq <= (began_at if last is None else last):
+                self.dropped["duplicate"] += 1
+                continue
+            # The first poll of a log may begin anywhere: what is before its first records was not asked for.
+            allowed = max(last if last is not None else began_at if known else seq - 1, self._lost_to.get(incarnation, 0))
+            if prev_seq > allowed or prev_seq >= seq:
+                self.dropped["refused"] += 1
+                self.dropped["behind_refused"] += len(batch.seq) - place - 1
+                self._refused_in_a_row += 1
+                self._go_back(incarnation, allowed, prev_seq, position, accepted)
+                return False
+            self._newest[key] = seq
+            self._newest.move_to_end(key)
+            if len(self._newest) > TOPICS_TRACKED_MAX:
+                self._newest.popitem(last=False)
+            position = self.positions[incarnation] = max(position, seq)
+            self._refused_in_a_row = 0
+            accepted.records.append(Record(incarnation, seq, prev_seq, time_ms, message))
+        return True
+
+    def _go_back(self, incarnation: bytes, allowed: int, prev_seq: int, position: int, accepted: Accepted) -> None:
+        self.positions[incarnation] = min(allowed, position)
+        if self._refused_in_a_row >= REFUSED_MAX:
+            self._refused_in_a_row = 0
+            gap = Gap(reason=Gap.REASON_UNSPECIFIED, incarnation=incarnation, after_seq=allowed, before_seq=prev_seq + 1)
+            self._lost_to[incarnation] = prev_seq
+            accepted.gaps.append(gap)
+
+
+class CursorFile:
+    """Positions in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods block."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> Positions:
+        """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what then."""
+        try:
+            text = self._path.read_text()
+        except FileNotFoundError:
+            return {}
+        try:
+            given = json.loads(text)["positions"]
+            positions = {bytes.fromhex(incarnation): seq for incarnation, seq in given.items()}
+            if not all(len(incarnation) == 16 and type(seq) is int and seq >= 0 for incarnation, seq in positions.items()):
+                raise ValueError("an incarnation has 16 bytes, and a seq is a number from 0")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise invalid(f"{self._path} is not a cursor file ({error}): delete it to start from the beginning") from None
+        return positions
+
+    def save(self, positions: Positions) -> None:
+        """Raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_name(f"{self._path.name}.new")
+        with beside.open("w") as file:
+            json.dump({"positions": {incarnation.hex(): seq for incarnation, seq in positions.items()}}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(self._path)
+        folder = os.open(self._path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class GaplessSubscriber:
+    """Every record of `topics`, once and in order, within a run; at least once across restarts (with `cursor_path`).
+
+        async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
+            async for record in subscriber: ...
+
+    `start` says where to begin without a cursor: a PollRequest of which only `start` is read (default: earliest). `consumer` names a cursor
+    with the service that holds retention while we poll. A batch counts as taken when the next one is asked for.
+    `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are called on the loop, and kept as
+    `gaps` (counted) and `connected`. While the service is away it is asked again, with growing, random pauses; any other error ends the
+    iteration. `next_batch` and `commit` are the plain interface below. `dropped`: see Acceptor.
+    """
+
+    def __init__(
+        self,
+        client: HistoryClient,
+        topics: Sequence[UUri] = (),
+        *,
+        start: PollRequest | None = None,
+        consumer: str = "",
+        lease_ms: int = 0,
+        cursor_path: Path | str | None = None,
+        max_records: int = 0,
+        max_bytes: int = 0,
+        wait_ms_max: int = WAIT_MS_MAX,
+        on_gap: Callable[[Gap], None] | None = None,
+        on_connected: Callable[[bool], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._client = client
+        self._request = PollRequest(topics=topics, consumer=consumer, lease_ms=lease_ms, max_records=max_records, max_bytes=max_bytes)
+        self._start = start if start is not None else PollRequest(earliest=True)
+        self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
+        self._wait_ms_max, self._wait_ms = wait_ms_max, min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
+        self._on_gap, self._on_connected = on_gap, on_connected
+        self._rng = rng if rng is not None else random.Random()
+        self._acceptor = Acceptor()
+        self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
+        self._puller: asyncio.Task[None] | None = None
+        self._handed: Accepted | None = None
+        self._rest: deque[Record] = deque()
+        self._taken: Positions = {}
+        self._saved: Positions = {}
+        self._next_save = 0.0
+        self._backoff_ms = BACKOFF_MS_MIN
+        self.connected = False
+        self.gaps = 0
+
+    def __repr__(self) -> str:
+        state = "connected" if self.connected else "not connected"
+        return f"GaplessSubscriber({state}, gaps={self.gaps}, taken={ {key.hex()[:8]: seq for key, seq in self._taken.items()} })"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._acceptor.dropped
+
+    @property
+    def positions(self) -> Positions:
+        """Up to where, in each log, the application has taken everything."""
+        return dict(self._taken)
+
+    async def __aenter__(self) -> Self:
+        if self._file is not None:
+            self._taken = await asyncio.to_thread(self._file.load)
+            self._saved = dict(self._taken)
+            self._acceptor = Acceptor(self._taken)
+        self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Stop, and keep the cursor. What was not taken comes again next time. May be called twice."""
+        puller, self._puller = self._puller, None
+        if puller is None:
+            return
+        puller.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await puller
+        while not self._queue.empty():
+            self._queue.get_nowait()
+        self._queue.put_nowait(UStatusError(UCode.CANCELLED, "the subscriber was closed"))  # for who waits for a batch
+        await self._save()
+
+    # -- what the application sees
+
+    async def next_batch(self) -> list[Record]:
+        """Records as they come, some at once; never an empty list. The batch before counts as taken.
+
+        Raises UStatusError if the service refuses, FAILED_PRECONDITION after `close`.
+        """
+        self._take_handed()
+        while True:
+            item = await self._next_item()
+            for gap in item.gaps:
+                self.gaps += 1
+                if self._on_gap is not None:
+                    self._on_gap(gap)
+            self._handed = item
+            if item.records:
+                return item.records
+            self._take_handed()
+
+    async def batches(self) -> AsyncIterator[list[Record]]:
+        """`next_batch` for ever."""
+        while True:
+            yield await self.next_batch()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Record:
+        if not self._rest:
+            self._rest.extend(await self.next_batch())
+        return self._rest.popleft()
+
+    async def commit(self) -> None:
+        """All that was handed over is taken; the cursor is in its file when this returns."""
+        self._take_handed()
+        await self._save()
+
+    def _take_handed(self) -> None:
+        handed, self._handed = self._handed, None
+        if handed is None:
+            return
+        self._taken = dict(handed.positions)
+        if self._rest:  # iteration by record stands in the middle of this batch
+            self._handed = handed
+            for record in self._rest:
+                self._taken[record.incarnation] = min(self._taken.get(record.incarnation, 0), record.seq - 1)
+
+    async def _next_item(self) -> Accepted:
+        """Waits, and saves the cursor meanwhile when its time has come."""
+        while True:
+            if self._puller is None:
+                raise UStatusError(UCode.FAILED_PRECONDITION, "the subscriber is closed, or was never opened: use `async with`")
+            save_at = None if self._file is None or self._taken == self._saved else self._next_save
+            try:
+                async with asyncio.timeout_at(save_at):
+                    item = await self._queue.get()
+            except TimeoutError:
+                await self._save()
+                continue
+            if isinstance(item, Exception):
+                self._queue.put_nowait(item)  # whoever asks again hears it again
+                raise item
+            return item
+
+    async def _save(self) -> None:
+        if self._file is None or self._taken == self._saved:
+            return
+        taken = dict(self._taken)
+        self._next_save = asyncio.get_running_loop().time() + CURSOR_SAVE_MS / 1000
+        try:
+            await asyncio.to_thread(self._file.save, taken)
+        except OSError as error:
+            log.error("the cursor can't be saved; after a restart more comes twice", error=str(error))
+        else:
+            self._saved = taken
+
+    # -- pulling
+
+    async def _pull(self) -> None:
+        try:
+            while True:
+                response = await self._poll_once()
+                if response is None:
+                    continue
+                accepted = self._acceptor.accept(response)
+                if accepted.records or accepted.gaps:
+                    await self._queue.put(accepted)
+                elif not self._queue.full() and accepted.positions != self._taken:
+                    self._queue.put_nowait(accepted)  # nothing for us, but the cursor moves on, so that retention is not held
+        except Exception as error:
+            await self._queue.put(error)
+
+    def _next_request(self) -> PollRequest:
+        request = PollRequest()
+        request.CopyFrom(self._start)
+        for name in ("topics", "positions", "acked", "until"):
+            request.ClearField(name)
+        request.MergeFrom(self._request)
+        request.positions.extend(_positions(self._acceptor.positions))
+        if request.consumer:
+            request.acked.extend(_positions(self._taken if self._file is None else self._saved))
+        request.wait_ms = self._wait_ms
+        return request
+
+    async def _poll_once(self) -> PollResponse | None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            response = await self._client.poll(self._next_request())
+        except UStatusError as error:
+            if error.code not in AGAIN:
+                raise
+            self._wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self._wait_ms // 2)
+            self._tell(False, error)
+            await asyncio.sleep(self._backoff_ms * self._rng.uniform(0.5, 1.0) / 1000)
+            self._backoff_ms = min(self._backoff_ms * 2, BACKOFF_MS_MAX)
+            return None
+        self._backoff_ms = BACKOFF_MS_MIN
+        self._tell(True)
+        if not response.batches and not response.gaps and not response.more:
+            if (loop.time() - began) * 1000 < self._wait_ms / 4:
+                await asyncio.sleep(PAUSE_MS / 1000)
+            self._wait_ms = min(self._wait_ms * 2, self._wait_ms_max)
+        return response
+
+    def _tell(self, connected: bool, error: UStatusError | None = None) -> None:
+        if connected == self.connected:
+            return
+        self.connected = connected
+        if error is not None:
+            log.warning("the history does not answer; asking again", error=str(error))
+        if self._on_connected is not None:
+            self._on_connected(connected)
+
+
+def _positions(positions: Positions) -> list[Position]:
+    return [Position(incarnation=incarnation, seq=seq) for incarnation, seq in positions.items()]
