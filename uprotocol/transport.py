@@ -113,7 +113,7 @@ class UTransport(abc.ABC):
     async def send(self, message: UMessage) -> None:
         """Send one message. Raises UStatusError."""
         (status,) = await self.send_batch([message])
-        if status.code != UCode.OK:
+        if status.code:
             raise UStatusError.from_status(status)
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:

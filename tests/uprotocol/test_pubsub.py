@@ -161,12 +161,12 @@ async def test_notifies_one_destination(pair: Pair) -> None:
     app = SimpleNotifier(pair.app, APP)
     await app.register_notification_listener(topic, heard)
     car = SimpleNotifier(pair.car, CAR)
-    await car.notify(0x8002, APP.get_source(), TEXT, priority=UPriority.UPRIORITY_CS2, ttl_ms=9_000, traceparent=TRACEPARENT)
+    await car.notify(0x8002, APP.get_source(), TEXT, priority=UPriority.UPRIORITY_CS2, ttl_ms=90_000, traceparent=TRACEPARENT)
     message = await heard.next()
     assert UPayload.of(message) == TEXT
     assert message.attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
     assert (message.attributes.source, message.attributes.sink) == (topic, APP.get_source())
-    assert (message.attributes.priority, message.attributes.ttl) == (UPriority.UPRIORITY_CS2, 9_000)
+    assert (message.attributes.priority, message.attributes.ttl) == (UPriority.UPRIORITY_CS2, 90_000)
 
     witness = Heard()
     for resource in (0x8002, 0x8003):

@@ -6,6 +6,7 @@ subscribe(topic, listener): register the listener -> ask uSubscription -> or unr
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from uprotocol import uri as uris
@@ -104,7 +105,8 @@ class InMemorySubscriber(Subscriber):
             return await self._usubscription.subscribe(topic, **options)
         except BaseException:
             if not known:
-                await self._forget(topic, listener)
+                with contextlib.suppress(UStatusError):  # the first failure is the one to tell
+                    await self._forget(topic, listener)
             raise
 
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:

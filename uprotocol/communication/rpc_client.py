@@ -128,7 +128,7 @@ def _result(response: UMessage) -> UPayload:
     """Its payload, or the error that it tells. The commstatus wins over another code in the payload."""
     code = response.attributes.commstatus
     payload = UPayload.of(response)
-    if code == UCode.OK:
+    if not code:  # unset is OK, and OK is 0
         return payload
     try:
         status = payload.unpack(UStatus)

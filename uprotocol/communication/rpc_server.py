@@ -106,15 +106,18 @@ class InMemoryRpcServer(RpcServer):
         for resource_id, method in list(self._methods.items()):
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
                 await self.unregister_request_handler(resource_id, method.handler)
-        if self._running:
-            _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
+        await self._finish(self._running)
+        if self._sender is not None:
+            await self._finish({self._sender})
+        self.dropped["response_not_sent"] += len(self._outbox)
+        self._outbox.clear()
+
+    async def _finish(self, tasks: set[asyncio.Task[None]]) -> None:
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=self._drain_ms_max / 1000)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if self._sender is not None:
-            _, late = await asyncio.wait({self._sender}, timeout=self._drain_ms_max / 1000)
-            for task in late:
-                task.cancel()
 
     def _accept(self, request: UMessage, handler: RequestHandler) -> None:
         attributes = request.attributes
@@ -193,9 +196,12 @@ class InMemoryRpcServer(RpcServer):
                     statuses = await self._transport.send_batch(batch)
                 except UStatusError as error:
                     statuses = [error.status] * len(batch)
+                except asyncio.CancelledError:
+                    self.dropped["response_not_sent"] += len(batch)
+                    raise
                 except Exception as error:  # a fault of the transport must not end the answers of this server
                     statuses = [UStatus(code=UCode.INTERNAL, message=repr(error))] * len(batch)
-                failed = [status for status in statuses if status.code != UCode.OK]
+                failed = [status for status in statuses if status.code]
                 if failed:
                     self.dropped["response_not_sent"] += len(failed)
                     log.warning("responses were not sent, and their callers will time out", responses=len(failed), why=failed[0].message)
