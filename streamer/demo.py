@@ -192,6 +192,11 @@ class Child:
     def tail(self) -> str:
         return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
 
+    async def kill(self) -> None:
+        """SIGKILL, as a power cut would."""
+        self._process.kill()
+        await self._process.wait()
+
     async def stop(self) -> int | None:
         """SIGTERM, and SIGKILL if that is not heard. Reaches what the process started, too."""
         if self._process.returncode is None:
@@ -213,7 +218,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -231,7 +236,7 @@ class Demo:
         self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
         self._stack = contextlib.AsyncExitStack()
         self._outcome = Outcome()
-        self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{_free_port()}"]}
+        self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
         self._dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
         self._mqtt: dict[str, Any] = {}
         self._ids: dict[str, set[tuple[int, int]]] = {}
@@ -298,7 +303,7 @@ class Demo:
 
     async def _start_broker(self, progress: Progress, stage: TaskID) -> None:
         if not self._options.with_mqtt:
-            self._cloud_zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{_free_port()}"]}
+            self._cloud_zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
             return
         from transports.mqtt5.broker import Broker
 

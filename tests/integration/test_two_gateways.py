@@ -1,0 +1,218 @@
+"""The deployment of examples/vehicle-cloud: two gateways as two processes, a real broker between them, and a fleet.
+
+app -- Zenoh -- vehicle gateway -- MQTT 5 (off-vehicle) -- cloud gateway -- Zenoh -- app
+                                     |
+                     49 more vehicles, each a plain uEntity on the broker
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.demo import Child, free_port
+from transports import plugin as plugins
+from transports.mqtt5.broker import Broker
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from usubscription_client.client import USubscriptionClient
+from usubscription_client.wire import Status
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "vehicle-cloud"
+WAIT_S = 60
+FLEET = 49
+APP = 0x9001
+TOPIC = uris.parse("//vehicle1/8001/1/8001")
+OTHER_TOPIC = uris.parse("//vehicle1/8001/1/8002")
+CLOUD_TOPIC = uris.parse("//backend/8001/1/8001")
+CLOUD_APP = uris.parse("//backend/9001/1/0")
+
+pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
+
+
+class Hearer:
+    def __init__(self) -> None:
+        self.messages: list[UMessage] = []
+        self._more = asyncio.Event()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.messages.append(message)
+        self._more.set()
+
+    async def count(self, messages: int) -> list[UMessage]:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.messages) < messages:
+                self._more.clear()
+                await self._more.wait()
+        return self.messages
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [message.payload for message in self.messages]
+
+
+def raw(text: str) -> UPayload:
+    return UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+
+
+@dataclass
+class Stage:
+    """Broker, both gateways, and who stands where."""
+
+    broker: Broker
+    folder: Path
+    stack: AsyncExitStack
+    zenoh: dict[str, int] = field(default_factory=dict)
+    gateways: dict[str, Child] = field(default_factory=dict)
+
+    async def start(self, name: str) -> None:
+        """Start the gateway `name` from its example, with ports and folders of this test."""
+        self.zenoh.setdefault(name, free_port())
+        text = (EXAMPLE / f"{name}.toml").read_text()
+        text = re.sub(r"tcp/127.0.0.1:\d+", f"tcp/127.0.0.1:{self.zenoh[name]}", text)
+        text = text.replace("port = 1883", f"port = {self.broker.port}").replace(f'"{name}-data"', f'"{self.folder}/{name}-data"')
+        text = re.sub(r'admin = "127.0.0.1:\d+"', 'admin = "127.0.0.1:0"', text)
+        path = self.folder / f"{name}.toml"
+        path.write_text(text)
+        self.gateways[name] = child = await Child.start(name, "streamer.cli", "run", "--config", str(path), "--json")
+        self.stack.push_async_callback(child.stop)
+        await child.say("ready")
+
+    async def app(self, gateway: str, authority: str) -> tuple[UTransport, LocalUriProvider]:
+        local = LocalUriProvider(authority, APP, 1)
+        settings = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{self.zenoh[gateway]}"]}
+        return await self.stack.enter_async_context(plugins.create("zenoh", settings, local)), local
+
+    async def vehicle(self, authority: str) -> tuple[UTransport, LocalUriProvider]:
+        """A vehicle without a gateway: a uEntity on the broker."""
+        local = LocalUriProvider(authority, APP, 1)
+        settings: dict[str, Any] = {"host": self.broker.host, "port": self.broker.port, "mode": "off-vehicle"}
+        return await self.stack.enter_async_context(plugins.create("mqtt5", settings, local)), local
+
+
+@pytest.fixture
+async def stage(tmp_path: Path, own_broker: Broker) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        made = Stage(own_broker, tmp_path, stack)
+        await made.start("cloud")
+        await made.start("vehicle")
+        yield made
+
+
+async def subscribe(client: USubscriptionClient, topic: Any) -> None:
+    """Subscribe, and wait until the remote side has confirmed."""
+    stands = asyncio.Event()
+    client.on_change(lambda change: stands.set() if change.topic == topic and change.status == Status.SUBSCRIBED else None)
+    if await client.subscribe(topic) != Status.SUBSCRIBED:
+        await asyncio.wait_for(stands.wait(), WAIT_S)
+
+
+@pytest.mark.spec("dsn~up-attributes-publish-sink~2")
+async def test_everything_goes_both_ways(stage: Stage) -> None:
+    (vehicle, vehicle_local), (cloud, cloud_local) = await stage.app("vehicle", "vehicle1"), await stage.app("cloud", "backend")
+    heard, heard_in_vehicle = Hearer(), Hearer()
+    await cloud.register_listener(uris.pattern("vehicle1", 0x8001), heard)
+    await vehicle.register_listener(CLOUD_TOPIC, heard_in_vehicle)
+    async with USubscriptionClient(cloud, cloud_local) as in_cloud, USubscriptionClient(vehicle, vehicle_local) as in_vehicle:
+        await subscribe(in_cloud, TOPIC)
+        await subscribe(in_vehicle, CLOUD_TOPIC)
+        for number in range(50):
+            await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
+            await vehicle.send(UMessageBuilder.publish(OTHER_TOPIC).build_from_upayload(raw("nobody wants this")))
+            await cloud.send(UMessageBuilder.publish(CLOUD_TOPIC).build_from_upayload(raw(f"{number}")))
+        expected = [str(number).encode() for number in range(50)]
+        await heard.count(50)
+        await heard_in_vehicle.count(50)
+        assert heard.payloads == expected
+        assert heard_in_vehicle.payloads == expected
+        assert not any(message.attributes.HasField("sink") for message in heard.messages + heard_in_vehicle.messages)
+    for sender, receiver, source, sink in (
+        (vehicle, cloud, TOPIC, CLOUD_APP),
+        (cloud, vehicle, CLOUD_TOPIC, vehicle_local.get_source()),
+    ):
+        noted = Hearer()
+        await receiver.register_listener(uris.pattern(source.authority_name, 0x8001), noted, sink)
+        await sender.send(UMessageBuilder.notification(source, sink).build_from_upayload(raw("note")))
+        assert (await noted.count(1))[0].payload == b"note"
+    for (caller, caller_local), (callee, callee_local) in (
+        ((vehicle, vehicle_local), (cloud, cloud_local)),
+        ((cloud, cloud_local), (vehicle, vehicle_local)),
+    ):
+        server = InMemoryRpcServer(callee, callee_local)
+        await server.register_request_handler(7, lambda request: UPayload(request.payload.upper(), request.attributes.payload_format))
+        async with InMemoryRpcClient(caller, caller_local) as client:
+            answer = await client.invoke_method(callee_local.get_resource(7), raw("hello"), CallOptions(timeout_ms=30_000))
+        assert answer.data == b"HELLO"
+        await server.close()
+
+
+async def test_fifty_vehicles_each_get_only_their_own(stage: Stage) -> None:
+    cloud, cloud_local = await stage.app("cloud", "backend")
+    server = InMemoryRpcServer(cloud, cloud_local)
+    await server.register_request_handler(
+        7, lambda request: UPayload(request.attributes.source.authority_name.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+    )
+    vehicles = {"vehicle1": await stage.app("vehicle", "vehicle1")}
+    for number in range(2, FLEET + 2):
+        vehicles[f"vehicle{number}"] = await stage.vehicle(f"vehicle{number}")
+    hearers = {name: Hearer() for name in vehicles}
+    notes = Hearer()
+    await cloud.register_listener(uris.pattern("*", 0x8001), notes, CLOUD_APP)
+    for name, (transport, local) in vehicles.items():
+        await transport.register_listener(uris.pattern("backend", 0x8001), hearers[name], local.get_source())
+
+    async def drive(name: str) -> bytes:
+        transport, local = vehicles[name]
+        note = UMessageBuilder.notification(uris.uri(name, 0x8001, 1, 0x8001), CLOUD_APP).build_from_upayload(raw(name))
+        await transport.send(note)
+        await cloud.send(UMessageBuilder.notification(CLOUD_TOPIC, local.get_source()).build_from_upayload(raw(name)))
+        async with InMemoryRpcClient(transport, local) as client:
+            return (await client.invoke_method(cloud_local.get_resource(7), UPayload(), CallOptions(timeout_ms=50_000))).data
+
+    answers = await asyncio.gather(*(drive(name) for name in vehicles))
+    assert answers == [name.encode() for name in vehicles]
+    await notes.count(len(vehicles))
+    assert sorted(notes.payloads) == sorted(name.encode() for name in vehicles)
+    for name, hearer in hearers.items():
+        await hearer.count(1)
+        assert hearer.payloads == [name.encode()]
+    await server.close()
+
+
+async def test_killed_gateways_lose_nothing_and_keep_the_order(stage: Stage) -> None:
+    (vehicle, _), (cloud, cloud_local) = await stage.app("vehicle", "vehicle1"), await stage.app("cloud", "backend")
+    heard = Hearer()
+    await cloud.register_listener(TOPIC, heard)
+    async with USubscriptionClient(cloud, cloud_local) as client:
+        await subscribe(client, TOPIC)
+        for number in range(100):
+            await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
+        await heard.count(100)
+        await stage.gateways["cloud"].kill()
+        for number in range(100, 200):  # the vehicle's gateway takes them, the broker keeps them
+            await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
+        await stage.start("cloud")
+        await heard.count(200)
+    unique = list(dict.fromkeys(heard.payloads))
+    assert unique == [str(number).encode() for number in range(200)]
+
+
+async def test_a_method_that_nobody_serves_ends_with_an_answer(stage: Stage) -> None:
+    cloud, cloud_local = await stage.app("cloud", "backend")
+    async with InMemoryRpcClient(cloud, cloud_local) as client:
+        with pytest.raises(UStatusError) as caught:
+            await client.invoke_method(uris.parse("//vehicle1/8001/1/99"), UPayload(), CallOptions(timeout_ms=1_000))
+    assert caught.value.code == UCode.DEADLINE_EXCEEDED
