@@ -333,6 +333,25 @@ async def test_a_receiver_that_does_not_keep_up_is_told_to_the_sender(tag: str) 
         assert heard.payloads == payloads(accepted)
 
 
+async def test_listeners_that_overlap_get_each_message_once_though_one_is_slow(tag: str, other: OtherProcess) -> None:
+    async with end(tag, "beta", inbox_messages_max=32) as beta:
+
+        class Slow(Sink):
+            async def on_receive_batch(self, messages: list[UMessage]) -> None:
+                self.messages += messages
+                self._changed.set()
+                await asyncio.sleep(0.001)
+
+        slow, wide, exact = Slow(2 * DEADLINE_S), Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await beta.register_listener(uris.ANY, slow)
+        await beta.register_listener(uris.pattern("alpha"), wide)
+        await beta.register_listener(TOPIC, exact)
+        await other.send(TOPIC.resource_id, 14_000)
+        for heard in (slow, wide, exact):
+            await heard.expect(14_000)
+            assert heard.payloads == payloads(14_000)
+
+
 async def test_writers_give_way_to_others_and_lose_nothing(tag: str) -> None:
     async with end(tag, "alpha", writers_max=4) as alpha, end(tag, "beta") as beta:
         heard = Sink(DEADLINE_S)
