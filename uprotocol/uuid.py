@@ -14,7 +14,8 @@ from collections.abc import Callable
 from uprotocol.status import invalid
 from uprotocol.v1.uuid_pb2 import UUID
 
-_TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}")
+_TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}")  # version 7, variant 10
+_LOW = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
 
@@ -64,12 +65,9 @@ def format(id: UUID) -> str:
 def parse(text: str) -> UUID:
     """The id that `text` writes, in either case. Raises UStatusError(INVALID_ARGUMENT) if it is not a UUID of version 7."""
     if not _TEXT.fullmatch(text):
-        raise invalid(f"expected a UUID like 01234567-89ab-7cde-8f01-23456789abcd, got {text!r}")
-    digits = text.replace("-", "")
-    id = UUID(msb=int(digits[:16], 16), lsb=int(digits[16:], 16))
-    if not is_v7(id):
-        raise invalid(f"expected a UUID of version 7 and variant 10, got {text!r}")
-    return id
+        raise invalid(f"expected a UUID of version 7 like 01234567-89ab-7cde-8f01-23456789abcd, got {text!r}")
+    number = int(text.replace("-", ""), 16)
+    return UUID(msb=number >> 64, lsb=number & _LOW)
 
 
 def to_bytes(id: UUID) -> bytes:
