@@ -181,6 +181,7 @@ class HistoryService:
             await _complete(match)
         response = PollResponse()
         await self._place(poll, asked, response)
+        response.begin.extend(Position(incarnation=log.incarnation, seq=seq) for log, seq in poll.places.items())
         self._hold(asked.consumer, poll, response)
         response.more = await self._answer(poll, response)
         response.next.extend(Position(incarnation=log.incarnation, seq=seq) for log, seq in poll.places.items())

@@ -121,12 +121,16 @@ class Acceptor:
     def __init__(self, positions: Positions | None = None) -> None:
         self.positions: Positions = dict(positions or {})
         self.dropped: Counter[str] = Counter()
+        self._base: Positions = dict(self.positions)  # of a topic not in `_newest` nothing has come after this
         self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
         self._lost_to: Positions = {}  # whatever is missing up to here has been told as a gap
         self._refused_in_a_row = 0
 
     def accept(self, response: PollResponse) -> Accepted:
         accepted = Accepted()
+        for begin in response.begin:
+            if begin.incarnation not in self.positions:
+                self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
         for gap in response.gaps:
             self._note(gap, accepted)
         following = {position.incarnation: position.seq for position in response.next}
@@ -146,8 +150,9 @@ class Acceptor:
             if self.positions.pop(incarnation, None) is None:
                 return
             self._lost_to.pop(incarnation, None)
+            self._base.pop(incarnation, None)
         elif gap.before_seq - 1 <= gap.after_seq:  # the log went back behind us: start again where it says
-            self.positions[incarnation] = gap.before_seq - 1
+            self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
             for key in [key for key in self._newest if key[0] == incarnation]:
                 del self._newest[key]
         elif gap.before_seq - 1 <= self._lost_to.get(incarnation, 0):
@@ -159,8 +164,8 @@ class Acceptor:
     def _take(self, batch: RecordBatch, accepted: Accepted) -> bool:
         """False if a record did not follow; then the position is where the missing one comes next."""
         incarnation = batch.incarnation
-        began_at = position = self.positions.get(incarnation, 0)
-        known = incarnation in self.positions
+        base = self._base.setdefault(incarnation, min(batch.seq, default=1) - 1)
+        position = self.positions.setdefault(incarnation, base)
         for place, (seq, prev_seq, time_ms, data) in enumerate(zip(batch.seq, batch.prev_seq, batch.time_ms, batch.message, strict=True)):
             try:
                 message = UMessage.FromString(data)
@@ -172,11 +177,10 @@ class Acceptor:
             attributes = message.attributes
             key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
             last = self._newest.get(key)
-            if seq <= (began_at if last is None else last):
+            if seq <= (base if last is None else last):
                 self.dropped["duplicate"] += 1
                 continue
-            # The first poll of a log may begin anywhere: what is before its first records was not asked for.
-            allowed = max(last if last is not None else began_at if known else seq - 1, self._lost_to.get(incarnation, 0))
+            allowed = max(base if last is None else last, self._lost_to.get(incarnation, 0))
             if prev_seq > allowed or prev_seq >= seq:
                 self.dropped["refused"] += 1
                 self.dropped["behind_refused"] += len(batch.seq) - place - 1
@@ -186,7 +190,9 @@ class Acceptor:
             self._newest[key] = seq
             self._newest.move_to_end(key)
             if len(self._newest) > TOPICS_TRACKED_MAX:
-                self._newest.popitem(last=False)
+                (of, _, _), forgotten = self._newest.popitem(last=False)
+                self._base[of] = max(self._base[of], forgotten)
+                base = self._base[incarnation]
             position = self.positions[incarnation] = max(position, seq)
             self._refused_in_a_row = 0
             accepted.records.append(Record(incarnation, seq, prev_seq, time_ms, message))

@@ -148,10 +148,12 @@ class TopicState(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     oldest_seq: _builtins.int
+    """no record of it that is still there has a lower one; 0: none is there"""
     newest_seq: _builtins.int
     newest_id: _builtins.bytes
     """16 bytes, big endian"""
     records: _builtins.int
+    """appended so far, those that retention deleted included"""
     @_builtins.property
     def topic(self) -> _uri_pb2.UUri: ...
     @_builtins.property
@@ -264,6 +266,7 @@ class PollResponse(_message.Message):
     GAPS_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
     more: _builtins.bool
     """true: there is more at hand right now"""
     lease_ms: _builtins.int
@@ -280,6 +283,10 @@ class PollResponse(_message.Message):
     def gaps(self) -> _containers.RepeatedCompositeFieldContainer[Global___Gap]:
         """what was asked for and can never be answered"""
 
+    @_builtins.property
+    def begin(self) -> _containers.RepeatedCompositeFieldContainer[Global___Position]:
+        """where this answer begins to read each log: what `start` came to, where it was asked for"""
+
     def __init__(
         self,
         *,
@@ -288,10 +295,11 @@ class PollResponse(_message.Message):
         gaps: _abc.Iterable[Global___Gap] | None = ...,
         more: _builtins.bool = ...,
         lease_ms: _builtins.int = ...,
+        begin: _abc.Iterable[Global___Position] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "gaps", b"gaps", "lease_ms", b"lease_ms", "more", b"more", "next", b"next"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "begin", b"begin", "gaps", b"gaps", "lease_ms", b"lease_ms", "more", b"more", "next", b"next"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -342,7 +350,7 @@ Global___RecordBatch: _TypeAlias = RecordBatch  # noqa: Y015
 
 @_typing.final
 class Gap(_message.Message):
-    """Records (after, before) of a log are gone."""
+    """Records (after, before) of a log are gone. If `before` is not beyond `after`, the log itself went back (restored from a copy), and goes on at `before`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -1,0 +1,360 @@
+"""GaplessSubscriber: every record once, in order, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history import subscriber as subscriber_module
+from history.log import Log
+from history.service import HistoryService
+from history.subscriber import Acceptor, CursorFile, GaplessSubscriber, HistoryClient, Record
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+
+TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(5)]
+LOG = b"L" * 16
+
+
+def serialised(topic: int, number: int = 0) -> bytes:
+    return UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(str(number).encode(), 4)).SerializeToString()
+
+
+class World:
+    async def open(self, path: Path | None) -> None:
+        self.network = LocalNetwork()
+        self.log = await Log.open(path, name="test")
+        local = LocalUriProvider("gateway", 4, 1)
+        self.transport = LocalTransport.on(self.network, local)
+        self.elsewhere = LocalTransport.on(self.network, LocalUriProvider("cloud", 0x20, 1))
+        await self.transport.open()
+        await self.elsewhere.open()
+        self.service = HistoryService(self.transport, local, [self.log])
+        await self.service.start()
+        self.rpc = InMemoryRpcClient(self.elsewhere, LocalUriProvider("cloud", 0x20, 1))
+        await self.rpc.open()
+        self.client = HistoryClient(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=2_000)
+
+    async def close(self) -> None:
+        await self.service.stop()
+        await self.rpc.close()
+        await self.elsewhere.close()
+        await self.transport.close()
+        await self.log.close()
+
+    async def append(self, first: int, count: int) -> None:
+        """Messages numbered from `first`, over the topics in turn."""
+        numbers = range(first, first + count)
+        messages = [
+            UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4)) for number in numbers
+        ]
+        await self.log.append([self.log.stream_id(m.attributes.source) for m in messages], messages)
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World()
+    await made.open(tmp_path / "l.db")
+    yield made
+    await made.close()
+
+
+def number(record: Record) -> int:
+    return int(record.message.payload)
+
+
+async def take(subscriber: GaplessSubscriber, count: int) -> list[int]:
+    async with asyncio.timeout(30):
+        return [number(await anext(subscriber)) for _ in range(count)]
+
+
+async def test_what_was_there_and_what_comes(world: World) -> None:
+    await world.append(0, 10)
+    async with GaplessSubscriber(world.client, TOPICS) as subscriber:
+        assert await take(subscriber, 10) == list(range(10))
+        assert subscriber.connected
+        await world.append(10, 1_200)
+        assert await take(subscriber, 1_200) == list(range(10, 1_210))
+        assert (subscriber.gaps, dict(subscriber.dropped)) == (0, {})
+
+
+async def test_start_at_the_end(world: World) -> None:
+    await world.append(0, 10)
+    async with GaplessSubscriber(world.client, start=PollRequest(latest=True)) as subscriber:
+        async with asyncio.timeout(5):
+            while not subscriber.connected and not world.service._waiting:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await world.append(10, 3)
+        assert await take(subscriber, 3) == [10, 11, 12]
+
+
+async def test_the_cursor_file_makes_it_at_least_once_across_restarts(world: World, tmp_path: Path) -> None:
+    await world.append(0, 100)
+    path = tmp_path / "deep" / "cursor.json"
+    async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
+        assert await take(subscriber, 35) == list(range(35))
+        await subscriber.commit()
+        assert subscriber.positions == {world.log.incarnation: 35}
+    async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
+        assert await take(subscriber, 10) == list(range(35, 45))  # not committed: they come again
+    async with GaplessSubscriber(world.client, cursor_path=path, max_records=10) as subscriber:
+        again = await take(subscriber, 65)
+        assert again == list(range(35, 100))
+
+
+async def test_breaking_off_the_iteration_loses_nothing(world: World) -> None:
+    await world.append(0, 20)
+    async with GaplessSubscriber(world.client) as subscriber:
+        seen = []
+        async for record in subscriber:
+            seen.append(number(record))
+            if len(seen) == 7:
+                break
+        assert seen + await take(subscriber, 13) == list(range(20))
+
+
+async def test_the_consumers_cursor_follows(world: World) -> None:
+    await world.append(0, 5)
+    async with GaplessSubscriber(world.client, consumer="app", lease_ms=60_000) as subscriber:
+        await take(subscriber, 5)
+        await subscriber.commit()
+        await world.append(5, 1)
+        await take(subscriber, 1)
+        await world.append(6, 1)
+        await take(subscriber, 1)
+        assert (world.log.cursor("consumer:app") or 0) >= 5
+
+
+async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    told: asyncio.Queue[bool] = asyncio.Queue()
+    await world.append(0, 3)
+    client = HistoryClient(world.rpc, uris.uri("gateway", 4, 1), timeout_ms=200)
+    async with GaplessSubscriber(client, on_connected=told.put_nowait, wait_ms_max=300) as subscriber:
+        assert await take(subscriber, 3) == [0, 1, 2]
+        assert await asyncio.wait_for(told.get(), 5)
+        await world.service.stop()
+        assert not await asyncio.wait_for(told.get(), 10)
+        assert not subscriber.connected
+        await world.append(3, 3)
+        world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), [world.log])
+        await world.service.start()
+        assert await take(subscriber, 3) == [3, 4, 5]
+        assert await asyncio.wait_for(told.get(), 5)
+
+
+async def test_a_refusal_ends_the_iteration(world: World) -> None:
+    async with GaplessSubscriber(world.client, [uris.uri("a", 1, 1, 5)]) as subscriber:
+        for _ in range(2):
+            with pytest.raises(UStatusError) as error:
+                await asyncio.wait_for(anext(subscriber), 5)
+            assert error.value.code == UCode.INVALID_ARGUMENT
+
+
+async def test_close_ends_who_waits(world: World) -> None:
+    subscriber = GaplessSubscriber(world.client)
+    async with subscriber:
+        waiting = asyncio.ensure_future(subscriber.next_batch())
+        await asyncio.sleep(0)
+    with pytest.raises(UStatusError):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_a_log_made_anew_is_one_gap_and_then_all_of_it() -> None:
+    world = World()
+    await world.open(None)
+    gaps: list[Gap] = []
+    await world.append(0, 5)
+    async with GaplessSubscriber(world.client, on_gap=gaps.append) as subscriber:
+        await take(subscriber, 5)
+        lost = world.log.incarnation
+        await world.service.stop()
+        world.log = await Log.open(None, name="anew")
+        await world.append(5, 5)
+        world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), [world.log])
+        await world.service.start()
+        assert await take(subscriber, 5) == [5, 6, 7, 8, 9]
+        assert [(gap.reason, gap.incarnation, gap.after_seq) for gap in gaps] == [(Gap.REASON_INCARNATION, lost, 5)]
+        assert subscriber.gaps == 1
+    await world.close()
+
+
+class Faulty(HistoryClient):
+    """Loses calls, and answers: late ones again, records left out, doubled or out of order, cut columns. All from one seed."""
+
+    def __init__(self, client: HistoryClient, seed: int) -> None:
+        self._client, self._rng = client, random.Random(seed)
+        self._old: list[PollResponse] = []
+        self.faults = 0
+
+    async def poll(self, request: PollRequest | None = None) -> PollResponse:
+        rng = self._rng
+        if rng.random() < 0.1:
+            self.faults += 1
+            raise UStatusError(rng.choice([UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED]), "lost on the way")
+        response = await self._client.poll(request)
+        self._old.append(response)
+        if rng.random() < 0.15:
+            self.faults += 1
+            return rng.choice(self._old)
+        changed = PollResponse()
+        changed.CopyFrom(response)
+        for batch in changed.batches:
+            if rng.random() < 0.4:
+                self.faults += 1
+                self._spoil(batch)
+        return changed
+
+    def _spoil(self, batch: RecordBatch) -> None:
+        records = list(zip(batch.seq, batch.prev_seq, batch.time_ms, batch.message, strict=True))
+        place = self._rng.randrange(len(records))
+        kind = self._rng.randrange(4)
+        if kind == 0:
+            del records[place]
+        elif kind == 1:
+            records.insert(place, records[place])
+        elif kind == 2:
+            self._rng.shuffle(records)
+        for name, column in zip(("seq", "prev_seq", "time_ms", "message"), zip(*records, strict=True), strict=False):
+            batch.ClearField(name)  # type: ignore[arg-type]
+            getattr(batch, name).extend(column)
+        if kind == 3:
+            del batch.message[-1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_under_faults_every_record_comes_once_and_in_order(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    monkeypatch.setattr(subscriber_module, "PAUSE_MS", 1)
+    monkeypatch.setattr(subscriber_module, "REFUSED_MAX", 1_000)
+    client = Faulty(world.client, seed)
+    async with GaplessSubscriber(client, max_records=23, wait_ms_max=50, rng=random.Random(seed)) as subscriber:
+
+        async def feed() -> None:
+            for first in range(0, 600, 40):
+                await world.append(first, 40)
+                await asyncio.sleep(0.002)
+            # One more of each topic: what is lost at the very end shows only when something follows.
+            for _ in range(100):
+                await world.append(600, 5)
+                await asyncio.sleep(0.02)
+
+        feeding = asyncio.create_task(feed())
+        seen: dict[int, list[int]] = {topic: [] for topic in range(5)}
+        async with asyncio.timeout(30):
+            while any(not numbers or numbers[-1] < 600 for numbers in seen.values()):
+                record = await anext(subscriber)
+                value = number(record)
+                if not seen[value % 5] or seen[value % 5][-1] < 600:
+                    seen[value % 5].append(value)
+        feeding.cancel()
+        assert client.faults > 5
+        for topic, numbers in seen.items():
+            assert numbers == list(range(topic, 605, 5))
+        assert subscriber.gaps == 0
+
+
+# -- Acceptor
+
+
+MESSAGES = [serialised(topic) for topic in range(5)]
+
+
+def answer(records: list[tuple[int, int, int]], next_: int, gaps: list[Gap] | None = None) -> PollResponse:
+    """Records are (seq, prev_seq, topic)."""
+    batch = RecordBatch(
+        incarnation=LOG,
+        seq=[seq for seq, _, _ in records],
+        prev_seq=[prev for _, prev, _ in records],
+        time_ms=[1] * len(records),
+        message=[MESSAGES[topic] for _, _, topic in records],
+    )
+    return PollResponse(batches=[batch], next=[Position(incarnation=LOG, seq=next_)], gaps=gaps or [])
+
+
+def test_a_missing_record_is_noticed_even_across_answers() -> None:
+    acceptor = Acceptor({LOG: 0})
+    acceptor.accept(answer([(1, 0, 0), (2, 0, 1)], 9))  # 5 of topic 0 was lost from this answer
+    refused = acceptor.accept(answer([(10, 5, 0)], 10))
+    assert (refused.records, refused.positions) == ([], {LOG: 1})
+    accepted = acceptor.accept(answer([(2, 0, 1), (5, 1, 0), (10, 5, 0)], 10))
+    assert [record.seq for record in accepted.records] == [5, 10]
+    assert acceptor.dropped == {"refused": 1, "behind_refused": 0, "duplicate": 1}
+
+
+def test_a_gap_lets_the_chain_go_on() -> None:
+    acceptor = Acceptor({LOG: 1})
+    gap = Gap(reason=Gap.REASON_RETENTION, incarnation=LOG, after_seq=1, before_seq=100)
+    accepted = acceptor.accept(answer([(100, 60, 0)], 100, [gap]))
+    assert ([record.seq for record in accepted.records], accepted.gaps) == ([100], [gap])
+
+
+def test_what_never_follows_becomes_a_gap() -> None:
+    acceptor = Acceptor({LOG: 1})
+    told = [gap for _ in range(subscriber_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
+    assert [(gap.after_seq, gap.before_seq) for gap in told] == [(1, 6)]
+    assert acceptor.positions == {LOG: 9}
+
+
+def test_a_message_that_is_none_is_a_gap() -> None:
+    acceptor = Acceptor()
+    response = answer([(1, 0, 0), (2, 1, 0), (3, 2, 0)], 3)
+    response.batches[0].message[1] = b"\xff\xff"
+    accepted = acceptor.accept(response)
+    assert [record.seq for record in accepted.records] == [1, 3]
+    assert [(gap.reason, gap.after_seq, gap.before_seq) for gap in accepted.gaps] == [(Gap.REASON_CORRUPTION, 1, 3)]
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.randoms(use_true_random=False))
+def test_whatever_answers_leave_out_nothing_is_skipped_within_a_topic(topics: list[int], rng: random.Random) -> None:
+    newest: dict[int, int] = {}
+    whole = []
+    for seq, topic in enumerate(topics, 1):
+        whole.append((seq, newest.get(topic, 0), topic))
+        newest[topic] = seq
+    acceptor = Acceptor({LOG: 0})
+    seen: list[int] = []
+    for _ in range(20):
+        after = acceptor.positions[LOG]
+        records = [record for record in whole if record[0] > after and rng.random() < 0.7]
+        accepted = acceptor.accept(answer(records, rng.randint(after, len(whole))))
+        assert not accepted.gaps or acceptor.dropped["refused"] >= subscriber_module.REFUSED_MAX
+        if accepted.gaps:
+            return
+        seen += [record.seq for record in accepted.records]
+    assert len(set(seen)) == len(seen)
+    for topic in set(topics):
+        mine = [seq for seq, _, of in whole if of == topic]
+        taken = [seq for seq in seen if topics[seq - 1] == topic]
+        assert taken == mine[: len(taken)]
+
+
+# -- CursorFile
+
+
+def test_a_cursor_file_comes_back_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    file = CursorFile(tmp_path / "c.json")
+    assert file.load() == {}
+    file.save({LOG: 7})
+    file.save({LOG: 8})
+    assert file.load() == {LOG: 8}
+    assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
+
+
+@pytest.mark.parametrize("text", ["", "7", "[]", "{}", '{"positions": 1}', '{"positions": {"zz": 1}}', '{"positions": {"00": 1}}'])
+def test_a_broken_cursor_file_is_a_clear_error(tmp_path: Path, text: str) -> None:
+    (tmp_path / "c.json").write_text(text)
+    with pytest.raises(UStatusError, match="cursor file"):
+        CursorFile(tmp_path / "c.json").load()
