@@ -85,7 +85,6 @@ class USubscriptionService:
                 LocalUriProvider(authority, ENTITY_TYPE, major),
                 check=check,
                 requests_running_max=REQUESTS_RUNNING_MAX,
-                now_ms=now_ms,
             )
             for major in CODECS
         }

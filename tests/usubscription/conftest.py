@@ -1,0 +1,162 @@
+"""A small world for uSubscription tests: one network per authority, joined by a forwarder, services and clients on them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription.service import USubscriptionService
+from usubscription_client import USubscriptionClient
+
+WAIT_S = 20  # for what must happen; only a failure waits that long
+
+
+class Ear:
+    """Keeps what it hears; `next` waits for one that fits."""
+
+    def __init__(self) -> None:
+        self.heard: list[UMessage] = []
+        self._news = asyncio.Event()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.heard.append(message)
+        self._news.set()
+
+    async def until(self, condition: Callable[[list[UMessage]], bool]) -> list[UMessage]:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(self.heard):
+                self._news.clear()
+                await self._news.wait()
+        return self.heard
+
+    async def count(self, number: int) -> list[UMessage]:
+        return await self.until(lambda heard: len(heard) >= number)
+
+
+class Forwarder:
+    """What joins two networks: whatever has the other's authority as sink."""
+
+    def __init__(self, into: LocalTransport) -> None:
+        self._into = into
+        self.log: list[UMessage] = []
+        self.lose: Callable[[UMessage], bool] = lambda message: False
+
+    async def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        kept = [message for message in messages if not self.lose(message)]
+        self.log.extend(kept)
+        await self._into.send_batch(kept)
+
+    def on_receive(self, message: UMessage) -> Any:
+        return self.on_receive_batch([message])
+
+
+class Raw:
+    """A uEntity that speaks to the service with its bare hands."""
+
+    def __init__(self, transport: LocalTransport, local: LocalUriProvider) -> None:
+        self.transport, self.local = transport, local
+        self.rpc = InMemoryRpcClient(transport, local)
+        self.notified = {3: Ear(), 4: Ear()}
+        self.published = {3: Ear(), 4: Ear()}
+
+    async def open(self) -> None:
+        await self.rpc.open()
+        authority = self.local.get_authority()
+        for major in (3, 4):
+            topic = uris.uri(authority, 0, major, 0x8000)
+            await self.transport.register_listener(topic, self.notified[major], self.local.get_source())
+            await self.transport.register_listener(topic, self.published[major])
+
+    async def call(self, major: int, method: int, request: Any = None, *, authority: str | None = None) -> UPayload:
+        payload = request if isinstance(request, UPayload) or request is None else UPayload.pack(request)
+        sink = uris.uri(authority or self.local.get_authority(), 0, major, method)
+        return await self.rpc.invoke_method(sink, payload, CallOptions(timeout_ms=WAIT_S * 1000))
+
+    async def notify(self, topic: UUri, sink: UUri, payload: UPayload) -> None:
+        await self.transport.send(UMessageBuilder.notification(topic, sink).build_from_upayload(payload))
+
+
+class World:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.networks: dict[str, LocalNetwork] = {}
+        self.forwarders: dict[tuple[str, str], Forwarder] = {}
+        self._closing: list[Any] = []
+        self.services: dict[str, USubscriptionService] = {}
+        self.transports: dict[str, LocalTransport] = {}
+
+    async def network(self, authority: str) -> LocalNetwork:
+        if authority not in self.networks:
+            self.networks[authority] = LocalNetwork()
+            for other in list(self.networks):
+                if other != authority:
+                    await self._join(authority, other)
+        return self.networks[authority]
+
+    async def _join(self, one: str, other: str) -> None:
+        ends = []
+        for authority in (one, other):
+            end = LocalTransport.on(self.networks[authority], LocalUriProvider("bridge", 0xFFF0, 1))
+            await end.open()
+            self._closing.append(end.close)
+            ends.append(end)
+        for here, there, name, to in ((ends[0], ends[1], one, other), (ends[1], ends[0], other, one)):
+            forwarder = self.forwarders[name, to] = Forwarder(there)
+            await here.register_listener(uris.ANY, forwarder, uris.pattern(to))
+
+    async def transport(self, authority: str, ue_id: int, version: int = 1) -> LocalTransport:
+        made = LocalTransport.on(await self.network(authority), LocalUriProvider(authority, ue_id, version))
+        await made.open()
+        self._closing.append(made.close)
+        return made
+
+    async def service(self, authority: str = "dev1", **options: Any) -> USubscriptionService:
+        """Starts it, or starts it again on the store that it left."""
+        transport = await self.transport(authority, 0, 4)
+        options.setdefault("remote_repeat_ms", 200)
+        options.setdefault("random", lambda: 0.0)
+        made = USubscriptionService(transport, authority, self.path / f"{authority}.db", **options)
+        await made.start()
+        self.services[authority], self.transports[authority] = made, transport
+        return made
+
+    async def stop(self, authority: str = "dev1") -> None:
+        await self.services.pop(authority).stop()
+        await self.transports.pop(authority).close()
+
+    async def client(self, authority: str = "dev1", ue_id: int = 0x10, version: int | None = None, **options: Any) -> USubscriptionClient:
+        transport = await self.transport(authority, ue_id)
+        made = USubscriptionClient(transport, LocalUriProvider(authority, ue_id, 1), version=version, **options)
+        await made.open()
+        self._closing.append(made.close)
+        return made
+
+    async def raw(self, authority: str = "dev1", ue_id: int = 0x10, version: int = 1) -> Raw:
+        made = Raw(await self.transport(authority, ue_id, version), LocalUriProvider(authority, ue_id, version))
+        await made.open()
+        self._closing.append(made.rpc.close)
+        return made
+
+    async def close(self) -> None:
+        for close in reversed(self._closing):
+            await close()
+        for service in self.services.values():
+            await service.stop()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World(tmp_path)
+    yield made
+    await made.close()
