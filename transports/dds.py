@@ -12,7 +12,7 @@ import contextlib
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
@@ -183,13 +183,15 @@ class DdsTransport(UTransport):
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
+            making = self._sender.submit(_Session, self._config, self._arrived, changed)
             try:
-                session = await loop.run_in_executor(self._sender, _Session, self._config, self._arrived, changed)
+                session = await asyncio.wrap_future(making)
+                await self._discovered()
             except BaseException:
+                self._sender.submit(_discard, making)
                 self._sender.shutdown(wait=False)
                 self._registrar.shutdown(wait=False)
                 raise
-            await self._discovered()
             self._session = session
             await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
             self._tell_connection(True)
@@ -216,8 +218,10 @@ class DdsTransport(UTransport):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._inbox.drained(), DRAIN_S)
             self._inbox.close()
+            self._news.set()  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
             self._readers.clear()
+            await self._run(int)  # behind it no reader is being removed
             await asyncio.get_running_loop().run_in_executor(self._sender, session.close)
             self._sender.shutdown(wait=False)
             self._registrar.shutdown(wait=False)
@@ -331,7 +335,8 @@ class DdsTransport(UTransport):
         reader = self._readers.pop(filter, None) if filter is not None else None
         if reader is not None:
             token = await asyncio.shield(reader)
-            await self._run(session.readers.remove, token)
+            if self._session is session:  # else close has removed it
+                await self._run(session.readers.remove, token)
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._registrar, function, *arguments)
@@ -363,6 +368,12 @@ class DdsTransport(UTransport):
         while len(self._seen) > SEEN_KEPT_MAX:
             self._seen.popitem(last=False)
         self._news.set()
+
+
+def _discard(making: Future[_Session]) -> None:
+    """What an open that was given up has made. Runs behind it on the same thread, so it is done."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
 
 
 async def _all(pending: list[Awaitable[None]]) -> None:

@@ -378,6 +378,26 @@ async def test_a_transport_opens_again_and_keeps_its_listeners(tag: str) -> None
         assert changes == [True, False, True, False]
 
 
+async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
+    beta = end(tag, "beta", discovery_quiet_ms=60_000)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(beta.open(), 0.2)
+    assert not beta.connected
+    await asyncio.to_thread(beta._sender.shutdown)
+    async with end(tag + "x", "beta"):  # another configuration: the domain has been left
+        pass
+
+
+async def test_listeners_come_and_go_while_the_transport_closes(tag: str) -> None:
+    beta = end(tag, "beta", discovery_quiet_ms=10)
+    await beta.open()
+    listeners = [(uris.uri("alpha", 1, 1, 0x8000 + number), Sink(DEADLINE_S)) for number in range(20)]
+    await asyncio.gather(*(beta.register_listener(topic, listener) for topic, listener in listeners))
+    going = [beta.unregister_listener(topic, listener) for topic, listener in listeners]
+    results = await asyncio.gather(*going, beta.close(), return_exceptions=True)
+    assert all(result is None or (isinstance(result, UStatusError) and result.code == UCode.UNAVAILABLE) for result in results)
+
+
 @dataclass
 class Generated(IdlStruct, typename="uprotocol.v1.UMessage"):
     """The type as an IDL compiler makes it, for the comparison with our own octets."""
