@@ -144,13 +144,15 @@ class History:
         return offsets.logs_of(self._call(describe))
 
     def hold(self, acked: Offsets) -> None:
-        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until `close`."""
+        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until `close`.
+
+        `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for us.
+        """
         positions = _positions(acked)
         request = PollRequest(
             topics=self._topics,
             positions=positions,
-            until=positions,
-            latest=True,
+            until=positions,  # nothing is read
             consumer=self._options.consumer_name,
             acked=positions,
             max_records=1,
@@ -299,7 +301,7 @@ def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[L
     position = max([after, *(place.seq for place in response.next if place.incarnation.hex() == range.incarnation)])
     for gap in response.gaps:
         if gap.incarnation.hex() == range.incarnation and gap.after_seq < range.until:
-            on_loss(Loss(range.incarnation, max(gap.after_seq, after), gap.before_seq))
+            on_loss(Loss(range.incarnation, max(gap.after_seq, after), min(gap.before_seq, range.until + 1)))
             position = max(position, gap.before_seq - 1 if gap.before_seq else range.until)
     return position
 

@@ -2,7 +2,7 @@
 
 start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log, after, until), ...]   one per task
                           |
-                          +-- lost(start, logs): what the history no longer has
+                          +-- lost(start, logs): logs that are no longer there; what retention took is told when it is read
 
 A log is named by its incarnation in hex, a seq of 0 (before the first record) is left out: so a log that never held anything leaves
 no trace in a checkpoint, and may vanish without that being a loss. JSON of such a map is what Spark keeps in its checkpoint.
@@ -108,18 +108,12 @@ def newest(logs: Iterable[LogState]) -> Offsets:
 
 
 def lost(start: Mapping[str, int], logs: Iterable[LogState]) -> list[Loss]:
-    """What can never be read any more after `start`. A log that isn't in `start` came later, so it is read from its first record."""
-    present = {log.incarnation: log for log in logs}
-    losses = []
-    for incarnation in sorted(start.keys() | present.keys()):
-        after, log = start.get(incarnation, 0), present.get(incarnation)
-        if log is None:
-            losses.append(Loss(incarnation, after, 0))
-        elif log.oldest_seq > after + 1:
-            losses.append(Loss(incarnation, after, log.oldest_seq))
-        elif not log.oldest_seq and log.newest_seq > after:
-            losses.append(Loss(incarnation, after, log.newest_seq + 1))
-    return losses
+    """Logs that were read from and are gone, with whatever came after `start`.
+
+    What retention has passed is known to the reply of Poll alone, which can tell it from records of other topics.
+    """
+    present = {log.incarnation for log in logs}
+    return [Loss(incarnation, seq, 0) for incarnation, seq in sorted(start.items()) if incarnation not in present]
 
 
 def advance(

@@ -22,7 +22,7 @@ from pyspark.sql.types import StructType
 from spark_ingest import offsets
 from spark_ingest.client import History, Options
 from spark_ingest.decode import DDL, Decoder
-from spark_ingest.offsets import Loss, Offsets, Range
+from spark_ingest.offsets import LogState, Loss, Offsets, Range
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -112,6 +112,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         super().__init__(options)
         self._history: History | None = None
         self._target: Offsets | None = None
+        self._logs: list[LogState] = []  # as described last
         self._holding = False  # whether this run has told the history who reads
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,16 +122,15 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self.__init__(state["_options"])  # type: ignore[misc]  # a reader that travelled starts anew
 
     def initialOffset(self) -> Offsets:
-        start = offsets.starting(offsets.parse(self._options.starting_offsets), self._driver.describe())
-        self._driver.hold(start)
-        self._holding = True
+        start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
+        self._hold(start)
         return start
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.max_records_per_batch)
 
     def prepareForTriggerAvailableNow(self) -> None:
-        self._target = offsets.newest(self._driver.describe())
+        self._target = offsets.newest(self._describe())
 
     def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:
         assert isinstance(limit, ReadMaxRows | ReadAllAvailable), f"Spark gives the limit that it was told, or none; got {limit}"
@@ -149,16 +149,23 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return end
 
     def _end(self, start: Offsets, limit_records: int | None) -> Offsets:
-        logs = self._driver.describe()
+        logs = self._describe()
         for loss in offsets.lost(start, logs):
             self._on_loss(loss)
         end = offsets.advance(start, logs, limit_records, self._target)
         if not self._holding or (end == start and self._target is not None):
             # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the next. It does not
             # tell so of the batch before a restart, nor of the last one of an availableNow run.
-            self._driver.hold(start)
-            self._holding = True
+            self._hold(start)
         return end
+
+    def _describe(self) -> list[LogState]:
+        self._logs = self._driver.describe()
+        return self._logs
+
+    def _hold(self, acked: Offsets) -> None:
+        self._driver.hold({log.incarnation: acked.get(log.incarnation, 0) for log in self._logs or self._describe()})
+        self._holding = True
 
     def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
         return [_Partition(range) for range in offsets.split(start, end)]
@@ -166,8 +173,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def commit(self, end: Offsets) -> None:
         """All up to `end` is in the sink: the history need not keep it for us."""
         try:
-            self._driver.hold(end)
-            self._holding = True
+            self._hold(end)
         except UStatusError as error:
             if not error.retryable:
                 raise

@@ -1,0 +1,60 @@
+"""Reads back what the job wrote, without Spark.
+
+DIR/_spark_metadata (what was committed) --> files --> pyarrow dataset        a file of a batch that was cut off is not in it
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlparse
+
+import pyarrow as pa
+import pyarrow.dataset as ds
+
+from spark_ingest.decode import SCHEMA
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+METADATA: Final = "_spark_metadata"
+_COMPACT: Final = ".compact"
+_PARTITIONS: Final = pa.schema([("authority", pa.string()), ("date", pa.date32())])
+_FILES_IN: Final = len(_PARTITIONS) + 1  # DIR/authority=A/date=D/FILE
+
+
+def committed_files(directory: Path) -> list[Path]:
+    """The files of all batches that were committed. Raises UStatusError(NOT_FOUND) if no job has written there."""
+    log = directory / METADATA
+    if not log.is_dir():
+        raise UStatusError(UCode.NOT_FOUND, f"{directory} holds no {METADATA}: nothing was committed there yet")
+    batches = {int(name.removesuffix(_COMPACT)): name for entry in log.iterdir() if (name := entry.name).removesuffix(_COMPACT).isdigit()}
+    begin = max((number for number, name in batches.items() if name.endswith(_COMPACT)), default=0)  # it repeats all before it
+    files: dict[Path, None] = {}
+    for number in sorted(number for number in batches if number >= begin):
+        _, *entries = (log / batches[number]).read_text().splitlines()  # the first line is the version of the format
+        for entry in map(json.loads, entries):
+            path = Path(unquote(urlparse(entry["path"]).path))
+            if not path.is_relative_to(directory.resolve()):  # the directory was moved since
+                path = directory.resolve().joinpath(*path.parts[-_FILES_IN:])
+            if entry.get("action", "add") == "add":
+                files[path] = None
+            else:
+                files.pop(path, None)
+    return list(files)
+
+
+def read(directory: Path, columns: list[str] | None = None, filter: Any = None) -> pa.Table:
+    """The rows, or some columns of those that match `filter` (a pyarrow expression). Raises as `committed_files`."""
+    files = committed_files(directory)
+    schema = pa.unify_schemas([SCHEMA, _PARTITIONS])
+    if not files:
+        return schema.empty_table().select(columns or schema.names)
+    dataset = ds.dataset(
+        [str(file) for file in files],
+        schema=schema,
+        format="parquet",
+        partitioning=ds.partitioning(_PARTITIONS, flavor="hive"),
+        partition_base_dir=str(directory.resolve()),
+    )
+    return dataset.to_table(columns=columns, filter=filter)

@@ -1,0 +1,52 @@
+"""A streamer's history in a process of its own, on Zenoh loopback, that a test tells what to do: one JSON object a line, in and out.
+
+python history_host.py PORT LOG_FILE RETENTION_MS
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import sys
+from typing import Any
+
+from history.log import Log
+from history.service import HistoryService
+from transports import plugin
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.umessage_pb2 import UMessage
+
+AUTHORITY = "gateway"
+
+
+async def main(port: int, path: str, retention_ms: int) -> None:
+    local = LocalUriProvider(AUTHORITY, 0x4, 1)
+    log = await Log.open(path, name="durable", retention_ms=retention_ms)
+    async with log, plugin.create("zenoh", {"listen": [f"tcp/127.0.0.1:{port}"]}, local) as transport:
+        service = HistoryService(transport, local, [log])
+        await service.start()
+        print(json.dumps({"incarnation": log.incarnation.hex()}), flush=True)
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            print(json.dumps(await answer(log, service, json.loads(line))), flush=True)
+        await service.stop()
+
+
+async def answer(log: Log, service: HistoryService, asked: dict[str, Any]) -> dict[str, Any]:
+    messages = [UMessage.FromString(base64.b64decode(text)) for text in asked.get("append", [])]
+    first = None
+    for begin in range(0, len(messages), 500):
+        part = messages[begin : begin + 500]
+        seq = await log.append([log.stream_id(message.attributes.source) for message in part], part)
+        first = seq if first is None else first
+    return {
+        "first": first,
+        "oldest": log.oldest_seq,
+        "newest": log.newest_seq,
+        "cursors": log.cursors(),
+        "polls": service.counts["polls"],
+    }
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,388 @@
+"""The source against a real history on Zenoh, in a process of its own; Spark itself where Spark is what is tested."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from spark_ingest import parquet, pipeline
+from spark_ingest.client import History, Options
+from spark_ingest.decode import Decoder
+from spark_ingest.offsets import Range
+from spark_ingest.source import StreamReader
+from streamer import drive
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.umessage_pb2 import UMessage
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+HOST = Path(__file__).with_name("history_host.py")
+DEADLINE_S = 60  # of a wait for an event; only a broken test gets there
+
+pytestmark = [
+    # pyspark's own: sockets and temporary files of a session that end with the process, not with the session
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:pyspark.*"),
+]
+
+
+class Host:
+    """The process, and how to talk to it."""
+
+    def __init__(self, path: Path, retention_ms: int = 86_400_000) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.path, self.retention_ms = path, retention_ms
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, str(HOST), str(self.port), str(self.path), str(self.retention_ms)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.incarnation: str = self._line()["incarnation"]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.communicate(timeout=DEADLINE_S)
+
+    def ask(self, messages: list[UMessage] | None = None) -> dict[str, Any]:
+        """Append `messages`; how the log is then."""
+        assert self.process.stdin is not None
+        texts = [base64.b64encode(message.SerializeToString()).decode() for message in messages or []]
+        self.process.stdin.write(json.dumps({"append": texts}) + "\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the host ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "transport": "zenoh",
+            "transport_config": {"mode": "client", "connect": [f"tcp/127.0.0.1:{self.port}"], "connect_timeout_ms": 2_000},
+            "authority": "gateway",
+            "local_authority": "spark1",
+            "poll_timeout_ms": 5_000,
+        }
+
+    def options(self, **more: Any) -> Options:
+        return Options.model_validate(self.settings | more)
+
+
+@pytest.fixture
+def hosting(tmp_path: Path) -> Iterator[Callable[..., Host]]:
+    hosts: list[Host] = []
+
+    def make(**settings: Any) -> Host:
+        hosts.append(Host(tmp_path / f"history{len(hosts)}.db", **settings))
+        return hosts[-1]
+
+    yield make
+    for host in hosts:
+        host.stop()
+
+
+@pytest.fixture
+def host(hosting: Callable[..., Host]) -> Host:
+    return hosting()
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkSession]:
+    session = pipeline.session()
+    yield session
+    session.stop()
+
+
+def samples(count: int, seed: int = 1) -> list[UMessage]:
+    made = drive.simulate(seed, count // 15 + 1).samples(1_700_000_000_000)
+    return [drive.message(sample) for sample in itertools.islice(made, count)]
+
+
+def ids(messages: list[UMessage]) -> list[str]:
+    return [uuids.format(message.attributes.id) for message in messages]
+
+
+def eventually(holds: Callable[[], bool]) -> None:
+    """For what another process does, which tells nobody."""
+    end = time.monotonic() + DEADLINE_S
+    while not holds():
+        assert time.monotonic() < end, "it never came to that"
+        time.sleep(0.05)
+
+
+def read(options: Options, range: Range) -> list[int]:
+    with History(options) as history:
+        return [seq for batch in history.read(range, _no_loss) for seq in batch.seq]
+
+
+def _no_loss(loss: object) -> None:
+    raise AssertionError(f"nothing should be lost, but {loss}")
+
+
+# --- without Spark
+
+
+def test_options_name_what_is_wrong() -> None:
+    right = {
+        "transport": "zenoh",
+        "AUTHORITY": "gateway",
+        "localauthority": "spark1",
+        "topics": "up://*/8001/1/FFFF, up:/1/1/8000",
+        "maxrecordsperbatch": "5",
+    }
+    options = Options.of(right)
+    assert options.topics == ("up://*/8001/1/FFFF", "up:/1/1/8000")
+    assert (options.max_records_per_batch, options.fail_on_data_loss, options.starting_offsets) == (5, True, "earliest")
+    assert options.consumer_name == Options.of(right).consumer_name != Options.of(right | {"topics": ""}).consumer_name
+    for wrong, told in (
+        ({"topic": "x"}, "no option 'topic'; it has transport, transportConfig"),
+        ({"topics": "up://x/1"}, "three path segments"),
+        ({"startingOffsets": "now"}, "earliest, latest or a JSON"),
+        ({"transportConfig": "{"}, "transportConfig: .*JSON"),
+        ({"maxRecordsPerBatch": "0"}, "maxRecordsPerBatch"),
+        ({"authority": "*"}, "concrete authority"),
+        ({"failOnDataLoss": "perhaps"}, "failOnDataLoss"),
+    ):
+        with pytest.raises(UStatusError, match=told):
+            Options.of({key: value for key, value in right.items() if key.lower() != next(iter(wrong)).lower()} | wrong)
+    with pytest.raises(UStatusError, match="localAuthority: Field required"):
+        Options.of({"transport": "zenoh", "authority": "gateway"})
+
+
+def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> None:
+    messages = samples(25_000)
+    host.ask(messages)
+    reader = StreamReader(host.options(max_records_per_batch=21_000))
+    try:
+        start = reader.initialOffset()
+        assert start == {}
+        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 0}  # nothing may be forgotten from now on
+        end = reader.latestOffset(start, reader.getDefaultReadLimit())
+        assert end == {host.incarnation: 21_000}
+        partitions = reader.partitions(start, end)
+        assert len(partitions) == 2
+        twice = [[seq for part in partitions for batch in reader.read(part) for seq in batch["seq"].to_pylist()] for _ in range(2)]
+        assert twice == [list(range(1, 21_001))] * 2
+        reader.commit(end)
+        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 21_000}
+        last = reader.latestOffset(end, reader.getDefaultReadLimit())
+        assert last == {host.incarnation: 25_000}
+        host.ask(samples(10))
+        reader.prepareForTriggerAvailableNow()
+        host.ask(samples(10))
+        assert reader.latestOffset(last, reader.getDefaultReadLimit()) == {host.incarnation: 25_010}
+        assert reader.latestOffset({host.incarnation: 25_010}, reader.getDefaultReadLimit()) == {host.incarnation: 25_010}
+        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 25_010}
+    finally:
+        reader.stop()
+
+
+def test_topics_choose_and_quiet_ones_make_no_batch(host: Host) -> None:
+    messages = samples(150)
+    host.ask(messages)
+    options = host.options(topics="up://mcu1/8001/1/8001")
+    reader = StreamReader(options)
+    try:
+        end = reader.latestOffset({}, reader.getDefaultReadLimit())
+        rows = [row for part in reader.partitions({}, end) for batch in reader.read(part) for row in batch.to_pylist()]
+        assert [row["message_id"] for row in rows] == ids([m for m in messages if uris.format(m.attributes.source) == options.topics[0]])
+        assert {row["path"] for row in rows} == {"Vehicle.OBD.EngineSpeed"}
+        host.ask([UMessageBuilder.publish(uris.uri("vehicle1", 1, 1, 0x8000)).build()])
+        assert reader.latestOffset(end, reader.getDefaultReadLimit()) == end
+    finally:
+        reader.stop()
+
+
+def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
+    host.ask(samples(30_000))
+    with History(host.options(poll_timeout_ms=1_000)) as history:
+        found = history.read(Range(host.incarnation, 0, 30_000), _no_loss)
+        seqs = list(next(found).seq)
+        host.kill()
+        host.start()
+        seqs += [seq for batch in found for seq in batch.seq]
+    assert seqs == list(range(1, 30_001))
+    reader = StreamReader(host.options(poll_timeout_ms=300))
+    try:
+        assert reader.latestOffset({}, reader.getDefaultReadLimit()) == {host.incarnation: 30_000}
+        host.kill()
+        assert reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit()) == {host.incarnation: 7}  # no news, no failure
+        reader.commit({host.incarnation: 7})
+        reader._target = {host.incarnation: 9}
+        with pytest.raises(UStatusError):  # but a run that is to end can't end like that
+            reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit())
+        host.start()
+    finally:
+        reader.stop()
+
+
+def test_what_retention_took_is_told_with_its_bounds(hosting: Callable[..., Host]) -> None:
+    host = hosting(retention_ms=1)
+    newest = host.ask(samples(3_000))["newest"]
+    eventually(lambda: host.ask(samples(10))["oldest"] > newest)
+    state = host.ask()
+    strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
+    try:
+        (part,) = strict.partitions({host.incarnation: 5}, {host.incarnation: state["newest"]})
+        with pytest.raises(UStatusError, match=rf"records 6 to \d+ of log {host.incarnation} are gone.*failOnDataLoss"):
+            list(strict.read(part))
+        rows = [seq for batch in loose.read(part) for seq in batch["seq"].to_pylist()]
+        assert rows == list(range(rows[0], state["newest"] + 1))
+        gone = "ab" * 16
+        with pytest.raises(UStatusError, match=f"the log {gone} is gone"):
+            strict.latestOffset({gone: 3}, strict.getDefaultReadLimit())
+        assert set(loose.latestOffset({gone: 3}, loose.getDefaultReadLimit())) == {host.incarnation}
+        assert [batch for part in loose.partitions({}, {gone: 3}) for batch in loose.read(part)] == []
+    finally:
+        strict.stop()
+        loose.stop()
+
+
+def test_commit_lets_the_history_forget(hosting: Callable[..., Host]) -> None:
+    host = hosting(retention_ms=1)
+    reader = StreamReader(host.options())
+    try:
+        host.ask(samples(1))  # a cursor holds what comes after it
+        start = reader.initialOffset()
+        newest = host.ask(samples(2_000))["newest"]
+        end = reader.latestOffset(start, reader.getDefaultReadLimit())
+        assert end == {host.incarnation: newest}
+        (part,) = reader.partitions(start, end)
+        assert sum(batch.num_rows for batch in reader.read(part)) >= 2_000
+        assert host.ask(samples(1))["oldest"] <= max(1, min(start.values(), default=0) + 1)
+        reader.commit(end)
+        eventually(lambda: host.ask(samples(1))["oldest"] > newest)
+    finally:
+        reader.stop()
+
+
+# --- the job's configuration
+
+
+def test_a_configuration_names_unknown_keys(tmp_path: Path) -> None:
+    file = tmp_path / "ingest.toml"
+    text = '[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\n'
+    text += '[source.transport_config]\nconnect = ["tcp/127.0.0.1:1"]\n'
+    text += '[sink]\npath = "out"\ncheckpoint = "state"\n'
+    file.write_text(text)
+    config = pipeline.load(file)
+    assert pipeline.options(config.source)["transportConfig"] == '{"connect": ["tcp/127.0.0.1:1"]}'
+    assert Options.of(pipeline.options(config.source)) == Options.model_validate(config.source.model_dump())
+    for more, told in (
+        ("[spork]\n", "spork"),
+        ("[spark]\nmemory = 3\n", "spark.memory"),
+        ("[trigger]\navailable_now = true\nprocessing_time_ms = 5\n", "exclude each other"),
+        ("[sink]\n", "not TOML"),
+    ):
+        file.write_text(text + more)
+        with pytest.raises(UStatusError, match=told):
+            pipeline.load(file)
+    with pytest.raises(UStatusError, match="can't be read"):
+        pipeline.load(tmp_path / "none.toml")
+
+
+# --- with Spark
+
+
+def config(host: Host, directory: Path, **source: Any) -> pipeline.Config:
+    return pipeline.Config.model_validate(
+        {
+            "source": host.settings | source,
+            "sink": {"path": directory / "rows", "checkpoint": directory / "checkpoint"},
+            "trigger": {"available_now": True},
+        }
+    )
+
+
+def written(directory: Path) -> list[dict[str, Any]]:
+    return sorted(parquet.read(directory / "rows").to_pylist(), key=lambda row: row["seq"])
+
+
+def run(spark: SparkSession, settings: pipeline.Config) -> int:
+    query = pipeline.start(spark, settings)
+    assert query.awaitTermination(DEADLINE_S)
+    return sum(progress.numInputRows for progress in query.recentProgress)
+
+
+@pytest.mark.slow
+def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+    topic = uris.uri("vehicle1", 7, 1, 0x8001)
+    others = [UPayload(b'"on"', UPayloadFormat.UPAYLOAD_FORMAT_JSON), UPayload(b"\xff", UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF), None]
+    messages = samples(3_000) + [UMessageBuilder.publish(topic).build_from_upayload(payload) for payload in others]
+    host.ask(messages)
+    settings = config(host, tmp_path, max_records_per_batch=1_100)
+    assert run(spark, settings) == 3_003  # found by its name, nothing was registered
+    more = samples(500, seed=2)
+    assert run(spark, settings) == 0
+    host.ask(more)
+    assert run(spark, settings) == 500
+    rows = written(tmp_path)
+    assert [row["seq"] for row in rows] == list(range(1, 3_504))
+    decoded = Decoder().decode(range(1, 3_504), [0] * 3_503, [message.SerializeToString() for message in messages + more]).batch
+    for row in rows:
+        assert row.pop("date") == row["ts"].date()
+    assert rows == decoded.to_pylist()
+    (cursor,) = host.ask()["cursors"].values()
+    assert cursor == 3_503
+    reader = spark.read.format("uprotocol")
+    for name, value in pipeline.options(settings.source).items():
+        reader = reader.option(name, value)
+    assert reader.load().where("value_bool").count() == sum(row["value_bool"] is True for row in rows)
+    assert reader.option("startingOffsets", "latest").load().count() == 0
+    with pytest.raises(Exception, match="has no option 'offset'"):
+        reader.option("offset", "1").load().count()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_killed_in_a_batch_and_stopped_by_a_signal_every_row_is_there_once(host: Host, tmp_path: Path) -> None:
+    messages = samples(40_000)
+    host.ask(messages)
+    file = tmp_path / "ingest.toml"
+    file.write_text(
+        f'[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\nmax_records_per_batch = 1500\n'
+        f'[source.transport_config]\nmode = "client"\nconnect = ["tcp/127.0.0.1:{host.port}"]\n'
+        f'[sink]\npath = "{tmp_path}/rows"\ncheckpoint = "{tmp_path}/checkpoint"\n'
+    )
+    command = [sys.executable, "-m", "spark_ingest", "--config", str(file)]
+    planned, committed = tmp_path / "checkpoint/offsets/3", tmp_path / "checkpoint/commits/3"
+    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    eventually(planned.exists)
+    os.killpg(first.pid, signal.SIGKILL)  # the job, its JVM and their workers, as a power cut would
+    first.communicate()
+    assert not committed.exists()  # else this was no cut in a batch
+    second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    eventually(lambda: 40_000 in host.ask()["cursors"].values())
+    second.send_signal(signal.SIGTERM)
+    out, err = second.communicate(timeout=DEADLINE_S)
+    assert second.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["stopped"] is True
+    rows = written(tmp_path)
+    assert [row["message_id"] for row in rows] == ids(messages)
