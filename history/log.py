@@ -25,7 +25,7 @@ import structlog
 from history.chunk import Chunk, Scan, message_id, message_ids
 from history.reader import Reader
 from history.store import Cursor, Extent, Store, Stream, is_damage
-from history.writer import CHUNK_RECORDS_MAX, Append, Numbering, Retention, Writer
+from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
@@ -120,6 +120,7 @@ class Log:
         self._next_stream_id = 1
         self._cursors: dict[str, Cursor] = {}
         self._flush_due: asyncio.TimerHandle | None = None
+        self._aging: asyncio.TimerHandle | None = None
         self._callbacks: list[Callable[[], None]] = []
         self._grown: asyncio.Future[None] | None = None
         self._queued = 0
@@ -152,6 +153,7 @@ class Log:
         if path is None:
             made = cls(name, os.urandom(16), retention_ms, retention_bytes, now_ms)
             made._tail.bytes_max = retention_bytes
+            made._age_ring()
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
         try:
@@ -181,8 +183,9 @@ class Log:
         if self._closed:
             return
         self._closed = True
-        if self._flush_due is not None:
-            self._flush_due.cancel()
+        for timer in (self._flush_due, self._aging):
+            if timer is not None:
+                timer.cancel()
         if self._writer is not None:
             await self._writer.stop()
         if self._reader is not None and self._executor is not None:
@@ -321,12 +324,14 @@ class Log:
                     seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
                 )
             self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), 2 * sum(m.ByteSize() for m in part_messages))
-        self._age_ring()
         self._extent.newest_seq = self._numbering.newest_seq
         self._announce()
         return first_seq
 
     def _age_ring(self) -> None:
+        """Every second: what is asked for in one step on the loop is there in the whole of it."""
+        if not self._closed:
+            self._aging = self._loop.call_later(RETENTION_PERIOD_MS / 1_000, self._age_ring)
         cutoff, keep_after = self._now_ms() - self.retention_ms, self._keep_after()
         while len(self._tail) > 1 and (oldest := self._tail.oldest) and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
             self._tail.pop()
@@ -438,10 +443,8 @@ class Log:
         return found
 
     def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int) -> Scan:
-        if self._writer is None:
-            self._age_ring()
-            after = max(after, self._tail.after)
         found = Scan(after, records_max, bytes_max)
+        found.floor_seq = self._tail.after if self._writer is None else 0  # what is in memory can be read though the disk let it go
         chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:
             if chunk.first_seq > until:

@@ -66,6 +66,7 @@ class Reader:
         """The records in (after, until] of the streams `wanted` (None: all), as far as one step goes."""
         found = Scan(after, records_max, bytes_max)
         with self._snapshot() as db:
+            (found.floor_seq,) = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             places, complete_to = _places(db, after, until, wanted)
             read = 0
             for first_seq in places:

@@ -291,7 +291,6 @@ class HistoryService:
         pending = poll.pending
         records, bytes = poll.records_max, poll.bytes_max
         for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
-            self._note_retention(poll, log, response)
             batch = RecordBatch(incarnation=log.incarnation)
             share_records, share_bytes = max(1, records // left), max(1, bytes // left)
             end = poll.end(log)
@@ -300,7 +299,9 @@ class HistoryService:
                 if place >= end:
                     break
                 found = await log.scan(place, max_records=share_records, max_bytes=share_bytes, streams=poll.matches[log].ids, until=end)
-                poll.places[log] = max(found.covered, place)
+                poll.places[log] = min(max(found.covered, place), end)
+                if place < found.floor_seq:
+                    self._note_retention(poll.matches[log], log, place, found.floor_seq, response)
                 response.gaps.extend(_gap(Gap.REASON_CORRUPTION, log, after, before) for after, before in found.gaps)
                 for chunk in found.chunks:
                     batch.seq.extend(chunk.seqs)
@@ -317,15 +318,11 @@ class HistoryService:
             complete = complete and poll.places[log] >= end
         return complete
 
-    def _note_retention(self, poll: _Poll, log: Log, response: PollResponse) -> None:
+    def _note_retention(self, match: Match, log: Log, place: int, floor: int, response: PollResponse) -> None:
         """A gap, if retention passed something of these streams that the caller has not seen."""
-        place, floor = poll.places[log], log.floor_seq
-        if place >= floor:
-            return
-        streams = map(log.stream, poll.matches[log].ids)
+        streams = map(log.stream, match.ids)
         if any(stream.newest_seq > place and stream.first_seq <= floor for stream in streams):
             response.gaps.append(_gap(Gap.REASON_RETENTION, log, place, floor + 1))
-        poll.places[log] = min(floor, poll.end(log))
 
     def _appended(self, log: Log) -> None:
         """Wake those for whom something came."""

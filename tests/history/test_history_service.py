@@ -34,7 +34,7 @@ class World:
 
     async def open(self, path: Path) -> None:
         network = LocalNetwork()
-        self.durable = await Log.open(path / "l.db", name="durable", retention_ms=60_000, now_ms=lambda: self.now)
+        self.durable = await Log.open(path / "l.db", name="durable", retention_ms=60_000, tail_bytes=1, now_ms=lambda: self.now)
         self.volatile = await Log.open(None, name="volatile", now_ms=lambda: self.now)
         local = LocalUriProvider("gateway", 4, 1)
         self.transport = LocalTransport.on(network, local)

@@ -1,0 +1,192 @@
+"""The log against a list: whatever is appended, restarted, retained and leased, both say the same."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from history import writer as writer_module
+from history.log import Log
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.v1.umessage_pb2 import UMessage
+
+TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(6)]
+BATCHES = st.lists(st.integers(0, 5), min_size=1, max_size=12)
+SMALL_TAIL_BYTES = 8_000  # some five chunks: reads come from the disk and from memory
+
+
+def message(topic: int) -> UMessage:
+    return UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(b"x" * 40, 5))
+
+
+class LogMachine(RuleBasedStateMachine):
+    """`records` is the model: (seq, prev_seq, topic, bytes, time_ms) of everything that was ever acknowledged."""
+
+    durable = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.folder = Path(tempfile.mkdtemp())
+        self.records: list[tuple[int, int, int, bytes, int]] = []
+        self.newest: dict[int, int] = {}
+        self.cursors: dict[str, int] = {}
+        self.leases: dict[str, tuple[int, int]] = {}  # name -> (seq, until)
+        self.now = 1_800_000_000_000
+
+    def run(self, awaitable: Any) -> Any:
+        return self.loop.run_until_complete(awaitable)
+
+    async def _open(self) -> Log:
+        path = self.folder / "l.db" if self.durable else None
+        return await Log.open(
+            path, name="model", retention_ms=60_000, retention_bytes=30_000, tail_bytes=SMALL_TAIL_BYTES, now_ms=lambda: self.now
+        )
+
+    @initialize()
+    def open(self) -> None:
+        self.log = self.run(self._open())
+        self.incarnation = self.log.incarnation
+
+    @rule(batches=st.lists(BATCHES, min_size=1, max_size=4))
+    def append(self, batches: list[list[int]]) -> None:
+        self.run(self._append(batches))
+
+    async def _append(self, batches: list[list[int]]) -> None:
+        sent = [[message(topic) for topic in batch] for batch in batches]
+        ids = [[self.log.stream_id(TOPICS[topic]) for topic in batch] for batch in batches]
+        futures = [self.log.append(streams, messages) for streams, messages in zip(ids, sent, strict=True)]
+        firsts = await asyncio.gather(*futures)
+        for first, batch, messages in zip(firsts, batches, sent, strict=True):
+            assert first == (self.records[-1][0] if self.records else 0) + 1
+            for seq, (topic, given) in enumerate(zip(batch, messages, strict=True), first):
+                self.records.append((seq, self.newest.get(topic, 0), topic, given.SerializeToString(), self.now))
+                self.newest[topic] = seq
+
+    @rule(leap_ms=st.sampled_from([1, 1_000, 30_000, 70_000, -5_000, -100_000]))
+    def leap(self, leap_ms: int) -> None:
+        self.now += leap_ms
+
+    @rule(name=st.sampled_from("ab"), place=st.floats(0, 1))
+    def set_cursor(self, name: str, place: float) -> None:
+        seq = int(self.log.newest_seq * place)
+        self.log.set_cursor(name, seq)
+        self.cursors[name] = seq
+
+    @rule(place=st.floats(0, 1), lease_ms=st.sampled_from([1_000, 100_000]))
+    def lease(self, place: float, lease_ms: int) -> None:
+        seq = int(self.log.newest_seq * place)
+        self.log.set_cursor("leased", seq, lease_ms=lease_ms)
+        self.leases["leased"] = (seq, self.now + lease_ms)
+
+    @rule(name=st.sampled_from("ab"))
+    def drop_cursor(self, name: str) -> None:
+        self.log.drop_cursor(name)
+        self.cursors.pop(name, None)
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def restart(self) -> None:
+        self.run(self.log.close())
+        self.log = self.run(self._open())
+        assert self.log.incarnation == self.incarnation
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def retain(self) -> None:
+        """Let the writer's retention come to its end, and hold it to what it promises."""
+        self.run(self._retain())
+
+    async def _retain(self) -> None:
+        assert self.log._writer is not None
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heard = self.log._writer._on_written
+
+        def listen(batch: Any, chunks: Any, extent: Any, error: Any) -> None:
+            heard(batch, chunks, extent, error)
+            if not done.done() and listen.rounds > 0:  # type: ignore[attr-defined]
+                done.set_result(None)
+            listen.rounds += 1  # type: ignore[attr-defined]
+
+        listen.rounds = 0  # type: ignore[attr-defined]
+        self.log._writer._on_written = listen
+        self.log._writer._next_retention = 0.0
+        self.log._writer.flush()
+        await asyncio.wait_for(done, 10)
+        self.log._writer._on_written = heard
+        cutoff = self.now - 60_000
+        held = min((seq for seq, until in self.leases.values() if until >= self.now), default=1 << 62)
+        if self.log.stored_bytes <= 30_000:
+            gone = [record for record in self.records if record[0] <= self.log.floor_seq]
+            for seq, *_, time_ms in gone:  # nothing young went, unless the bytes demanded it at some time, or a later one is old
+                later_is_old = any(other[4] < cutoff for other in self.records if other[0] >= seq)
+                assert later_is_old or time_ms < self.now + 200_000
+            kept = [record for record in self.records if self.log.floor_seq < record[0] <= held]
+            old = [record for record in kept if record[4] < cutoff]
+            assert len(old) <= 60  # the last chunk, and those that also hold what a lease needs
+
+    @invariant()
+    def agree(self) -> None:
+        if hasattr(self, "log"):
+            self.run(self._agree())
+
+    async def _agree(self) -> None:
+        log = self.log
+        assert log.newest_seq == (self.records[-1][0] if self.records else 0)
+        assert {name: seq for name, seq in log.cursors().items() if name != "leased"} == self.cursors
+        there = [record for record in self.records if record[0] > log.floor_seq]
+        assert log.oldest_seq == (there[0][0] if there else 0)
+        assert not self.records or there, "the newest is always there"
+        assert await self._read(log.floor_seq, None) == [record[:4] for record in there]
+        middle = there[len(there) // 2][0] if there else 0
+        assert await self._read(middle, {0, 3}) == [record[:4] for record in there if record[0] > middle and record[2] in (0, 3)]
+        tail = log.tail(middle)
+        if tail is not None:
+            assert [seq for chunk in tail for seq in chunk.seqs] == [record[0] for record in there if record[0] > middle]
+
+    async def _read(self, after: int, topics: set[int] | None) -> list[tuple[int, int, int, bytes]]:
+        log = self.log
+        wanted = None if topics is None else {log.stream_id(TOPICS[topic]) for topic in topics}
+        found: list[tuple[int, int, int, bytes]] = []
+        while chunks := await log.read(after, max_records=7, streams=wanted):
+            after = chunks[-1].last_seq
+            for chunk in chunks:
+                topic = [log.stream(id).source.resource_id - 0x8000 for id in chunk.streams]
+                found += list(zip(chunk.seqs, chunk.prev_seqs, topic, chunk.data, strict=True))
+        return found
+
+    def teardown(self) -> None:
+        if hasattr(self, "log"):
+            self.run(self.log.close())
+        self.loop.close()
+        shutil.rmtree(self.folder)
+
+
+class VolatileMachine(LogMachine):
+    durable = False
+
+
+QUICK = settings(max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "CHUNK_RECORDS_MAX", 5)
+    monkeypatch.setattr("history.store.CHECKPOINT_CHUNKS", 7)
+
+
+class TestDurable(LogMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = QUICK
+
+
+class TestVolatile(VolatileMachine.TestCase):  # type: ignore[misc, name-defined]
+    settings = QUICK
