@@ -49,6 +49,7 @@ def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:
 
 class Mqtt5Conformance(TransportConformance):
     mode: Mode
+    flood_messages = 5_000  # Receive Maximum is 2,048
 
     @pytest_asyncio.fixture(autouse=True)
     async def network(self, broker: Broker) -> AsyncIterator[None]:
@@ -121,6 +122,7 @@ class Mqtt5Conformance(TransportConformance):
 
 class TestInVehicle(Mqtt5Conformance):
     mode = Mode.IN_VEHICLE
+    routes_streamed_publish = False  # in-vehicle topics have a publish's source only (section 6.3)
     capabilities = BASE | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
 

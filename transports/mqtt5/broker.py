@@ -284,7 +284,7 @@ class Broker:
         (directory / "log").write_bytes(b"")
         lines = [
             f"listener {port} {self.host}",
-            "log_dest stdout",
+            "log_dest stderr",
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
             "max_queued_messages 0",  # else 1000, and what is beyond is lost

@@ -6,13 +6,14 @@ send(bytes of many packets) -> paho's queue -> loop_write
 
 paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks through all that
 is in flight with each PUBACK, and makes one system call per packet. It still does what is hard to get right and is not hot: the
-handshake, TLS, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`, `_sock_recv`,
-`_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
+handshake, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`, `_sock_recv`, `_sock_send`,
+`_ssl_wrap_socket`, `_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
 """
 
 from __future__ import annotations
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Callable
 from typing import Any, Final
@@ -80,6 +81,18 @@ class BatchClient(paho.Client):
             else:
                 self._events.remove_writer(self._fd)
 
+    def _ssl_wrap_socket(self, tcp_sock: socket.socket) -> ssl.SSLSocket:
+        """As paho's, which leaves the socket open when the handshake fails. The context checks the name."""
+        assert self._ssl_context is not None, "tls_set_context comes before connect"
+        sock = self._ssl_context.wrap_socket(tcp_sock, server_hostname=self.host, do_handshake_on_connect=False)
+        try:
+            sock.settimeout(self.connect_timeout)
+            sock.do_handshake()
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
     # Packets.
 
     def next_packet_id(self) -> int:
@@ -140,6 +153,29 @@ class BatchClient(paho.Client):
     def _feed(self, packet: bytes) -> MQTTErrorCode:
         self._fed = packet
         return self._packet_read()
+
+    def _sock_send(self, buf: bytes | bytearray) -> int:
+        try:
+            return super()._sock_send(buf)
+        except BlockingIOError:
+            raise
+        except OSError as error:
+            self.failure = error
+            self._read_alert()
+            raise
+
+    def _read_alert(self) -> None:
+        """With TLS, the broker may have said why before it hung up."""
+        if not isinstance(self._sock, ssl.SSLSocket):
+            return
+        try:
+            self._sock.recv(1)
+        except (ssl.SSLEOFError, ssl.SSLWantReadError, ssl.SSLZeroReturnError):
+            return
+        except ssl.SSLError as alert:
+            self.failure = alert
+        except OSError:
+            return
 
     def _sock_recv(self, bufsize: int) -> bytes:
         data, self._fed = self._fed[:bufsize], self._fed[bufsize:]

@@ -115,7 +115,8 @@ class Intake:
         """Take no more, and wait until what is here has been taken, or `drain_ms`. What is not stays with the broker."""
         self._closed = True
         try:
-            await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
+            if not self._idle.is_set():
+                await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
         except TimeoutError:
             log.warning("closing, though listeners have not taken everything", intake=repr(self))
         self._queue.clear()

@@ -138,7 +138,7 @@ class Mqtt5Transport(UTransport):
             await self._link.unsubscribe(topic_filter)
             self._left.discard(topic_filter)
         tried: set[int] = set()
-        while missing := [one for one in self._subscriptions if not one.known and id(one) not in tried][:SUBSCRIBES_MAX]:
+        while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][:SUBSCRIBES_MAX]:
             tried.update(map(id, missing))
             await asyncio.gather(*map(self._subscribe_again, missing))
         self._window.open(min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
@@ -257,17 +257,13 @@ class Mqtt5Transport(UTransport):
         except UStatusError:
             with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
                 if self._table.remove(source_filter, sink_filter, listener) is not None:
-                    self._release(topic_filter)
+                    await self._release(topic_filter)
             raise
 
     async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         topic_filter = self._topic_filter(source_filter, sink_filter)
-        if self._table.remove(source_filter, sink_filter, listener) is not None and self._release(topic_filter):
-            self._left.add(topic_filter)
-            if self._connected:
-                with contextlib.suppress(UStatusError):  # lost meanwhile: it is left as soon as the connection is back
-                    await self._link.unsubscribe(topic_filter)
-                    self._left.discard(topic_filter)
+        if self._table.remove(source_filter, sink_filter, listener) is not None:
+            await self._release(topic_filter)
 
     def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
         filter = Filter.of(source_filter, sink_filter, self._local.get_authority())
@@ -278,23 +274,33 @@ class Mqtt5Transport(UTransport):
 
     def _use(self, topic_filter: str) -> None:
         subscription = self._subscriptions.get(topic_filter)
-        if subscription is not None:
+        if subscription is not None and subscription.users:
             subscription.users += 1
             return
+        if subscription is not None:  # it is being left
+            self._subscriptions.remove(subscription)
         subscription = self._subscriptions.add(topic_filter)
         self._left.discard(topic_filter)
         self._claim(topic_filter)
         if self._connected:
             subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
 
-    def _release(self, topic_filter: str) -> bool:
-        """True if nobody needs the subscription any more."""
+    async def _release(self, topic_filter: str) -> None:
+        """Leave what nobody needs any more."""
         subscription = self._subscriptions.get(topic_filter)
         assert subscription is not None, "every filter in the table has a subscription"
         subscription.users -= 1
-        if not subscription.users:
+        if subscription.users:
+            return
+        self._left.add(topic_filter)
+        try:
+            if self._connected:
+                await self._link.unsubscribe(topic_filter)
+                self._left.discard(topic_filter)
+        except UStatusError as error:  # lost meanwhile: it is left as soon as the connection is back
+            log.debug("not unsubscribed yet", topic_filter=topic_filter, error=str(error))
+        finally:
             self._subscriptions.remove(subscription)
-        return not subscription.users
 
     async def _subscribe(self, subscription: Subscription) -> None:
         await self._link.subscribe(subscription.topic_filter, subscription.identifier if self._identifiers else None)

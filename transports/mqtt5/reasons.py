@@ -50,7 +50,7 @@ def unreachable(address: str, error: BaseException) -> UStatusError:
         return UStatusError(
             UCode.UNAUTHENTICATED, f"the broker at {address} is not who it should be ({error.verify_message}): is ca_file right?"
         )
-    if isinstance(error, ssl.SSLError):
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return UStatusError(
             UCode.UNAUTHENTICATED, f"TLS with the broker at {address} failed ({error.reason or error}): are cert_file, key_file right?"
         )

@@ -23,7 +23,7 @@ class Subscription:
     identifier: int
     granted: asyncio.Future[None] | None = None  # the broker's answer; None if it was away when we would have asked
     known: bool = False  # the broker has it
-    users: int = 1  # uProtocol filters that need it
+    users: int = 1  # uProtocol filters that need it; 0: it is being left, and leads until the broker has answered
 
 
 def topic_matches(topic_filter: str, topic: str) -> bool:
@@ -61,7 +61,9 @@ class Subscriptions:
         return made
 
     def remove(self, subscription: Subscription) -> None:
-        if self._by_filter.pop(subscription.topic_filter, None) is not None:
+        """May be called again."""
+        if self._by_filter.get(subscription.topic_filter) is subscription:
+            del self._by_filter[subscription.topic_filter]
             del self._by_identifier[subscription.identifier]
             self._leaders.clear()
 

@@ -49,17 +49,22 @@ class Window:
         self._in_flight: dict[int, tuple[_Batch, int]] = {}
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
-        self._size = 0
+        self._size = self._size_max = 0
         self._connection = 0
         self._away: UStatus | None = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
         self._progress_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Window(in_flight={len(self._in_flight)} of {self._size})"
+        return f"Window(in_flight={len(self._in_flight)} of {self._size}, at most {self._size_max})"
 
     def open(self, size: int) -> None:
-        """A connection is there, on which `size` messages may be in flight."""
-        self._size, self._away = size, None
+        """A connection is there, on which up to `size` messages may be in flight.
+
+        It begins with one, and doubles with every read that brings PUBACKs. Some brokers answer a message that they refuse and hang
+        up (mosquitto 2.0.11 does where an access rule forbids the topic), which takes away the answers of those in flight with it: sent
+        again and again, all of them would be lost together. In a small window the culprit gets its answer.
+        """
+        self._size, self._size_max, self._away = 1, size, None
         self._connection += 1
 
     def shut(self, why: UStatus) -> None:
@@ -138,6 +143,7 @@ class Window:
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
                 self._count_down(batch)
+        self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()
 
