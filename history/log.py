@@ -438,7 +438,8 @@ class Log:
         else:
             before = self._reader.corrupt_chunks
             found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes)
-            self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
+            if self._reader.corrupt_chunks > before:
+                self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
         found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)
         return found
 
