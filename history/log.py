@@ -42,6 +42,7 @@ STREAMS_MAX: Final = 200_000  # some 1 KB each
 STREAM_CACHE_MAX: Final = 65_536  # serialised addresses whose stream is known; starts anew when it is full
 CURSORS_MAX: Final = 10_000  # peers and consumers with a name
 CURSOR_FLUSH_MS: Final = 200  # a cursor is on disk that soon; what is lost of it is only sent twice
+PROBE_MS: Final = 1_000  # a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
 READ_THREADS: Final = 2
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
@@ -339,16 +340,18 @@ class Log:
     def _push(self, chunk: Chunk, bytes: int) -> None:
         self._tail.push(chunk, bytes + RECORD_MEMORY_BYTES * len(chunk))
 
-    def _on_written(self, batch: list[Append], chunks: list[Chunk], extent: Extent, error: UStatusError | None) -> None:
-        """On the loop, after each transaction and each step of retention."""
+    def _on_written(self, batch: list[Append] | None, chunks: list[Chunk], extent: Extent, error: UStatusError | None) -> None:
+        """On the loop, after each transaction, and with None after each step of retention."""
+        self._extent = extent
+        if batch is None:
+            return
         self._queued -= sum(len(append.messages) for append in batch)
         if error is not None:
             self._failed(batch, error)
             return
-        if batch and not self.healthy:
+        if not self.healthy:
             self.healthy = True
             log.info("the log takes messages again", log=self.name)
-        self._extent = extent
         if not chunks:
             return
         for chunk in chunks:
@@ -368,7 +371,7 @@ class Log:
         for append in batch:
             if not append.done.done():
                 append.done.set_exception(error)
-        self._schedule_flush()  # cursors that were in the transaction are tried again
+        self._schedule_flush(PROBE_MS)  # tries again what else was in the transaction, and writes something in any case
 
     def _announce(self) -> None:
         self._wake()
@@ -529,9 +532,9 @@ class Log:
             self._writer.save_cursor(name, cursor)
             self._schedule_flush()
 
-    def _schedule_flush(self) -> None:
+    def _schedule_flush(self, delay_ms: int = CURSOR_FLUSH_MS) -> None:
         if self._flush_due is None and not self._closed:
-            self._flush_due = self._loop.call_later(CURSOR_FLUSH_MS / 1_000, self._flush)
+            self._flush_due = self._loop.call_later(delay_ms / 1_000, self._flush)
 
     def _flush(self) -> None:
         self._flush_due = None

@@ -20,6 +20,7 @@ from history.store import CHUNK_COLUMNS, connect, is_damage
 
 SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
 SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds memory as well
+KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
 
 log = structlog.get_logger()
@@ -95,7 +96,7 @@ class Reader:
         before = min(following or until + 1, until + 1)
         found.gaps.append((after, before))
         found.covered = max(found.covered, before - 1)
-        if first_seq not in self._known_bad:
+        if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(first_seq)
             self.corrupt_chunks += 1
             log.error(

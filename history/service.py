@@ -49,6 +49,7 @@ WAIT_MS_MAX: Final = 60_000  # a caller that is gone is noticed by then
 TTL_MARGIN_MS: Final = 200  # of the request's ttl, or a tenth of it, is left for the reply's way back
 LEASE_MS_DEFAULT: Final = 60_000
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
+CONSUMERS_MAX: Final = 1_000  # with a lease that lasts; peers of the streamer have cursors beside them
 CONSUMER_LENGTH_MAX: Final = 200  # characters
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 INCARNATION_BYTES: Final = 16
@@ -248,6 +249,10 @@ class HistoryService:
         name = cursor_name(consumer)
         for log, place in poll.places.items():
             known = log.cursor(name)
+            if known is None and sum(other.startswith(cursor_name("")) for other in log.cursors()) >= CONSUMERS_MAX:
+                raise UStatusError(
+                    UCode.RESOURCE_EXHAUSTED, f"{CONSUMERS_MAX} consumers have a cursor, which is the limit: wait for a lease to end"
+                )
             seq = poll.acked.get(log.incarnation, place if known is None else known)
             log.set_cursor(name, min(seq, log.newest_seq), lease_ms=poll.lease_ms + int(poll.wait_ms))
         response.lease_ms = poll.lease_ms

@@ -324,8 +324,10 @@ class Store:
 
     # -- write
 
-    def commit(self, chunks: Sequence[Columns], new_streams: Sequence[Stream], cursors: dict[str, Cursor | None]) -> None:
-        """All of it on disk, or a sqlite3.Error and nothing of it."""
+    def commit(
+        self, chunks: Sequence[Columns], new_streams: Sequence[Stream], cursors: dict[str, Cursor | None], *, probe: bool = False
+    ) -> None:
+        """All of it on disk, or a sqlite3.Error and nothing of it. `probe`: write something in any case, to see whether that works."""
         db = self._connection()
         checkpoint = len(self._unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
         db.execute("BEGIN IMMEDIATE")
@@ -339,6 +341,8 @@ class Store:
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in chunks],
             )
             _write_cursors(db, cursors)
+            if probe:
+                db.execute("INSERT OR REPLACE INTO meta VALUES ('probe', randomblob(8))")
             if checkpoint and self._unindexed:  # up to before these chunks, whose streams have not grown yet
                 self._checkpoint(db)
         if checkpoint:

@@ -46,7 +46,7 @@ class Retention:
     keep_after: Callable[[], int]  # the lowest seq that a leased cursor has confirmed
 
 
-Written = Callable[[list[Append], list[Chunk], Extent, UStatusError | None], None]
+Written = Callable[[list[Append] | None, list[Chunk], Extent, UStatusError | None], None]
 
 
 def cut(streams: Sequence[int], messages: Sequence[UMessage], data: Sequence[bytes]) -> list[tuple[int, int]]:
@@ -106,6 +106,7 @@ class Writer:
         self._cursors: dict[str, Cursor | None] = {}
         self._unsaved: tuple[list[Stream], dict[str, Cursor | None]] = ([], {})
         self._stopping = False
+        self._failing = False  # the last transaction did not get through
         self._next_retention = 0.0
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"history-{name}", daemon=True)
@@ -184,13 +185,13 @@ class Writer:
             chunks = self._commit(batch)
         except sqlite3.Error as cause:
             error = status_error(cause, self._store.path)
-            self._store.reset()
         except Exception as cause:
             log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
             error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
-            self._store.reset()
-        if error is not None:
+        self._failing = error is not None
+        if self._failing:
             chunks = []
+            self._store.reset()
         extent = replace(self._store.extent)
         self._tell(lambda: self._on_written(batch, chunks, extent, error))
 
@@ -203,7 +204,7 @@ class Writer:
         try:
             chunks = self._chunks(batch)
             columns = [encode(chunk) for chunk in chunks]
-            self._store.commit(columns, new_streams, cursors)
+            self._store.commit(columns, new_streams, cursors, probe=self._failing and not batch)
         except BaseException:
             self._numbering.undo()
             raise
@@ -248,4 +249,4 @@ class Writer:
         if more:
             self._queue.put(None)
         extent = replace(store.extent)
-        self._tell(lambda: self._on_written([], [], extent, None))
+        self._tell(lambda: self._on_written(None, [], extent, None))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from history import log as log_module
 from history import reader as reader_module
 from history.log import Log
 from history.service import HistoryService
@@ -284,6 +285,27 @@ async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest
         assert log.cursor("peer") == 2
         (last,) = await log.read(stored)
         assert list(last.prev_seqs) == [0, stored - 1]
+
+
+async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "PROBE_MS", 10)
+    async with await Log.open(tmp_path / "l.db", name="full") as log:
+        await append(log, 0)
+        commit = Store.commit
+
+        def fail(*_: object, **__: object) -> None:
+            raise sqlite3.OperationalError("disk I/O error")
+
+        monkeypatch.setattr(Store, "commit", fail)
+        with pytest.raises(UStatusError) as error:
+            await append(log, 0)
+        assert error.value.code == UCode.UNAVAILABLE
+        await asyncio.sleep(0.05)
+        assert not log.healthy
+        monkeypatch.setattr(Store, "commit", commit)
+        async with asyncio.timeout(10):
+            while not log.healthy:  # noqa: ASYNC110 - the log tells nobody
+                await asyncio.sleep(0.01)
 
 
 FULL = """
