@@ -113,7 +113,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._history: History | None = None
         self._target: Offsets | None = None
         self._logs: list[LogState] = []  # as described last
-        self._holding = False  # whether this run has told the history who reads
+        self._acked: Offsets | None = None  # what this run has told the history
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
@@ -153,9 +153,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         for loss in offsets.lost(start, logs):
             self._on_loss(loss)
         end = offsets.advance(start, logs, limit_records, self._target)
-        if not self._holding or (end == start and self._target is not None):
-            # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the next. It does not
-            # tell so of the batch before a restart, nor of the last one of an availableNow run.
+        if self._acked is None or (end == start and self._acked != start):
+            # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the next. But it calls
+            # `commit` only when it begins the next, which may be never.
             self._hold(start)
         return end
 
@@ -165,7 +165,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def _hold(self, acked: Offsets) -> None:
         self._driver.hold({log.incarnation: acked.get(log.incarnation, 0) for log in self._logs or self._describe()})
-        self._holding = True
+        self._acked = acked
 
     def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
         return [_Partition(range) for range in offsets.split(start, end)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import itertools
 import json
 import os
@@ -321,6 +322,17 @@ def config(host: Host, directory: Path, **source: Any) -> pipeline.Config:
     )
 
 
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """In a process group of its own, of which nothing is left at the end."""
+    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def written(directory: Path) -> list[dict[str, Any]]:
     return sorted(parquet.read(directory / "rows").to_pylist(), key=lambda row: row["seq"])
 
@@ -367,21 +379,20 @@ def test_killed_in_a_batch_and_stopped_by_a_signal_every_row_is_there_once(host:
     host.ask(messages)
     file = tmp_path / "ingest.toml"
     file.write_text(
-        f'[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\nmax_records_per_batch = 1500\n'
+        f'[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\nmax_records_per_batch = 4000\n'
         f'[source.transport_config]\nmode = "client"\nconnect = ["tcp/127.0.0.1:{host.port}"]\n'
         f'[sink]\npath = "{tmp_path}/rows"\ncheckpoint = "{tmp_path}/checkpoint"\n'
     )
     command = [sys.executable, "-m", "spark_ingest", "--config", str(file)]
-    planned, committed = tmp_path / "checkpoint/offsets/3", tmp_path / "checkpoint/commits/3"
-    first = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    eventually(planned.exists)
-    os.killpg(first.pid, signal.SIGKILL)  # the job, its JVM and their workers, as a power cut would
-    first.communicate()
+    planned, committed = tmp_path / "checkpoint/offsets/2", tmp_path / "checkpoint/commits/2"
+    with started(command) as first:
+        eventually(planned.exists)
+        os.killpg(first.pid, signal.SIGKILL)  # the job, its JVM and their workers, as a power cut would
     assert not committed.exists()  # else this was no cut in a batch
-    second = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    eventually(lambda: 40_000 in host.ask()["cursors"].values())
-    second.send_signal(signal.SIGTERM)
-    out, err = second.communicate(timeout=DEADLINE_S)
+    with started(command) as second:
+        eventually(lambda: 40_000 in host.ask()["cursors"].values())
+        second.send_signal(signal.SIGTERM)
+        out, err = second.communicate(timeout=DEADLINE_S)
     assert second.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["stopped"] is True
     rows = written(tmp_path)
