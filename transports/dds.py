@@ -1,4 +1,5 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_link.py what may block; here is what runs on the loop.
+"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code; dds_link.py and dds_roll_call.py may block,
+and here is what runs on the loop.
 
 send_batch -> one hop to the sender's thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
 listener   <- decode <- Inbox <- the readers' thread               <- DDS           nobody else
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from pathlib import Path
@@ -22,7 +23,8 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transports import dds_mapping as mapping
-from transports.dds_link import Participant, Readers, RollCall, Writers
+from transports.dds_link import Participant, Readers, Writers
+from transports.dds_roll_call import RollCall, Seen
 from transports.inbox import MESSAGES_MAX, Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
@@ -113,7 +115,7 @@ class _Session:
         self,
         config: DdsConfig,
         arrived: Callable[[Filter, list[bytes]], None],
-        changed: Callable[[frozenset[bytes], list[tuple[bytes, list[bytes]]]], None],
+        changed: Callable[[frozenset[bytes], Seen], None],
     ) -> None:
         with contextlib.ExitStack() as undo:
             self.participant = Participant(config.domain_id, config.configuration())
@@ -150,7 +152,8 @@ class DdsTransport(UTransport):
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
         self._seen: OrderedDict[bytes, set[bytes]] = OrderedDict()  # own reader -> peers that have found it
-        self._news = asyncio.Event()
+        self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
+        self._news = asyncio.Event()  # discovery has found something
         self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
@@ -179,7 +182,7 @@ class DdsTransport(UTransport):
             self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             self._inbox: Inbox[tuple[Filter, bytes]] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
 
-            def changed(peers: frozenset[bytes], seen: list[tuple[bytes, list[bytes]]]) -> None:
+            def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
@@ -218,7 +221,7 @@ class DdsTransport(UTransport):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._inbox.drained(), DRAIN_S)
             self._inbox.close()
-            self._news.set()  # nobody need wait for peers any more
+            self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
             self._readers.clear()
             await self._run(int)  # behind it no reader is being removed
@@ -343,31 +346,44 @@ class DdsTransport(UTransport):
 
     async def _found(self, key: bytes) -> None:
         """Until every peer has announced that it found the reader `key`, or SEEN_S."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + SEEN_S
-        while self._session is not None:
-            missing = self._peers - self._seen.get(key, set()) - self._silent
-            if not missing:
-                break
-            self._news.clear()
-            try:
-                await asyncio.wait_for(self._news.wait(), end - loop.time())
-            except TimeoutError:
-                self._silent |= missing
-                log.warning("DDS participants do not answer; a new listener may miss their next messages", participants=len(missing))
-        self._seen.pop(key, None)
+        changed = self._awaited[key] = asyncio.Event()
+        missing = self._missing(key)
+        try:
+            async with asyncio.timeout(SEEN_S):
+                while missing and self._session is not None:
+                    changed.clear()
+                    await changed.wait()
+                    missing = self._missing(key)
+        except TimeoutError:
+            self._silent |= missing
+            log.warning("DDS participants do not answer; a new listener may miss their next messages", participants=len(missing))
+        finally:
+            del self._awaited[key]
+            self._seen.pop(key, None)
 
-    def _note(self, peers: frozenset[bytes], seen: list[tuple[bytes, list[bytes]]]) -> None:
+    def _missing(self, key: bytes) -> frozenset[bytes]:
+        return self._peers - self._seen.get(key, set()) - self._silent
+
+    def _note(self, peers: frozenset[bytes], seen: Seen) -> None:
         """Discovery has found something."""
+        self._news.set()
+        awaited = set() if peers == self._peers else set(self._awaited)
         self._peers = peers
         self._silent &= peers
         for peer, keys in seen:
             self._silent.discard(peer)
+            awaited.update(keys)
             for key in keys:
                 self._seen.setdefault(key, set()).add(peer)
         while len(self._seen) > SEEN_KEPT_MAX:
             self._seen.popitem(last=False)
-        self._news.set()
+        self._wake(awaited)
+
+    def _wake(self, keys: Iterable[bytes]) -> None:
+        """Those who wait for just these readers: a thousand may wait at once."""
+        for key in keys:
+            if key in self._awaited:
+                self._awaited[key].set()
 
 
 def _discard(making: Future[_Session]) -> None:

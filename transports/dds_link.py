@@ -2,7 +2,6 @@
 
 Writers    one per (partition, priority), made when first needed    only the sender's thread comes here
 Readers    one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
-RollCall   who else is here, and who has seen our readers           a thread of its own
 
 The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it is tried again
 after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks of the binding (its Listeners)
@@ -20,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 
 import structlog
-from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication, BuiltinTopicDcpsSubscription
 from cyclonedds.core import DDSException, Entity, GuardCondition, InstanceState, ReadCondition, SampleState, ViewState, WaitSet
 from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
@@ -39,11 +37,9 @@ READER_SAMPLES_MAX: Final = 8_192  # per reader, not yet taken, a quarter of a s
 WRITE_RETRY_S_MIN: Final = 0.000_3  # a full writer has room again within a round trip, on loopback some 100 us
 WRITE_RETRY_S_MAX: Final = 0.02  # while nobody acknowledges, 50 tries a second cost nothing
 DRAIN_S: Final = 1.0  # what a writer that goes may wait for its last acknowledgements
-SEEN_DEPTH: Final = 64  # announcements kept for participants that come later; each names all readers found at one time
-ENDPOINTS_TAKE_MAX: Final = 1_024  # discovery samples per turn
 WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
 
-_ANY: Final = ViewState.Any | SampleState.Any | InstanceState.Any
+ANYTHING: Final = ViewState.Any | SampleState.Any | InstanceState.Any
 
 log = structlog.get_logger()
 
@@ -100,7 +96,7 @@ class Frame(IdlStruct, typename=mapping.TYPE_NAME.replace("::", ".")):
         return cls(b"")  # the type has no key; asked for when a writer has gone
 
 
-def _qos(*policies: Any, durability: Any = Policy.Durability.Volatile) -> Qos:
+def reliable(*policies: Any, durability: Any = Policy.Durability.Volatile) -> Qos:
     """What every writer and reader of ours has in common. IgnoreLocal: nobody hears itself."""
     return Qos(
         Policy.Reliability.Reliable(max_blocking_time=0),
@@ -111,7 +107,7 @@ def _qos(*policies: Any, durability: Any = Policy.Durability.Volatile) -> Qos:
     )
 
 
-def _delete(*entities: Entity) -> None:
+def delete(*entities: Entity) -> None:
     """Now, not when the last reference goes; each may be deleted twice."""
     for entity in entities:
         entity.__del__()
@@ -186,10 +182,10 @@ class Participant:
                 self._domains[self.domain_id] = (configuration, domain, users - 1)
             else:
                 del self._domains[self.domain_id]
-                _delete(domain)
+                delete(domain)
 
     def close(self) -> None:
-        _delete(self.topic, self.seen_topic, self.entity)
+        delete(self.topic, self.seen_topic, self.entity)
         self._leave()
 
 
@@ -203,7 +199,7 @@ class _Writer:
         return bool(self.entity._wait_for_acks(self.entity._ref, int(timeout_s * 1e9)) == 0)  # its own wrapper trips over a time-out
 
     def close(self) -> None:
-        _delete(self.entity, self.publisher)
+        delete(self.entity, self.publisher)
 
 
 class Writers:
@@ -259,7 +255,7 @@ class Writers:
             oldest.drained(DRAIN_S)
             oldest.close()
         publisher = Publisher(self._participant.entity, Qos(Policy.Partition([partition])))
-        qos = _qos(Policy.History.KeepAll, Policy.TransportPriority(priority), _lifespan(lifespan_ms))
+        qos = reliable(Policy.History.KeepAll, Policy.TransportPriority(priority), _lifespan(lifespan_ms))
         writer = _Writer(publisher, DataWriter(publisher, self._participant.topic, qos), lifespan_ms)
         self._writers[key] = writer
         return writer
@@ -278,7 +274,7 @@ def _lifespan(lifespan_ms: int | None) -> Any:
     return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else (1 << 63) - 1)
 
 
-class _Thread:
+class ServingThread:
     """A thread that serves a wait set until it is told to end."""
 
     def __init__(self, participant: Participant, name: str) -> None:
@@ -312,7 +308,7 @@ class _Thread:
         self.stop()
         if self._thread.ident is not None:
             self._thread.join()
-        _delete(self._triggers, self._guard)
+        delete(self._triggers, self._guard)
 
 
 @dataclass(slots=True)
@@ -342,7 +338,7 @@ class _Reader:
         return fresh
 
 
-class Readers(_Thread):
+class Readers(ServingThread):
     """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are held back."""
 
     def __init__(self, participant: Participant, arrived: Callable[[Any, list[bytes]], None]) -> None:
@@ -361,8 +357,8 @@ class Readers(_Thread):
             token = next(self._tokens)
             subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition([partition])))
             limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
-            entity = DataReader(subscriber, self._participant.topic, _qos(Policy.History.KeepAll, limits))
-            condition = ReadCondition(entity, _ANY)
+            entity = DataReader(subscriber, self._participant.topic, reliable(Policy.History.KeepAll, limits))
+            condition = ReadCondition(entity, ANYTHING)
             self._readers[token] = _Reader(owner, subscriber, entity, condition)
             self._triggers.attach_as(condition, token)
             return token, entity.guid.bytes
@@ -370,7 +366,7 @@ class Readers(_Thread):
     def remove(self, token: int) -> None:
         reader = self._readers.pop(token)
         self._triggers.detach(reader.condition)
-        _delete(reader.condition, reader.entity, reader.subscriber)
+        delete(reader.condition, reader.entity, reader.subscriber)
 
     def _serve(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -389,89 +385,4 @@ class Readers(_Thread):
         self._end()
         for token in list(self._readers):
             reader = self._readers.pop(token)
-            _delete(reader.condition, reader.entity, reader.subscriber)
-
-
-class RollCall(_Thread):
-    """Discovery, made visible.
-
-    Every participant of ours announces, on a topic of its own, the keys of the readers that it has found: from then on whatever it writes
-    reaches them. `changed(peers, seen)` is called whenever something was found: the participants that make such announcements, and what
-    they have just said, as (participant, reader keys).
-    """
-
-    _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN = 1, 2, 3
-
-    def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], list[tuple[bytes, list[bytes]]]], None]) -> None:
-        super().__init__(participant, "dds-roll-call")
-        self._own, self._changed = participant.key, changed
-        self._peers: dict[bytes, bytes] = {}  # endpoint -> participant
-        history = Policy.History.KeepLast(SEEN_DEPTH)
-        qos = Qos(
-            Policy.Reliability.Reliable(max_blocking_time=0), Policy.Durability.TransientLocal, history, Policy.IgnoreLocal.Participant
-        )
-        self._writer = DataWriter(participant.entity, participant.seen_topic, qos)
-        self._seen = DataReader(participant.entity, participant.seen_topic, qos)
-        self._publications = BuiltinDataReader(participant.entity, BuiltinTopicDcpsPublication)
-        self._subscriptions = BuiltinDataReader(participant.entity, BuiltinTopicDcpsSubscription)
-        self._unsaid: list[bytes] = []
-        self._conditions = []
-        readers = ((self._publications, self._PUBLICATIONS), (self._subscriptions, self._SUBSCRIPTIONS), (self._seen, self._SEEN))
-        for reader, token in readers:
-            condition = ReadCondition(reader, _ANY)
-            self._conditions.append(condition)
-            self._triggers.attach_as(condition, token)
-        self._thread.start()
-
-    def _serve(self, tokens: list[int]) -> None:
-        if self._SUBSCRIPTIONS in tokens:
-            self._find_readers()
-        if self._unsaid:
-            self._announce()
-        if self._PUBLICATIONS in tokens:
-            self._find_peers()
-        seen = self._hear() if self._SEEN in tokens else []
-        if tokens:
-            self._changed(frozenset(self._peers.values()), seen)
-
-    def _find_readers(self) -> None:
-        for found in self._subscriptions.take(ENDPOINTS_TAKE_MAX):
-            if _alive(found) and found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
-                self._unsaid.append(found.key.bytes)
-
-    def _find_peers(self) -> None:
-        for found in self._publications.take(ENDPOINTS_TAKE_MAX):
-            if not _alive(found):
-                self._peers.pop(found.key.bytes, None)
-            elif found.topic_name == mapping.SEEN_TOPIC and found.participant_key.bytes != self._own:
-                self._peers[found.key.bytes] = found.participant_key.bytes
-
-    def _announce(self) -> None:
-        try:
-            self._writer.write(Frame(mapping.pack(self._own, b"".join(self._unsaid), has_payload=True)))
-        except DDSException as error:
-            if error.code != DDSException.DDS_RETCODE_TIMEOUT:
-                raise
-            return  # said at the next turn, within a second
-        self._unsaid.clear()
-
-    def _hear(self) -> list[tuple[bytes, list[bytes]]]:
-        heard: list[tuple[bytes, list[bytes]]] = []
-        for sample in self._seen.take(TAKE_SAMPLES_MAX):
-            if type(sample) is not Frame:
-                continue
-            with contextlib.suppress(UStatusError):  # not one of ours: it can only make us wait a little longer
-                participant, keys = mapping.unpack(sample.data)
-                found = [(keys or b"")[at : at + 16] for at in range(0, len(keys or b""), 16)]
-                heard.append(
-                    (participant, [key for key in found if key[:12] == self._own[:12]])
-                )  # a participant's entities share its prefix
-        return heard
-
-    def close(self) -> None:
-        self._end()
-        _delete(*self._conditions, self._seen, self._writer, self._publications, self._subscriptions)
-
-
-def _alive(found: Any) -> bool:
-    return bool(found.sample_info.valid_data and found.sample_info.instance_state == InstanceState.Alive)
+            delete(reader.condition, reader.entity, reader.subscriber)
