@@ -1,0 +1,78 @@
+"""What the job wrote, read back without Spark; the picture of it; the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from urllib.parse import quote
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from spark_ingest import __main__ as command
+from spark_ingest import parquet, plot
+from spark_ingest.decode import Decoder
+from streamer import drive
+from uprotocol.status import UStatusError
+
+
+def commit(directory: Path, batch: str, files: list[Path]) -> None:
+    log = directory / parquet.METADATA
+    log.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"path": "file://" + quote(str(file)), "action": "add"}) for file in files]
+    (log / batch).write_text("\n".join(["v1", *lines]))
+
+
+def write(directory: Path, name: str, seqs: range, authority: str = "vehicle1") -> Path:
+    """Part of a simulated drive, in the shape that the job gives it."""
+    samples = list(drive.simulate(1, 200).samples(1_700_000_000_000))
+    messages = [drive.message(samples[seq]).SerializeToString() for seq in seqs]
+    batch = Decoder().decode(seqs, [1] * len(seqs), messages).batch
+    file = directory / f"authority={authority}" / "date=2023-11-14" / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_batches([batch]).drop_columns(["authority"]), file)
+    return file
+
+
+def test_only_what_was_committed_is_read(tmp_path: Path) -> None:
+    directory = tmp_path / "with a blank"
+    files = [write(directory, f"part-{number}.parquet", range(number * 100, number * 100 + 100)) for number in range(4)]
+    commit(directory, "0", files[:1])
+    commit(directory, "1.compact", files[:2])
+    commit(directory, "2", files[2:3])  # the fourth is of a batch that was cut off
+    (directory / parquet.METADATA / ".2.crc").touch()
+    assert sorted(parquet.read(directory)["seq"].to_pylist()) == list(range(300))
+    moved = tmp_path / "moved"
+    shutil.move(directory, moved)
+    table = parquet.read(moved, ["seq", "authority", "date"])
+    assert table.num_rows == 300
+    assert set(table["authority"].to_pylist()) == {"vehicle1"}
+    assert str(table["date"][0]) == "2023-11-14"
+
+
+def test_nothing_was_committed(tmp_path: Path) -> None:
+    with pytest.raises(UStatusError, match="nothing was committed"):
+        parquet.read(tmp_path)
+    commit(tmp_path, "0", [])
+    assert parquet.read(tmp_path, ["seq"]).num_rows == 0
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    commit(tmp_path, "0", [write(tmp_path, "part.parquet", range(3_000))])
+    png = tmp_path / "drive.png"
+    plot.plot(tmp_path, png)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    commit(tmp_path, "0", [])
+    with pytest.raises(UStatusError, match="nothing to draw"):
+        plot.plot(tmp_path, png)
+
+
+def test_the_command_tells_what_is_wrong_with_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ingest.toml"
+    file.write_text('[source]\ntransport = "zenoh"\nautority = "gateway"\n[sink]\npath = "a"\ncheckpoint = "b"\n')
+    assert command.main(["--config", str(file)]) == command.EXIT_CONFIG
+    told = capsys.readouterr().err
+    assert "source.autority: Extra inputs are not permitted" in told
+    assert "source.authority: Field required" in told
