@@ -82,6 +82,7 @@ class Streamer:
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
         self._open: set[str] = set()  # endpoints whose transport has been opened
+        self._linked: set[str] = set()  # endpoints that have had a connection: who only listens may be alone for a while
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
@@ -212,11 +213,12 @@ class Streamer:
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
         tried.set()
-        self._connection(endpoint, True)
+        self._changed.set()
 
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if connected:
+            self._linked.add(endpoint.name)
             self._changed.set()
             for pump in self.pumps:
                 if pump.peer is endpoint:
@@ -316,7 +318,7 @@ class Streamer:
         """What is wrong; empty: ready."""
         problems = [f"endpoint {name}: {trouble}" for name, trouble in self._troubles.items()]
         problems += [
-            f"endpoint {e.name}: its network is away" for e in self.endpoints if e.name in self._open and not e.transport.connected
+            f"endpoint {e.name}: its network is away" for e in self.endpoints if e.name in self._linked and not e.transport.connected
         ]
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]

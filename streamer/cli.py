@@ -191,6 +191,27 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
 
 
+@app.command()
+def usubscription(
+    authority: Annotated[str, typer.Option("--authority", "-a", help="Whose subscriptions and topics it keeps.")],
+    transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
+    store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
+
+    Example: [bold]up-streamer usubscription -a cloud -t mqtt5 -s port=1883 --store cloud.db[/]
+    """
+    from usubscription import __main__ as service
+
+    _log_to_stderr()
+    with _errors():
+        given = {"authority": authority, "transport": transport, "store": store, "settings": client.parse_settings(settings or [])}
+        loaded = service.validate(given, "options")
+    raise typer.Exit(service.run(loaded, lambda state: _print(as_json, state, f"ready: core.usubscription of {authority} on {transport}")))
+
+
 # An ordinary uEntity
 
 

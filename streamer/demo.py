@@ -180,13 +180,18 @@ class Child:
                         await asyncio.sleep(0)
                     if not saying.done():
                         saying.cancel()
-                        raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
+                        self.require_running()
                     if key in saying.result():
                         return saying.result()
         except TimeoutError:
             raise UStatusError(UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}") from None
         finally:
             ended.cancel()
+
+    def require_running(self) -> None:
+        """Raises UStatusError(ABORTED) with its last words if it has ended."""
+        if self._process.returncode is not None:
+            raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
 
     @property
     def tail(self) -> str:
@@ -286,7 +291,7 @@ class Demo:
             ingest = await self._start_spark()
             progress.update(stage, completed=6)
             await self._replay(drive, progress)
-            await self._settle(progress)
+            await self._settle(ingest, progress)
             self._read_gateway(await asyncio.to_thread(_metrics, gateway["admin_port"]))
             await client.close()
             await ingest.stop()
@@ -436,6 +441,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
 transport = "zenoh"
 transport_config = {_toml(self._zenoh)}
 authority = "{drives.VEHICLE}"
+local_authority = "{drives.VEHICLE}"
 topics = "{topics}"
 starting_offsets = "earliest"
 
@@ -456,7 +462,7 @@ processing_time_ms = {TRIGGER_MS}
 
     def _read_parquet(self) -> None:
         """Count what Spark has committed: every row, and the distinct ids of each topic."""
-        from spark_ingest.plot import read
+        from spark_ingest.parquet import read
 
         table = read(self._parquet, ["topic", "message_id"])
         topics, ids = table.column("topic").to_pylist(), table.column("message_id").to_pylist()
@@ -502,8 +508,8 @@ processing_time_ms = {TRIGGER_MS}
             done[child] = said["published"]
             self._outcome.published.update(said.get("topics", {}))
 
-    async def _settle(self, progress: Progress) -> None:
-        """Wait until everything has arrived, or nothing more comes."""
+    async def _settle(self, ingest: Child, progress: Progress) -> None:
+        """Wait until everything has arrived, or nothing more comes. Raises ABORTED if the Spark job has ended."""
         outcome = self._outcome
         cloud = progress.add_task("received in the cloud", total=outcome.subscribed)
         parquet = progress.add_task("rows in Parquet", total=outcome.published.total())
@@ -515,13 +521,18 @@ processing_time_ms = {TRIGGER_MS}
             progress.update(parquet, completed=rows)
             if outcome.received.total() >= outcome.subscribed and rows >= outcome.published.total():
                 return
+            ingest.require_running()
             await asyncio.sleep(0.5)
         self._console.print("not everything has arrived in time", style="red")
 
     def _count_rows(self) -> int:
-        from spark_ingest.plot import count
+        """Rows that Spark has committed so far."""
+        from spark_ingest.parquet import read
 
-        return count(self._parquet)
+        try:
+            return int(read(self._parquet, ["seq"]).num_rows)
+        except UStatusError:
+            return 0
 
     def _read_gateway(self, metrics: str) -> None:
         for name, labels, value in re.findall(r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
