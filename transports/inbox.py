@@ -19,6 +19,9 @@ T = TypeVar("T")
 MESSAGES_MAX: Final = 8_192  # waiting or being taken; some 50 ms of the fastest network measured: more only hides a stall
 BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
 
+GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
+GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. Below 2,000 messages/s nothing ever waits
+
 log = structlog.get_logger()
 
 
@@ -42,6 +45,7 @@ class Inbox(Generic[T]):
         self._messages_max, self._batch_max = messages_max, batch_max
         self._items: deque[T] = deque()
         self._awake = False
+        self._last_drain = 0.0  # loop time
         self._pending: deque[tuple[list[T], asyncio.Future[None]]] = deque()
         self._pending_messages = 0
         self._room = threading.Condition()
@@ -79,8 +83,13 @@ class Inbox(Generic[T]):
 
     def _drain(self) -> None:
         """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
+        items, now = self._items, self._loop.time()
+        if len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
+            self._last_drain = 0.0  # once only
+            self._loop.call_later(GATHER_S, self._drain)
+            return
+        self._last_drain = now
         self._awake = False  # first: what arrives from here on wakes us again
-        items = self._items
         if self._closed or not items:
             return
         if self._pending_messages < self._messages_max:

@@ -11,10 +11,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 
+from transports.stamp import is_shared
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -30,7 +31,9 @@ ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are kn
 
 log = structlog.get_logger()
 
-_UNKNOWN: Final[list[Any]] = []  # a route that is not in the cache; None there: no valid message can have it
+_Found = list[tuple["Filter", list[UListener]]]
+_NOBODY: Final[list[UListener]] = []
+_UNKNOWN: Final[_Found] = []  # a route that is not in the cache; None there: no valid message can have it
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,15 @@ class Filter:
         return uris.matches(self.source, source) and (self.sink is None or sink is None or uris.matches(self.sink, sink))
 
 
+class _Known(NamedTuple):
+    """What is the same for all messages of a stamp."""
+
+    by_filter: dict[int, list[UListener]]  # by the identity of the Filter, which is quicker than its hash
+    all: list[UListener]  # of all filters, each once
+    ttl: int
+    format: int
+
+
 class ListenerTable:
     """Who gets what. Lives on the event loop; `dropped` counts by reason what was thrown away on the way in."""
 
@@ -72,7 +84,8 @@ class ListenerTable:
         self._now_ms = now_ms
         self._table: dict[Filter, list[UListener]] = {}
         self._size = 0
-        self._routes: dict[Any, list[tuple[Filter, list[UListener]]] | None] = {}
+        self._routes: dict[Any, _Found | None] = {}  # by type, source, sink
+        self._stamped: dict[bytes, _Known] = {}  # the same and more, by all attributes but the id
         self.dropped: Counter[str] = Counter()
         self.failures = 0  # calls of listeners that raised
 
@@ -91,7 +104,7 @@ class ListenerTable:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._per_filter_max} listeners have this filter, which is the limit")
         self._table[filter] = [*listeners, listener]
         self._size += 1
-        self._routes.clear()
+        self._forget()
         return None if listeners else filter
 
     def remove(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
@@ -104,12 +117,16 @@ class ListenerTable:
                 UCode.NOT_FOUND, f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
             )
         self._size -= 1
-        self._routes.clear()
+        self._forget()
         if rest:
             self._table[filter] = rest
             return None
         del self._table[filter]
         return filter
+
+    def _forget(self) -> None:
+        self._routes.clear()
+        self._stamped.clear()
 
     @property
     def filters(self) -> list[Filter]:
@@ -119,23 +136,37 @@ class ListenerTable:
     def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
         """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
 
-        `only` limits it to the listeners of one filter. What is invalid or expired is dropped and counted. The awaitable, if any, completes
-        when every listener has taken its share; it raises if one has not.
+        `only` limits it to the listeners of one filter, the very object that `add` answered. What is invalid or expired is dropped and
+        counted. The awaitable, if any, completes when every listener has taken its share; it raises if one has not.
         """
-        return self._deliver((message, only) for message in messages)
+        return self._deliver((message, only, None) for message in messages)
 
-    def deliver_filtered(self, deliveries: Sequence[tuple[UMessage, Filter]]) -> Awaitable[None] | None:
-        """The same for networks that deliver once per filter: each message to the listeners of its filter only.
+    def deliver_stamped(self, deliveries: Sequence[tuple[UMessage, Filter, bytes | None]]) -> Awaitable[None] | None:
+        """The same for networks that deliver once per filter and have the encoded attributes at hand: each message to the listeners of its
+        filter, which is the very object that `add` answered. The third is its transports.stamp, or None.
 
-        The same object twice in a row, for overlapping filters, reaches a listener of both once.
+        The same message twice in a row, for overlapping filters, reaches a listener of both once.
         """
         return self._deliver(deliveries)
 
-    def _deliver(self, deliveries: Iterable[tuple[UMessage, Filter | None]]) -> Awaitable[None] | None:
+    def _deliver(self, deliveries: Iterable[tuple[UMessage, Filter | None, bytes | None]]) -> Awaitable[None] | None:
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         now = self._now_ms()
-        for message, only in deliveries:
-            for listener in self._listeners(message, now, only):
+        stamped = self._stamped
+        for message, only, stamp in deliveries:
+            known = stamped.get(stamp) if stamp is not None else None
+            if known is None:
+                known = self._examine(message, stamp)
+                if known is None:
+                    continue
+            if known.ttl and attrs.is_expired(message.attributes, now):
+                self.dropped["expired"] += 1
+                continue
+            if known.format and not message.HasField("payload"):
+                self.dropped["invalid"] += 1
+                continue
+            listeners = known.all if only is None else known.by_filter.get(id(only), _NOBODY)
+            for listener in listeners:
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [message])
@@ -148,6 +179,25 @@ class ListenerTable:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
+    def _examine(self, message: UMessage, stamp: bytes | None) -> _Known | None:
+        """What holds for every message of this stamp; None, and counted, if this one is invalid."""
+        attributes = message.attributes
+        found = self._matching(message)
+        try:
+            attrs.validate_rest(attributes)
+        except UStatusError:
+            found = None
+        if found is None:
+            self.dropped["invalid"] += 1
+            return None
+        listeners = found[0][1] if len(found) == 1 else list({id(one): one for _, ones in found for one in ones}.values())
+        known = _Known({id(filter): ones for filter, ones in found}, listeners, attributes.ttl, attributes.payload_format)
+        if stamp is not None and is_shared(attributes):
+            if len(self._stamped) >= ROUTES_CACHED_MAX:
+                self._stamped.clear()
+            self._stamped[stamp] = known
+        return known
+
     def wants(self, message: UMessage) -> bool:
         """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops that."""
         found = self._matching(message)
@@ -155,44 +205,25 @@ class ListenerTable:
 
     def accepts(self, message: UMessage) -> bool:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
-        found = self._matching(message)
-        return found is not None and self._passes(message, self._now_ms())
+        known = self._examine(message, None)
+        if known is None:
+            return False
+        if known.format and not message.HasField("payload"):
+            self.dropped["invalid"] += 1
+            return False
+        if attrs.is_expired(message.attributes, self._now_ms()):
+            self.dropped["expired"] += 1
+            return False
+        return True
 
-    def _matching(self, message: UMessage) -> list[tuple[Filter, list[UListener]]] | None:
+    def _matching(self, message: UMessage) -> _Found | None:
         attributes = message.attributes
         sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
         route = (attributes.type, attributes.source.SerializeToString(), sink)
         found = self._routes.get(route, _UNKNOWN)
         return self._resolve(route, message) if found is _UNKNOWN else found
 
-    def _passes(self, message: UMessage, now: int) -> bool:
-        attributes = message.attributes
-        try:
-            attrs.validate_rest(attributes)
-            attrs.validate_payload(attributes, message.HasField("payload"))
-        except UStatusError:
-            self.dropped["invalid"] += 1
-            return False
-        if attributes.ttl and attrs.is_expired(attributes, now):
-            self.dropped["expired"] += 1
-            return False
-        return True
-
-    def _listeners(self, message: UMessage, now: int, only: Filter | None) -> Sequence[UListener]:
-        found = self._matching(message)
-        if found is None:
-            self.dropped["invalid"] += 1
-            return ()
-        if not self._passes(message, now):
-            return ()
-        if only is not None:
-            return next((listeners for filter, listeners in found if filter == only), ())
-        if len(found) == 1:
-            return found[0][1]
-        unique = {id(listener): listener for _, listeners in found for listener in listeners}
-        return list(unique.values())
-
-    def _resolve(self, route: Any, message: UMessage) -> list[tuple[Filter, list[UListener]]] | None:
+    def _resolve(self, route: Any, message: UMessage) -> _Found | None:
         """Which filters match this (type, source, sink); None if no valid message can have it."""
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()

@@ -18,7 +18,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 import structlog
 import zenoh
@@ -27,8 +27,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from transports import zenoh_mapping as mapping
 from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, Route, stopped
+from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
+from transports.stamp import is_shared, stamp
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -37,6 +38,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each; beyond it the one unused for longest is undeclared
+LANES_MAX: Final = 16_384  # stamps whose publisher is known; the cache starts anew when it is full
 DRAIN_S_MAX: Final = 2.0  # how long `close` waits for listeners to take what has arrived
 SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
 
@@ -140,6 +142,14 @@ def translate(error: Exception, doing: str) -> UStatusError:
     return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
 
 
+class _Lane(NamedTuple):
+    """Where messages of one stamp go, and what has to be looked at in each of them."""
+
+    publisher: zenoh.Publisher
+    ttl: int
+    format: int
+
+
 class ZenohTransport(UTransport):
     """One Zenoh session."""
 
@@ -153,7 +163,8 @@ class ZenohTransport(UTransport):
         )
         self._session: zenoh.Session | None = None
         self._sender: ThreadPoolExecutor | None = None
-        self._publishers: OrderedDict[tuple[Route, int], zenoh.Publisher] = OrderedDict()  # the sender thread's alone
+        self._publishers: OrderedDict[tuple[str, int], zenoh.Publisher] = OrderedDict()  # by key, priority; the sender thread's alone
+        self._lanes: dict[bytes, _Lane] = {}  # by stamp; the sender thread's alone
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: set[str] = set()
@@ -210,6 +221,7 @@ class ZenohTransport(UTransport):
         self._inbox.close()
         await asyncio.to_thread(_close, session, self._sender)
         self._publishers.clear()
+        self._lanes.clear()
         for peer in list(self._peers):
             self._on_peer(peer, False)
 
@@ -246,42 +258,52 @@ class ZenohTransport(UTransport):
         return statuses
 
     def _put(self, session: zenoh.Session, messages: Sequence[UMessage]) -> list[UStatus]:
-        """On the sender thread."""
+        """On the sender thread. Messages of a stamp that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
-        outbox, publishers, now_ms = self._outbox, self._publishers, self._outbox.now_ms()
+        now_ms, lanes = self._outbox.now_ms(), self._lanes
         for message in messages:
-            route = outbox.route(message)
-            refusal = outbox.refusal(message, now_ms, route)
-            if refusal is not None:
-                statuses.append(refusal)
-                continue
-            if not self._peers:
-                return stopped(statuses, len(messages), _NO_PEER)
-            key = (route, message.attributes.priority)
+            attributes = message.attributes
+            encoded = attributes.SerializeToString()
+            mark = stamp(encoded)
+            lane = lanes.get(mark) if mark is not None else None
             try:
-                publisher = publishers.get(key)
-                if publisher is None:
-                    publisher = self._declare(session, key, message)
-                else:
-                    publishers.move_to_end(key)
-                publisher.put(message.payload, attachment=mapping.encode(message))
+                if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
+                    refusal = self._outbox.refusal(message, now_ms)
+                    if refusal is not None:
+                        statuses.append(refusal)
+                        continue
+                    lane = lane or self._lane(session, message, mark)
+                if not self._peers:
+                    return stopped(statuses, len(messages), _NO_PEER)
+                lane.publisher.put(message.payload, attachment=mapping.attachment(encoded))
             except zenoh.ZError as error:
                 return stopped(statuses, len(messages), translate(error, "sending").status)
             statuses.append(OK)
         return statuses
 
-    def _declare(self, session: zenoh.Session, key: tuple[Route, int], message: UMessage) -> zenoh.Publisher:
-        while len(self._publishers) >= PUBLISHERS_MAX:
-            self._publishers.popitem(last=False)[1].undeclare()  # type: ignore[no-untyped-call]
-        publisher = session.declare_publisher(
-            mapping.message_key(message, self._authority),
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            priority=_PRIORITIES[message.attributes.priority],
-            reliability=zenoh.Reliability.RELIABLE,
-            allowed_destination=zenoh.Locality.REMOTE,
-        )
-        self._publishers[key] = publisher
-        return publisher
+    def _lane(self, session: zenoh.Session, message: UMessage, mark: bytes | None) -> _Lane:
+        """The declared publisher for a message that is valid, remembered by its stamp."""
+        attributes = message.attributes
+        key = mapping.message_key(message, self._authority), attributes.priority
+        publisher = self._publishers.get(key)
+        if publisher is None:
+            if len(self._publishers) >= PUBLISHERS_MAX:
+                self._publishers.popitem(last=False)[1].undeclare()  # type: ignore[no-untyped-call]
+                self._lanes.clear()  # one of them may have led to it
+            publisher = self._publishers[key] = session.declare_publisher(
+                key[0],
+                congestion_control=zenoh.CongestionControl.BLOCK,
+                priority=_PRIORITIES.get(attributes.priority, zenoh.Priority.DATA_LOW),
+                reliability=zenoh.Reliability.RELIABLE,
+                allowed_destination=zenoh.Locality.REMOTE,
+            )
+        self._publishers.move_to_end(key)
+        lane = _Lane(publisher, attributes.ttl, attributes.payload_format)
+        if mark is not None and is_shared(attributes):
+            if len(self._lanes) >= LANES_MAX:
+                self._lanes.clear()
+            self._lanes[mark] = lane
+        return lane
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
@@ -324,20 +346,24 @@ class ZenohTransport(UTransport):
         return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        deliveries: list[tuple[UMessage, Filter]] = []
+        deliveries: list[tuple[UMessage, Filter, bytes | None]] = []
         last_payload = last_attachment = b""
-        message: UMessage | None = None
+        message, mark = None, None
+        reached: list[Filter] = []  # by which filters `message` has come: another one means the same sample, one of them a new sample
         for filter, payload, attachment in arrived:
-            if message is None or attachment != last_attachment or payload != last_payload:  # the same again: by another filter
-                last_payload, last_attachment = payload, attachment
+            if attachment != last_attachment or message is None or payload != last_payload or filter in reached:
+                last_payload, last_attachment, reached = payload, attachment, []
+                encoded = attachment[1:]
+                mark = stamp(encoded)
                 try:
-                    message = mapping.decode(payload, attachment)
+                    message = mapping.decode(payload, attachment, encoded)
                 except UStatusError:
                     message = None
                     self.dropped["malformed"] += 1
                     continue
-            deliveries.append((message, filter))
-        return self._table.deliver_filtered(deliveries)
+            reached.append(filter)
+            deliveries.append((message, filter, mark))
+        return self._table.deliver_stamped(deliveries)
 
 
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")

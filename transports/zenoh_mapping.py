@@ -63,13 +63,18 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
     return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
 
 
+def attachment(encoded_attributes: bytes) -> bytes:
+    """dsn~up-transport-zenoh-attributes-mapping~1; the payload goes as it is."""
+    return _VERSION_BYTE + encoded_attributes
+
+
 def encode(message: UMessage) -> bytes:
-    """The attachment (dsn~up-transport-zenoh-attributes-mapping~1); the payload goes as it is."""
-    return _VERSION_BYTE + message.attributes.SerializeToString()
+    """The attachment of `message`."""
+    return attachment(message.attributes.SerializeToString())
 
 
-def decode(payload: bytes, attachment: bytes) -> UMessage:
-    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none.
+def decode(payload: bytes, attachment: bytes, encoded_attributes: bytes | None = None) -> UMessage:
+    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none. `encoded_attributes`: if they are cut out already.
 
     Zenoh has no payload that is absent: it is one if it has bytes or a format (A-19, A-28).
     """
@@ -78,7 +83,7 @@ def decode(payload: bytes, attachment: bytes) -> UMessage:
     message = UMessage()
     attributes = message.attributes
     try:
-        attributes.ParseFromString(attachment[1:])
+        attributes.ParseFromString(encoded_attributes or attachment[1:])
     except DecodeError as error:
         raise invalid(f"the attachment has no UAttributes: {error}") from None
     if payload or attributes.payload_format:

@@ -95,14 +95,15 @@ class ConnectionConformance(TransportHarness):
                     return
 
     async def test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order(self, pair: Pair) -> None:
-        changes = Changes(pair[0])
-        await self.break_network(ALPHA)
+        changes = Changes(pair[1])
+        await self.break_network(BETA)
         await changes.until(False, self.deadline_s)
-        assert not pair[0].connected
-        assert codes(await pair[0].send_batch(self.traffic(3))) == [UCode.UNAVAILABLE] * 3
-        await self.heal_network(ALPHA)
+        assert pair[1].connected is False
+        assert codes(await pair[1].send_batch(self.traffic(3))) == [UCode.UNAVAILABLE] * 3
+        await self.heal_network(BETA)
         await changes.until(True, self.deadline_s)
-        assert codes(await pair[0].send_batch(self.traffic(1))) == [UCode.OK]
+        assert bool(pair[1].connected)
+        assert codes(await pair[1].send_batch(self.traffic(1))) == [UCode.OK]
 
     async def test_nothing_that_was_sent_is_lost_while_we_are_away(self, pair: Pair) -> None:
         self.needs(Capability.PUSH | Capability.PERSISTENT_SESSION)

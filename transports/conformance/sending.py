@@ -96,7 +96,7 @@ def every_combination() -> Iterator[UMessage]:
     """All types, with each optional attribute absent, at its limits and in between."""
     payload_forms: list[UPayload | None] = [
         None,
-        UPayload(b"\x00\xff\n\xc3", 0),
+        UPayload(b"\x00\xff\n\xc3"),
         UPayload(b"", FORMATS[0]),
         UPayload(bytes(range(256)), FORMATS[-1]),
     ]
