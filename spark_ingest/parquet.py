@@ -19,29 +19,43 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 METADATA: Final = "_spark_metadata"
 _COMPACT: Final = ".compact"
+_TRIES: Final = 5  # Spark compacts every tenth batch; twice within one reading is unheard of
 _PARTITIONS: Final = pa.schema([("authority", pa.string()), ("date", pa.date32())])
 _FILES_IN: Final = len(_PARTITIONS) + 1  # DIR/authority=A/date=D/FILE
 
 
 def committed_files(directory: Path) -> list[Path]:
     """The files of all batches that were committed. Raises UStatusError(NOT_FOUND) if no job has written there."""
-    log = directory / METADATA
-    if not log.is_dir():
+    if not (directory / METADATA).is_dir():
         raise UStatusError(UCode.NOT_FOUND, f"{directory} holds no {METADATA}: nothing was committed there yet")
+    for _ in range(_TRIES):
+        try:
+            entries = _entries(directory / METADATA)
+            break
+        except FileNotFoundError:  # a job that runs has just replaced some by a compact one
+            continue
+    else:
+        raise UStatusError(UCode.UNAVAILABLE, f"{directory / METADATA} changes faster than it can be read: try again")
+    files: dict[Path, None] = {}
+    for entry in entries:
+        path = Path(unquote(urlparse(entry["path"]).path))
+        if not path.is_relative_to(directory.resolve()):  # the directory was moved since
+            path = directory.resolve().joinpath(*path.parts[-_FILES_IN:])
+        if entry.get("action", "add") == "add":
+            files[path] = None
+        else:
+            files.pop(path, None)
+    return list(files)
+
+
+def _entries(log: Path) -> list[dict[str, Any]]:
+    """What was added and deleted, in order."""
     batches = {int(name.removesuffix(_COMPACT)): name for entry in log.iterdir() if (name := entry.name).removesuffix(_COMPACT).isdigit()}
     begin = max((number for number, name in batches.items() if name.endswith(_COMPACT)), default=0)  # it repeats all before it
-    files: dict[Path, None] = {}
+    lines: list[str] = []
     for number in sorted(number for number in batches if number >= begin):
-        _, *entries = (log / batches[number]).read_text().splitlines()  # the first line is the version of the format
-        for entry in map(json.loads, entries):
-            path = Path(unquote(urlparse(entry["path"]).path))
-            if not path.is_relative_to(directory.resolve()):  # the directory was moved since
-                path = directory.resolve().joinpath(*path.parts[-_FILES_IN:])
-            if entry.get("action", "add") == "add":
-                files[path] = None
-            else:
-                files.pop(path, None)
-    return list(files)
+        lines += (log / batches[number]).read_text().splitlines()[1:]  # the first line is the version of the format
+    return [json.loads(line) for line in lines]
 
 
 def read(directory: Path, columns: list[str] | None = None, filter: Any = None) -> pa.Table:
