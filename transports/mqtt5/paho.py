@@ -18,6 +18,7 @@ import structlog
 
 from transports.listeners import Filter, ListenerTable
 from transports.mqtt5 import wire
+from transports.mqtt5.codec import Codec
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.intake import Arrived, Intake
 from transports.mqtt5.link import Link, Welcome
@@ -56,7 +57,7 @@ class Mqtt5Transport(UTransport):
         self._config, self._local = config, local
         self.capabilities = capabilities(config)
         self._mapping = Mapping(config.mode, local.get_authority(), restore_ttl=config.restore_ttl)
-        self._outbox = Outbox()
+        self._codec = Codec(self._mapping, Outbox(), same_for_all_ids=not config.restore_ttl)
         self._table = ListenerTable(
             local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
@@ -183,10 +184,7 @@ class Mqtt5Transport(UTransport):
         return await self._window.send(messages)
 
     def _encode(self, message: UMessage) -> tuple[bytes, bytes]:
-        refusal = self._outbox.refusal(message, self._outbox.now_ms())
-        if refusal is not None:
-            raise UStatusError.from_status(refusal)
-        head, tail = wire.publish_frame(self._mapping.encode(message))
+        head, tail = self._codec.encode(message)
         length = len(head) + 2 + len(tail)
         if length > self._packet_bytes_max:  # a broker hangs up on it, again and again
             raise invalid(f"the broker takes packets of at most {self._packet_bytes_max} bytes, and this one has {length}")
@@ -212,19 +210,19 @@ class Mqtt5Transport(UTransport):
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
         try:
-            packet, identifiers = wire.read_packet(publish)
-            wanted = self._subscriptions.match(packet.topic, identifiers)
-            if wanted is False:
-                return nothing
-            arrived = Arrived(self._mapping.decode(packet), self._connection, publish.packet_id)
+            topic, identifiers, message = self._codec.decode(publish)
         except UStatusError as error:
             self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
             return nothing
+        wanted = self._subscriptions.match(topic, identifiers)
+        if wanted is False:
+            return nothing
+        arrived = Arrived(message, self._connection, publish.packet_id)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
-            self._unclaimed.append((packet.topic, arrived))  # as many as Receive Maximum
+            self._unclaimed.append((topic, arrived))  # as many as Receive Maximum
             return None
         self.dropped["unwanted"] += 1
         return nothing

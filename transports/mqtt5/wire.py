@@ -22,7 +22,8 @@ PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
 TEXTS_CACHED_MAX: Final = 65_536  # encoded pairs that come again and again: types, sources, sinks
 
 _PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = 1, 2, 3, 8, 9, 11, 35, 38
-_ID_PREFIX: Final = b"\x26\x00\x011"  # user property "1", the only one that never comes again
+ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
+ID_BYTES: Final = 36  # ... so many bytes
 _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
 
 _u16 = struct.Struct("!H")
@@ -141,6 +142,25 @@ def read_publish(first: int, body: bytes) -> Publish:
     if not start or end > len(body):
         raise ValueError("a PUBLISH ends within its properties")
     return Publish(packet_id, topic, body[start:end], body[end:])
+
+
+def holds_id_at(properties: bytes, at: int) -> bool:
+    """True if the first user property "1" has its value, of ID_BYTES, at `at`. The properties are such as read_packet has read."""
+    position = 0
+    while position < at - len(ID_KEY):
+        kind = properties[position]
+        if kind == _USER:
+            if properties[position + 1 : position + 4] == b"\x00\x011":
+                return False
+            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
+            position += 2 + (properties[position] << 8 | properties[position + 1])
+        elif kind == _SUBSCRIPTION:
+            _, position = _read_varint(properties, position + 1, len(properties))
+        elif kind in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
+            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
+        else:
+            position += {_EXPIRY: 5, _PAYLOAD_FORMAT: 2, _ALIAS: 3}[kind]
+    return position == at - len(ID_KEY) and properties.startswith(ID_KEY, position)
 
 
 def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:

@@ -1,0 +1,242 @@
+"""The bytes of PUBLISH and PUBACK, the templates in front of them, and the choice among a broker's copies: all pure."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from paho.mqtt.enums import MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from transports.mqtt5 import wire
+from transports.mqtt5.codec import Codec
+from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.subscriptions import Subscriptions, topic_matches
+from transports.outbox import Outbox
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+paho_packet = pytest.importorskip("paho.mqtt._packet")  # paho's own decoder, where it has one apart
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Cs"], exclude_characters="\ufeff"), max_size=40)
+packets = st.builds(
+    Packet,
+    texts,
+    st.lists(st.tuples(st.sampled_from(["uP", "1", "2", "3", "10", "11", "x"]), texts), max_size=8),
+    st.none() | st.integers(0, 2**32 - 1),
+    st.none() | st.binary(max_size=40),
+    st.none() | texts,
+    st.binary(max_size=300),
+)
+
+
+def whole(packet: Packet, packet_id: int = 7) -> bytes:
+    head, tail = wire.publish_frame(packet)
+    return head + packet_id.to_bytes(2, "big") + tail
+
+
+@given(packets, st.integers(1, 65_535))
+def test_a_publish_survives(packet: Packet, packet_id: int) -> None:
+    data = whole(packet, packet_id)
+    [(first, body)], used = wire.split(data)
+    assert used == len(data)
+    publish = wire.read_publish(first, body)
+    assert publish.packet_id == packet_id
+    assert wire.read_packet(publish) == (packet, ())
+
+
+@given(packets)
+def test_paho_reads_what_we_write(packet: Packet) -> None:
+    [(first, body)], _ = wire.split(whole(packet))
+    read = paho_packet.decode_publish(first, body, MQTTProtocolVersion.MQTTv5)
+    assert (read.qos, read.retain, read.dup, read.mid) == (1, False, False, 7)
+    assert (read.topic.decode(), bytes(read.payload)) == (packet.topic, packet.payload)
+    assert getattr(read.properties, "UserProperty", []) == packet.user_properties
+    assert getattr(read.properties, "MessageExpiryInterval", None) == packet.expiry_s
+    assert getattr(read.properties, "CorrelationData", None) == packet.correlation
+    assert getattr(read.properties, "ContentType", None) == packet.content_type
+
+
+def test_we_read_what_paho_writes() -> None:
+    properties = Properties(PacketTypes.PUBLISH)
+    properties.PayloadFormatIndicator = 1
+    properties.ResponseTopic = "elsewhere"
+    properties.TopicAlias = 3
+    properties.SubscriptionIdentifier = [5, 300, 268_435_455]
+    properties.UserProperty = ("uP", "1")
+    properties.ContentType = "2"
+    packed = properties.pack()
+    body = b"\x00\x01t\x00\x09" + packed + b"payload"
+    publish = wire.read_publish(wire.PUBLISH | wire.QOS1, body)
+    assert wire.read_packet(publish) == (Packet("t", [("uP", "1")], None, None, "2", b"payload"), (5, 300, 268_435_455))
+
+
+@given(st.lists(packets, max_size=4), st.data())
+def test_split_takes_what_is_whole(several: list[Packet], data: st.DataObject) -> None:
+    stream = b"".join(whole(packet) for packet in several)
+    cut = data.draw(st.integers(0, len(stream)))
+    before, used = wire.split(stream[:cut])
+    after, rest = wire.split(stream[used:])
+    assert used + rest == len(stream)
+    assert [body for _, body in before + after] == [wire.split(whole(packet))[0][0][1] for packet in several]
+
+
+@given(st.binary(max_size=200))
+def test_nonsense_is_refused_and_nothing_else(data: bytes) -> None:
+    try:
+        found, used = wire.split(data)
+        assert used <= len(data)
+        for first, body in found:
+            wire.read_packet(wire.read_publish(first, body))
+    except (ValueError, UStatusError):
+        return
+
+
+@pytest.mark.parametrize("number", [0, 1, 127, 128, 16_383, 16_384, 2_097_151, 2_097_152, 268_435_455])
+def test_a_remaining_length(number: int) -> None:
+    assert wire.varint(number) == paho_varint(number)
+
+
+def paho_varint(number: int) -> bytes:
+    from paho.mqtt.properties import VariableByteIntegers
+
+    return bytes(VariableByteIntegers.encode(number))
+
+
+def test_a_remaining_length_of_five_bytes_is_none() -> None:
+    with pytest.raises(ValueError, match="4 bytes"):
+        wire.split(b"\x30\xff\xff\xff\xff\x01")
+    assert wire.split(b"\x30\xff\xff\xff") == ([], 0)
+
+
+def test_pubacks() -> None:
+    assert wire.pubacks([1, 0xABCD]) == b"\x40\x02\x00\x01\x40\x02\xab\xcd"
+
+
+# Templates.
+
+TOPIC = uris.parse("up://device1/10AB/3/80CD")
+
+
+def builders() -> list[UMessageBuilder]:
+    return [
+        UMessageBuilder.publish(TOPIC),
+        UMessageBuilder.publish(TOPIC).with_ttl(60_000).with_priority(UPriority.UPRIORITY_CS6),
+        UMessageBuilder.publish(TOPIC).with_ttl(60_001),
+        UMessageBuilder(attrs.PUBLISH, TOPIC, attrs.streamer_sink("backend")),
+        UMessageBuilder.notification(TOPIC, uris.parse("up://device2/1/1/0")).with_permission_level(0),
+        UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_token("\x26 1 $"),
+        UMessageBuilder.response(uris.parse("up://device1/1/1/7"), uris.parse("up://device2/1/1/0"), uuids.new()).with_ttl(60_000),
+        UMessageBuilder.publish(TOPIC).with_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
+    ]
+
+
+@pytest.mark.parametrize("index", range(len(builders())))
+@pytest.mark.parametrize("payload", [None, UPayload(b""), UPayload(b"", 2), UPayload(b"x"), UPayload(b"y" * 200, 7)])
+def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | None) -> None:
+    mapping = Mapping(Mode.IN_VEHICLE, "device1")
+    codec = Codec(mapping, Outbox())
+    for _ in range(3):
+        message = builders()[index].build_from_upayload(payload)
+        packet = mapping.encode(message)
+        head, tail = codec.encode(message)
+        assert (head, tail) == wire.publish_frame(packet)
+        publish = wire.read_publish(head[0], wire.split(head + b"\x00\x07" + tail)[0][0][1])
+        assert codec.decode(publish) == (packet.topic, (), mapping.decode(packet))
+
+
+def test_templates_refuse_what_the_long_way_does() -> None:
+    now = uuids.now_ms()
+    codec = Codec(Mapping(Mode.IN_VEHICLE, "device1"), Outbox(now_ms=lambda: now))
+    good = UMessageBuilder.publish(TOPIC).with_ttl(1_000).build_from_upayload(UPayload(b"x", 2))
+    codec.encode(good)
+    without_payload, no_id, version_4, late = (UMessage.FromString(good.SerializeToString()) for _ in range(4))
+    without_payload.ClearField("payload")
+    no_id.attributes.ClearField("id")
+    version_4.attributes.id.msb ^= 0x3000
+    late.attributes.id.msb = (now - 1_001) << 16 | 0x7000
+    for bad, code in (
+        (without_payload, UCode.INVALID_ARGUMENT),
+        (no_id, UCode.INVALID_ARGUMENT),
+        (version_4, UCode.INVALID_ARGUMENT),
+        (late, UCode.DEADLINE_EXCEEDED),
+    ):
+        with pytest.raises(UStatusError) as refused:
+            codec.encode(bad)
+        assert refused.value.code == code
+    codec.encode(good)
+
+
+def publish_of(user_properties: list[tuple[str, str]], **more: object) -> wire.Publish:
+    [(first, body)], _ = wire.split(whole(Packet("device1/10AB/0/3/80CD", user_properties, **more)))  # type: ignore[arg-type]
+    return wire.read_publish(first, body)
+
+
+def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
+    """Each time the second packet differs from the first in its id alone, or seems to."""
+    one, two = (uuids.format(uuids.new()) for _ in range(2))
+    rest = [("uP", "1"), ("2", "up-pub.v1"), ("3", "up://device1/10AB/3/80CD")]
+    mapping = Mapping(Mode.IN_VEHICLE, "device1")
+    for before in ([], [("1", "short")], [("1", uuids.format(uuids.new()))], [("x", "y")]):
+        for more in ({}, {"correlation": wire.ID_KEY + b"\x70\x00\x80" + bytes(7)}, {"expiry_s": 0x26000131, "content_type": "2"}):
+            codec = Codec(mapping, Outbox())
+            for id in (one, two, "no id at all, but as long as one is..", two.upper(), one):
+                publish = publish_of([*before, ("1", id), *rest], **more)
+                packet, _ = wire.read_packet(publish)
+                first = next(value for key, value in [*before, ("1", id)] if key == "1")
+                if first.startswith("no") or first == "short":
+                    with pytest.raises(UStatusError):
+                        mapping.decode(packet)
+                    with pytest.raises(UStatusError):
+                        codec.decode(publish)
+                else:
+                    assert codec.decode(publish)[2] == mapping.decode(packet)
+
+
+# Copies.
+
+
+@pytest.mark.parametrize(
+    ("topic_filter", "topic", "matches"),
+    [
+        ("a/b", "a/b", True),
+        ("+/b", "a/b", True),
+        ("+/+", "a/b", True),
+        ("+", "a/b", False),
+        ("a/b/+", "a/b", False),
+        ("a/+", "b/a", False),
+    ],
+)
+def test_topic_filters(topic_filter: str, topic: str, matches: bool) -> None:
+    assert topic_matches(topic_filter, topic) is matches
+
+
+def test_the_oldest_subscription_that_the_broker_knows_leads() -> None:
+    subscriptions = Subscriptions()
+    one, two = subscriptions.add("a/+"), subscriptions.add("a/b")
+    assert subscriptions.match("x/y", (1,)) is None
+    assert subscriptions.match("a/b", (one.identifier,)) is True  # the broker knows neither yet: better twice than never
+    subscriptions.mark_known(two)
+    assert subscriptions.match("a/b", (two.identifier,)) is True
+    subscriptions.mark_known(one)
+    assert subscriptions.match("a/b", (one.identifier,)) is True
+    assert subscriptions.match("a/b", (two.identifier,)) is False
+    assert subscriptions.match("a/b", (two.identifier, one.identifier)) is True  # one copy for both
+    assert subscriptions.match("a/b", ()) is True  # a broker without identifiers
+    assert subscriptions.match("a/b", (12_345,)) is True  # of an earlier process's subscription
+    subscriptions.remove(one)
+    assert subscriptions.match("a/b", (two.identifier,)) is True
+    subscriptions.forget_all()
+    assert not two.known
+
+
+def test_a_filter_has_the_same_identifier_in_every_process() -> None:
+    assert Subscriptions().add("a/b").identifier == Subscriptions().add("a/b").identifier
+    assert 1 <= Subscriptions().add("a/b").identifier <= 268_435_455
