@@ -211,6 +211,7 @@ class Scan:
     after: int
     records_left: int  # of what was asked for
     bytes_left: int
+    strict: bool = False  # else the first record is taken even if it is too big
     chunks: list[Chunk] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)  # (after, before): the records in between can't be read any more
     covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
@@ -221,7 +222,7 @@ class Scan:
         self.covered = self.after
 
     def take(self, chunk: Chunk, until: int, wanted: Set[int] | None) -> None:
-        """Add what is asked for of `chunk`, which reaches beyond `after`; the first record even if it is too big."""
+        """Add what is asked for of `chunk`, which reaches beyond `after`."""
         chunk = chunk.after(self.after)
         self.covered = min(chunk.last_seq, until)
         if chunk.first_seq > until:
@@ -230,7 +231,7 @@ class Scan:
         if part is None:
             return
         fits = part.places_within(self.records_left, self.bytes_left)
-        if not self.chunks:
+        if not self.chunks and not self.strict:
             fits = max(fits, 1)
         if fits < len(part):
             self.full = True

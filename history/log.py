@@ -430,24 +430,34 @@ class Log:
         return []
 
     async def scan(
-        self, after: int, *, max_records: int, max_bytes: int, streams: Set[int] | None = None, until: int | None = None
+        self,
+        after: int,
+        *,
+        max_records: int,
+        max_bytes: int,
+        streams: Set[int] | None = None,
+        until: int | None = None,
+        strict: bool = False,
     ) -> Scan:
-        """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what is damaged."""
+        """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what is damaged.
+
+        `strict`: not even the first record may exceed `max_bytes`.
+        """
         until = self.newest_seq if until is None else min(until, self.newest_seq)
         if after >= until:
             return Scan(after, max_records, max_bytes)
         if after >= self._tail.after or self._reader is None:
-            found = self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes)
+            found = self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes, strict)
         else:
             before = self._reader.corrupt_chunks
-            found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes)
+            found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes, strict)
             if self._reader.corrupt_chunks > before:
                 self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
         found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)
         return found
 
-    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int) -> Scan:
-        found = Scan(after, records_max, bytes_max)
+    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int, strict: bool) -> Scan:
+        found = Scan(after, records_max, bytes_max, strict)
         found.floor_seq = self._tail.after if self._writer is None else 0  # what is in memory can be read though the disk let it go
         chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:

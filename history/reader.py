@@ -18,7 +18,8 @@ import structlog
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
 from history.store import CHUNK_COLUMNS, connect, is_damage
 
-SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
+SCAN_CHUNKS_MAX: Final = 256  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
+INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted
 SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds memory as well
 KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
@@ -63,9 +64,9 @@ class Reader:
                 return
         db.close()
 
-    def scan(self, after: int, until: int, wanted: Set[int] | None, records_max: int, bytes_max: int) -> Scan:
+    def scan(self, after: int, until: int, wanted: Set[int] | None, records_max: int, bytes_max: int, strict: bool) -> Scan:
         """The records in (after, until] of the streams `wanted` (None: all), as far as one step goes."""
-        found = Scan(after, records_max, bytes_max)
+        found = Scan(after, records_max, bytes_max, strict)
         with self._snapshot() as db:
             (found.floor_seq,) = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             places, complete_to = _places(db, after, until, wanted)
@@ -139,11 +140,12 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
     (indexed_seq,) = db.execute("SELECT value FROM meta WHERE key = 'indexed_seq'").fetchone()
     places: set[int] = set()
     complete_to = min(indexed_seq, until)
+    rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
     query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
     for stream in wanted:
-        rows = [row[0] for row in db.execute(query, (stream, start, complete_to, SCAN_CHUNKS_MAX))]
+        rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
         places.update(rows)
-        if len(rows) == SCAN_CHUNKS_MAX:
+        if len(rows) == rows_max:
             complete_to = min(complete_to, rows[-1])
     if complete_to < min(indexed_seq, until):
         return sorted(place for place in places if place <= complete_to), complete_to

@@ -303,7 +303,14 @@ class HistoryService:
                 place = poll.places[log]
                 if place >= end:
                     break
-                found = await log.scan(place, max_records=share_records, max_bytes=share_bytes, streams=poll.matches[log].ids, until=end)
+                found = await log.scan(
+                    place,
+                    max_records=share_records,
+                    max_bytes=share_bytes,
+                    streams=poll.matches[log].ids,
+                    until=end,
+                    strict=bool(batch.seq),  # a reply has one record at least, whatever its size
+                )
                 poll.places[log] = min(max(found.covered, place), end)
                 if place < found.floor_seq:
                     self._note_retention(poll.matches[log], log, place, found.floor_seq, response)
@@ -316,7 +323,7 @@ class HistoryService:
                 records -= share_records - found.records_left
                 bytes -= share_bytes - found.bytes_left
                 share_records, share_bytes = found.records_left, found.bytes_left
-                if batch.seq:  # else a step that found nothing: what is asked for is rare
+                if found.full:
                     break
             if batch.seq:
                 response.batches.append(batch)

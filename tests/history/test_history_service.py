@@ -133,6 +133,15 @@ async def test_limits_of_records_and_bytes_and_more(world: World) -> None:
     assert (seqs(rest, world.durable), rest.more) == (list(range(9, 21)), False)
 
 
+async def test_many_small_commits_come_in_one_reply(world: World) -> None:
+    for topic in range(300):
+        await world.append(topic % 3)
+    response = await world.client.poll()
+    assert seqs(response, world.durable) == list(range(1, 301))
+    rare = await world.client.poll(PollRequest(topics=[TOPICS[1]], max_records=70))
+    assert (seqs(rare, world.durable), rare.more) == (list(range(2, 2 + 70 * 3, 3)), True)
+
+
 async def test_a_reply_fits_a_transport(world: World) -> None:
     await world.append(*[0] * 300, size=5000)
     response = await world.client.poll(PollRequest(max_bytes=2**31))
