@@ -241,6 +241,7 @@ class Demo:
         self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
         self._stack = contextlib.AsyncExitStack()
         self._outcome = Outcome()
+        self._children: list[Child] = []
         self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
         self._dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
         self._mqtt: dict[str, Any] = {}
@@ -264,6 +265,8 @@ class Demo:
     async def run(self) -> Outcome:
         try:
             async with self._stack:
+                await self._start_broker()
+                self._stack.push_async_callback(self._stop_children)
                 await self._perform()
         finally:
             if self._options.keep:
@@ -281,7 +284,6 @@ class Demo:
         )
         with progress:
             stage = progress.add_task("starting networks and services", total=6)
-            await self._start_broker(progress, stage)
             gateway = await self._start_services(progress, stage)
             signals = {signal.path: signal for signal in drive.signals}
             topics = [signals[path].topic for path in WANTED if path in signals]
@@ -306,13 +308,12 @@ class Demo:
         if drive.problems_total > 10:
             self._console.print(f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow")
 
-    async def _start_broker(self, progress: Progress, stage: TaskID) -> None:
+    async def _start_broker(self) -> None:
         if not self._options.with_mqtt:
             self._cloud_zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
             return
         from transports.mqtt5.broker import Broker
 
-        progress.update(stage, description="starting mosquitto")
         try:
             broker = await self._stack.enter_async_context(Broker())
         except UStatusError as error:
@@ -321,8 +322,12 @@ class Demo:
 
     async def _child(self, name: str, *command: str) -> Child:
         child = await Child.start(name, *command)
-        self._stack.push_async_callback(child.stop)
+        self._children.append(child)
         return child
+
+    async def _stop_children(self) -> None:
+        """All at once: none of them needs another to end cleanly."""
+        await asyncio.gather(*(child.stop() for child in self._children))
 
     async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
         """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does not serve."""
