@@ -9,6 +9,7 @@ UMessage bytes --route cache--> authority, topic, format --payload reader--> pat
 from __future__ import annotations
 
 import json
+import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any as Anything
@@ -54,8 +55,10 @@ SCHEMA: Final = pa.schema([(name, _ARROW[type]) for name, type in COLUMNS])
 
 ROUTES_CACHED_MAX: Final = 16_384  # topics of a fleet's batch; the cache starts anew when it is full
 TIME_MS_MAX: Final = 253_402_300_799_999  # end of the year 9999, beyond which neither protobuf nor Spark has dates
+MOMENTS_CACHED_MAX: Final = 1_024  # times of samples; those of one row follow each other
 _SECONDS_MIN, _SECONDS_MAX = -62_135_596_800, 253_402_300_799  # what google.protobuf.Timestamp allows: years 1 to 9999
 
+_ID_BYTES: Final = 17  # of an id as it stands on the wire: msb, the tag of lsb, lsb; both little-endian
 _FORMAT_PREFIX: Final = len("UPAYLOAD_FORMAT_")
 _NO_TIME: Final = np.iinfo(np.int64).min
 
@@ -85,6 +88,8 @@ class Decoder:
     def __init__(self) -> None:
         self._routes: dict[bytes, _Route] = {}
         self._known: list[_Route] = []
+        self._heads: dict[bytes, str] = {}
+        self._moments: dict[bytes, int] = {}
 
     def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
         """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix milliseconds.
@@ -94,7 +99,7 @@ class Decoder:
         if len(self._known) > ROUTES_CACHED_MAX:
             self._routes.clear()
             self._known.clear()
-        rows = _Rows()
+        rows = _Rows(self._heads, self._moments)
         ids = bytearray()
         routes: list[int] = []
         payloads: list[bytes | None] = []
@@ -107,7 +112,7 @@ class Decoder:
                 end += 2
                 route = known_routes.get(data[22:end])
                 if route is not None and (start := _payload_start(data, end)):
-                    id, payload = data[5:13] + data[14:22], data[start:]
+                    id, payload = data[5:22], data[start:]
                 else:
                     route = None
             if route is None:
@@ -131,9 +136,9 @@ class Decoder:
             message = UMessage.FromString(data)
         except DecodeError:
             rows.malformed["message"] += 1
-            return self._route(b"", None), bytes(16), data  # a row that says what came, without a topic
+            return self._route(b"", None), bytes(_ID_BYTES), data  # a row that says what came, without a topic
         attributes = message.attributes
-        id = attributes.id.msb.to_bytes(8, "little") + attributes.id.lsb.to_bytes(8, "little")
+        id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
         attributes.ClearField("id")
         return self._route(attributes.SerializeToString(), attributes), id, message.payload if message.HasField("payload") else None
 
@@ -162,7 +167,8 @@ class Decoder:
         seqs: Sequence[int],
         times_ms: Sequence[int],
     ) -> pa.RecordBatch:
-        halves = np.frombuffer(ids, dtype="<u8").reshape(-1, 2)
+        wire = np.frombuffer(ids, dtype=np.uint8).reshape(-1, _ID_BYTES)
+        halves = np.delete(wire, 8, axis=1).view("<u8")
         places = pa.array(np.asarray(routes, dtype=np.int32))
 
         def by_route(values: list[str | None]) -> pa.Array:
@@ -185,11 +191,16 @@ class Decoder:
 
 
 class _Rows:
-    """The columns that payloads fill, one entry per record."""
+    """The columns that payloads fill, one entry per record.
 
-    __slots__ = ("bools", "doubles", "malformed", "micros", "paths", "strings")
+    `heads` and `moments`: path and time of samples as they stand on the wire, and what they mean. A signal has one path, and all signals of
+    a moment have one time.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("bools", "doubles", "heads", "malformed", "micros", "moments", "paths", "strings")
+
+    def __init__(self, heads: dict[bytes, str], moments: dict[bytes, int]) -> None:
+        self.heads, self.moments = heads, moments
         self.paths: list[str | None] = []
         self.micros: list[int] = []
         self.doubles: list[float | None] = []
@@ -204,6 +215,18 @@ class _Rows:
         self.strings.append(value if type(value) is str else None)
         self.bools.append(value if type(value) is bool else None)
 
+    def remember(self, path: str, time: bytes, micros: int) -> None:
+        """As protobuf writes them, where their length takes one byte."""
+        head = path.encode()
+        if len(head) > 0x7F:
+            return
+        if len(self.heads) >= ROUTES_CACHED_MAX:
+            self.heads.clear()
+        if len(self.moments) >= MOMENTS_CACHED_MAX:
+            self.moments.clear()
+        self.heads[bytes((0x0A, len(head))) + head] = path
+        self.moments[bytes((0x12, len(time))) + time] = micros
+
 
 def _payload_start(data: bytes, end: int) -> int:
     """Where the payload begins if it, and nothing else, follows the attributes that end at `end`; else 0."""
@@ -217,8 +240,29 @@ def _payload_start(data: bytes, end: int) -> int:
     return end + 3 if high < 0x80 and left == (size & 0x7F) + (high << 7) + 3 else 0
 
 
+_double: Final = struct.Struct("<d").unpack_from
+
+
 def _add_sample(rows: _Rows, payload: bytes) -> None:
     """Plain protobuf doesn't say its type: it is a Sample if it reads as one with a path and a value."""
+    size = len(payload)
+    if size > 13:  # 0A len path  12 len time  19 double: cut by hand if path and time were seen before
+        end = 2 + payload[1]
+        path = rows.heads.get(payload[:end])
+        if path is not None and size > end + 10:
+            value_at = end + 2 + payload[end + 1]
+            known = rows.moments.get(payload[end:value_at])
+            if known is not None and size == value_at + 9 and payload[value_at] == 0x19:
+                rows.paths.append(path)
+                rows.micros.append(known)
+                rows.doubles.append(_double(payload, value_at + 1)[0])
+                rows.strings.append(None)
+                rows.bools.append(None)
+                return
+    _add_parsed_sample(rows, payload)
+
+
+def _add_parsed_sample(rows: _Rows, payload: bytes) -> None:
     sample = Sample.FromString(payload)
     kind = sample.WhichOneof("value")
     path = sample.path
@@ -231,16 +275,10 @@ def _add_sample(rows: _Rows, payload: bytes) -> None:
         seconds, nanos = time.seconds, time.nanos
         if _SECONDS_MIN <= seconds <= _SECONDS_MAX and 0 <= nanos < 1_000_000_000:
             micros = seconds * 1_000_000 + nanos // 1_000
+            rows.remember(path, time.SerializeToString(), micros)
         else:
             rows.malformed["time"] += 1
-    if kind == "double_value":
-        rows.paths.append(path)
-        rows.micros.append(micros)
-        rows.doubles.append(sample.double_value)
-        rows.strings.append(None)
-        rows.bools.append(None)
-    else:
-        rows.add(path, sample.string_value if kind == "string_value" else sample.bool_value, micros)
+    rows.add(path, getattr(sample, kind), micros)
 
 
 _WRAPPERS: Final[dict[str, tuple[type[Message], type]]] = {

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest.decode import SCHEMA, TIME_MS_MAX, Decoder
+from streamer import drive
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
@@ -182,6 +183,27 @@ def test_the_short_cut_agrees_with_protobuf(payload: bytes, format: Any, authori
     assert made["payload"] == payload
     assert made["authority"] == authority
     assert made["message_id"] == uuids.format(message.attributes.id)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["a", "Vehicle.OBD.Speed", "é" * 70]), st.integers(0, 3), st.sampled_from([1.5, -0.0, "x", True, False])),
+        max_size=8,
+    ),
+    st.data(),
+)
+def test_what_was_seen_before_changes_nothing(parts: list[tuple[str, int, float | str | bool]], data: st.DataObject) -> None:
+    messages = []
+    for path, seconds, value in parts:
+        sample = drive.Sample(drive.Signal(path, "v", 0x8000), seconds * 1_000, value)
+        payload = bytearray(drive.message(sample).payload)
+        if data.draw(st.booleans()):
+            payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
+        messages += [published(UPayload(bytes(payload), PROTOBUF)).SerializeToString(), drive.message(sample).SerializeToString()]
+    decoder = Decoder()
+    together = [row for message in messages for row in decoder.decode([1], [1], [message]).batch.to_pylist()]
+    assert together == [row for message in messages for row in Decoder().decode([1], [1], [message]).batch.to_pylist()]
 
 
 def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
