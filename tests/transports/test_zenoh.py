@@ -1,21 +1,33 @@
-"""Zenoh: the conformance suite over TCP on loopback, and the mapping against the specification's own examples."""
+"""Zenoh: the conformance suite over TCP on loopback, the mapping against the specification's own examples, and the connection."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
+import pytest
 import pytest_asyncio
 import zenoh
+from hypothesis import given
+from hypothesis import strategies as st
 
+from transports import plugin
 from transports import zenoh_mapping as mapping
-from transports.conformance import ALPHA, TcpProxy, TransportConformance
-from transports.zenoh import ZenohConfig, ZenohTransport
+from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
+from transports.conformance.base import notification, publish, reply, streamed, topic
+from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 
 
 def free_port() -> int:
@@ -47,7 +59,9 @@ class TestZenoh(TransportConformance):
         if authority != ALPHA and not limits:  # those with limits are alone
             where["connect"] = [f"tcp/127.0.0.1:{self.proxy.port}"]
         no_gossip = {"scouting/gossip/enabled": False}  # or alpha would find beta's port, and pass the proxy by
-        return ZenohTransport(ZenohConfig(**where, **limits, settings=no_gossip), LocalUriProvider(authority, 0x10AB, 3))
+        return ZenohTransport(
+            ZenohConfig(**where, **limits, settings=no_gossip, connect_timeout_ms=20_000), LocalUriProvider(authority, 0x10AB, 3)
+        )
 
     async def break_network(self, authority: str) -> None:
         self.proxy.cut()
@@ -75,3 +89,203 @@ class TestZenoh(TransportConformance):
         publisher = self.raw.declare_publisher(key)
         await self.eventually(lambda: publisher.matching_status, f"a subscriber for {key}")
         publisher.put(payload, attachment=attachment)
+
+
+# The mapping, against the examples of the specification (zenoh.adoc); the local authority is device1.
+
+KEYS = [
+    ("up:/10AB/3/80CD", None, "up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}"),
+    ("up://device1/10AB/3/80CD", "up://device2/300EF/4/0", "up/device1/10AB/0/3/80CD/device2/EF/3/4/0"),
+    ("up:/403AB/3/0", "up://device2/CD/4/B", "up/device1/3AB/4/3/0/device2/CD/0/4/B"),
+    ("up://device2/10AB/3/80CD", None, "up/device2/10AB/0/3/80CD/{}/{}/{}/{}/{}"),
+    ("up://*/FFFFFFFF/FF/FFFF", "up:/300EF/4/0", "up/*/*/*/*/*/device1/EF/3/4/0"),
+    ("up://*/FFFF05A1/2/FFFF", "up://device1/300EF/4/B18", "up/*/5A1/*/2/*/device1/EF/3/4/B18"),
+    ("up://*/FFFF05A1/2/0", "up://device1/300EF/4/B18", "up/*/5A1/*/2/0/device1/EF/3/4/B18"),
+    ("up://*/FFFFFFFF/FF/FFFF", "up://device1/FFFFFFFF/FF/FFFF", "up/*/*/*/*/*/device1/*/*/*/*"),
+]
+
+
+@pytest.mark.parametrize(("source", "sink", "key"), KEYS)
+@pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
+def test_key_expressions(source: str, sink: str | None, key: str) -> None:
+    assert mapping.filter_key(uris.parse(source), uris.parse(sink) if sink else None, "device1") == key
+    zenoh.KeyExpr(key)
+
+
+@pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
+def test_a_publish_has_no_sink_in_its_key_not_even_a_streamers() -> None:
+    expected = "up/alpha/10AB/3/4/9A01/{}/{}/{}/{}/{}"
+    assert mapping.message_key(publish(), "x") == mapping.message_key(streamed(), "x") == expected
+
+
+@pytest.mark.spec("dsn~up-transport-zenoh-message-priority-mapping~1")
+def test_priorities() -> None:
+    names = ["BACKGROUND", "DATA_LOW", "DATA", "DATA_HIGH", "INTERACTIVE_LOW", "INTERACTIVE_HIGH", "REAL_TIME"]
+    assert [mapping.PRIORITIES[number] for number in range(1, 8)] == names
+    assert mapping.PRIORITIES[0] == "DATA_LOW"
+
+
+@pytest.mark.spec("dsn~up-transport-zenoh-attributes-mapping~1")
+def test_the_attachment_is_the_version_and_the_attributes() -> None:
+    message = notification(b"data")
+    attachment = mapping.encode(message)
+    assert attachment[0] == 1
+    assert UAttributes.FromString(attachment[1:]) == message.attributes
+
+
+numbers = st.integers(0, 2**32 - 1)
+addresses = st.builds(UUri, authority_name=st.text(max_size=130), ue_id=numbers, ue_version_major=numbers, resource_id=numbers)
+ids = st.builds(UUID, msb=st.integers(0, 2**64 - 1), lsb=st.integers(0, 2**64 - 1))
+attributes = st.builds(
+    UAttributes,
+    id=ids,
+    type=st.integers(0, 4),
+    source=addresses,
+    sink=st.none() | addresses,
+    priority=st.integers(0, 7),
+    ttl=st.none() | numbers,
+    permission_level=st.none() | numbers,
+    commstatus=st.none() | st.integers(0, 16),
+    reqid=st.none() | ids,
+    token=st.none() | st.text(),
+    traceparent=st.none() | st.text(),
+    payload_format=st.integers(0, 8),
+)
+
+
+@given(attributes, st.binary(max_size=300))
+@pytest.mark.spec("dsn~up-transport-zenoh-attributes-mapping~1")
+@pytest.mark.spec("dsn~up-transport-zenoh-payload-mapping~1")
+@pytest.mark.spec("req~utransport-send-preserve-data~1")
+def test_decode_is_the_inverse_of_encode(attributes: UAttributes, payload: bytes) -> None:
+    message = UMessage(attributes=attributes)
+    if payload or attributes.payload_format:
+        message.payload = payload
+    assert mapping.decode(message.payload, mapping.encode(message)) == message
+
+
+@given(st.binary(), st.binary(max_size=80))
+def test_decode_answers_a_message_or_invalid_argument(payload: bytes, attachment: bytes) -> None:
+    try:
+        mapping.decode(payload, attachment)
+    except UStatusError as error:
+        assert error.code == UCode.INVALID_ARGUMENT  # noqa: PT017 - either outcome is fine
+
+
+# The connection.
+
+
+def end(**settings: Any) -> UTransport:
+    return PLUGIN.create(ZenohConfig.model_validate(settings), LocalUriProvider("one", 0x10AB, 3))
+
+
+async def failure(transport: UTransport) -> UStatusError:
+    with pytest.raises(UStatusError) as raised:
+        await transport.open()
+    assert ".rs:" not in raised.value.message
+    await transport.close()
+    return raised.value
+
+
+async def test_a_port_in_use_says_so() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        error = await failure(end(listen=[f"tcp/127.0.0.1:{taken.getsockname()[1]}"]))
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "in use" in error.message
+
+
+async def test_nobody_there_is_unavailable() -> None:
+    error = await failure(end(connect=["tcp/127.0.0.1:1"], connect_timeout_ms=200))
+    assert error.code == UCode.UNAVAILABLE
+    assert "127.0.0.1:1" in error.message
+
+
+@pytest.mark.parametrize("settings", [{"listen": ["nonsense"]}, {"listen": ["tcp/127.0.0.1:0"], "settings": {"no/such": 1}}])
+async def test_what_zenoh_does_not_take_is_an_invalid_argument(settings: dict[str, Any]) -> None:
+    assert (await failure(end(**settings))).code == UCode.INVALID_ARGUMENT
+
+
+async def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
+    broken = tmp_path / "zenoh.json5"
+    broken.write_text("{ mode: ")
+    assert (await failure(end(config_file=broken))).code == UCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("settings", [{}, {"connect": ["tcp/localhost:1"], "user": "me"}, {"listen": ["tcp/[::]:1"], "colour": "red"}])
+def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
+    with pytest.raises(UStatusError) as raised:
+        plugin.create("zenoh", settings, LocalUriProvider("one", 1, 1))
+    assert raised.value.code == UCode.INVALID_ARGUMENT
+
+
+def test_the_settings_reach_zenoh(tmp_path: Path) -> None:
+    base = tmp_path / "zenoh.json5"
+    base.write_text("{ transport: { link: { tx: { lease: 7000 } } } }")
+    config = ZenohConfig.model_validate(
+        {
+            "connect": ["tls/127.0.0.1:7447"], "config_file": base, "user": "me", "password": "secret", "stall_ms_max": 5,
+            "tls": {"root_ca": "ca.pem", "certificate": "me.pem", "private_key": "me.key", "mutual": True},
+            "settings": {"transport/link/tx/keep_alive": 9},
+        }
+    )  # fmt: skip
+    assert "secret" not in repr(config)
+    made = config.to_zenoh()
+    assert json.loads(made.get_json("transport/link/tx/lease")) == 7000
+    assert json.loads(made.get_json("transport/link/tx/keep_alive")) == 9
+    assert json.loads(made.get_json("transport/link/tx/queue/congestion_control/block/wait_before_close")) == 5_000
+    assert json.loads(made.get_json("transport/link/tls/enable_mtls")) is True
+    assert json.loads(made.get_json("transport/auth/usrpwd/user")) == "me"
+
+
+@pytest_asyncio.fixture
+async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTransport, ZenohTransport]]:
+    port = free_port()
+    alpha = ZenohTransport(ZenohConfig(listen=(f"tcp/127.0.0.1:{port}",)), LocalUriProvider("alpha", 0x10AB, 3))
+    beta = ZenohTransport(ZenohConfig(connect=(f"tcp/127.0.0.1:{port}",)), LocalUriProvider("beta", 0x10AB, 3))
+    async with alpha, beta:
+        yield alpha, beta
+
+
+async def test_publishers_are_bounded_and_evicted_ones_come_back(
+    two: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transports.zenoh.PUBLISHERS_MAX", 3)
+    alpha, beta = two
+    heard = Sink(10)
+    await alpha.register_listener(uris.ANY, heard, reply("alpha"))
+    sources = [topic("beta", 0x8000 + number) for number in range(10)]
+    for source in sources:  # until each way is known
+        while not heard.messages or heard.messages[-1].attributes.source != source:
+            await beta.send(notification(b"probe", source, reply("alpha")))
+            await asyncio.sleep(0.01)
+    heard.messages.clear()
+    await beta.send_batch([notification(b"%d" % number, sources[number % 10], reply("alpha")) for number in range(100)])
+    await heard.expect_payload(b"99")
+    assert len(beta._publishers) == 3
+    assert {int(payload) for payload in heard.payloads if payload.isdigit()} == set(range(100))
+
+
+async def test_a_message_sent_twice_arrives_twice(two: tuple[ZenohTransport, ZenohTransport]) -> None:
+    alpha, beta = two
+    heard = Sink(10)
+    await alpha.register_listener(topic("beta"), heard, reply("alpha"))
+    while not heard.messages:
+        await beta.send(notification(b"probe", topic("beta"), reply("alpha")))
+        await asyncio.sleep(0.01)
+    message = notification(b"again", topic("beta"), reply("alpha"))
+    await beta.send_batch([message, message, notification(b"end", topic("beta"), reply("alpha"))])
+    await heard.expect_payload(b"end")
+    assert heard.payloads.count(b"again") == 2
+
+
+async def test_a_login_that_is_refused(tmp_path: Path) -> None:
+    credentials = tmp_path / "users"
+    credentials.write_text("me:secret\n")
+    port = free_port()
+    async with end(listen=[f"tcp/127.0.0.1:{port}"], credentials_file=str(credentials), user="hub", password="x"):
+        where = {"connect": [f"tcp/127.0.0.1:{port}"], "connect_timeout_ms": 500}
+        assert (await failure(end(**where, user="me", password="wrong"))).code == UCode.UNAVAILABLE
+        async with end(**{**where, "connect_timeout_ms": 10_000}, user="me", password="secret") as welcome:
+            assert welcome.connected
