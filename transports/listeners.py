@@ -170,7 +170,7 @@ class ListenerTable:
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [message])
-                elif share[1][-1] is not message:
+                elif only is None or share[1][-1] is not message:
                     share[1].append(message)
         pending: list[Awaitable[None]] = []
         for listener, share_messages in shares.values():

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from transports.conformance import TransportConformance
-from transports.local import LocalConfig, LocalNetwork, LocalTransport
+from transports import plugin
+from transports.conformance import ALPHA, BETA, Sink, TransportConformance
+from transports.conformance.base import notification, reply, topic
+from transports.local import BATCH_MESSAGES_MAX, PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
+from uprotocol import uri as uris
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 
 class TestLocal(TransportConformance):
@@ -32,6 +39,103 @@ class TestLocal(TransportConformance):
     async def heal_network(self, authority: str) -> None:
         self.network.member(authority).reconnect()
 
-    async def inject_malformed(self, source, sink) -> int:
+    async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         self.network.inject(UMessage())
         return 1
+
+
+# Faults.
+
+
+def pair_on(network: LocalNetwork) -> tuple[LocalTransport, LocalTransport]:
+    return tuple(LocalTransport.on(network, LocalUriProvider(authority, 0x10AB, 3)) for authority in (ALPHA, BETA))  # type: ignore[return-value]
+
+
+async def sent_with(faults: Faults | None, count: int = 300) -> tuple[list[int], list[bytes]]:
+    """The codes of `count` single sends over two streams, and what arrived."""
+    network = LocalNetwork(faults)
+    alpha, beta = pair_on(network)
+    heard = Sink(10)
+    async with alpha, beta:
+        await beta.register_listener(uris.ANY, heard, reply())
+        sent = []
+        for number in range(count):
+            (status,) = await alpha.send_batch([notification(b"%d" % number, topic(resource=0x8000 + number % 2))])
+            sent.append(int(status.code))
+        network.set_faults(None)
+        alpha.reconnect()
+        await alpha.send(notification(b"end"))
+        await alpha.send(notification(b"end", topic(resource=0x8000)))
+        await alpha.send(notification(b"end", topic(resource=0x8001)))
+        await heard.until(lambda: heard.payloads.count(b"end") == 3, "the end of each stream")
+    return sent, [payload for payload in heard.payloads if payload != b"end"]
+
+
+async def test_the_same_seed_makes_the_same_faults() -> None:
+    faults = Faults(seed=7, fail_send=0.1, unsure_send=0.1, refuse=0.1, duplicate=0.1)
+    once, again = await sent_with(faults), await sent_with(faults)
+    assert once == again
+    assert once != await sent_with(Faults(seed=8, fail_send=0.1, unsure_send=0.1, refuse=0.1, duplicate=0.1))
+    assert set(once[0]) == {UCode.OK, UCode.UNAVAILABLE, UCode.PERMISSION_DENIED}
+
+
+async def test_what_was_said_to_be_sent_arrives_whatever_goes_wrong() -> None:
+    codes, arrived = await sent_with(Faults(seed=3, fail_send=0.2, unsure_send=0.2, refuse=0.1, duplicate=0.2))
+    assert {b"%d" % number for number, code in enumerate(codes) if code == UCode.OK} <= set(arrived)
+    assert len(arrived) > len(set(arrived)), "duplicates were asked for"
+
+
+async def test_delays_let_streams_overtake_but_keep_each_in_order() -> None:
+    codes, arrived = await sent_with(Faults(seed=5, delay_ms_max=20))
+    numbers = [int(payload) for payload in arrived]
+    assert set(codes) == {UCode.OK}
+    assert numbers != sorted(numbers)
+    for parity in (0, 1):
+        assert [number for number in numbers if number % 2 == parity] == list(range(parity, 300, 2))
+
+
+async def test_a_dropped_connection_comes_back_by_itself() -> None:
+    network = LocalNetwork(Faults(seed=1, drop_connection=1.0, away_ms=1))
+    alpha, beta = pair_on(network)
+    back = asyncio.Event()
+    async with alpha, beta:
+        alpha.on_connection(lambda connected: back.set() if connected else None)
+        (status,) = await alpha.send_batch([notification()])
+        assert status.code == UCode.UNAVAILABLE
+        await asyncio.wait_for(back.wait(), 10)
+        assert alpha.connected
+
+
+async def test_networks_are_found_by_name() -> None:
+    one = LocalTransport(LocalConfig(network="garage"), LocalUriProvider("one", 1, 1))
+    two = LocalTransport(LocalConfig(network="garage"), LocalUriProvider("two", 1, 1))
+    other = LocalTransport(LocalConfig(network="street"), LocalUriProvider("two", 1, 1))
+    assert one.network is two.network
+    assert one.network is not other.network
+
+
+async def test_messages_are_handed_over_as_they_are() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    heard = Sink(10)
+    async with alpha, beta:
+        await beta.register_listener(topic(), heard, reply())
+        message = notification(b"the very one")
+        await alpha.send(message)
+        assert (await heard.expect(1))[0] is message
+
+
+async def test_what_nobody_pulls_is_bounded() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    async with alpha, beta:
+        for _ in range(PULL_MESSAGES_MAX // BATCH_MESSAGES_MAX + 1):
+            await alpha.send_batch([notification(b"x") for _ in range(BATCH_MESSAGES_MAX)])
+            await asyncio.sleep(0)
+        await asyncio.wait_for(beta._idle.wait(), 10)
+        assert len(beta._for_pull) == PULL_MESSAGES_MAX
+
+
+def test_the_reference_transport_is_a_plugin() -> None:
+    made = plugin.create("local", {}, LocalUriProvider("one", 1, 1))
+    assert isinstance(made, LocalTransport)

@@ -75,6 +75,15 @@ class ListeningConformance(TransportHarness):
             assert await self.settle(pair[0], heard) == [b"one"]
         assert set(await self.settle(pair[0], both)) == {b"one"}, "at least once; a network may deliver once for each filter"
 
+    async def test_a_message_that_is_sent_again_is_delivered_again(self, pair: Pair) -> None:
+        """Retries are at least once, and it is not the transport that knows a duplicate."""
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        message = notification(b"again")
+        await self.send_all(pair[0], [message, message])
+        await self.send_all(pair[0], [message])
+        assert await self.settle(pair[0], heard) == [b"again"] * 3
+
     @spec("dsn~utransport-registerlistener-idempotent~1")
     async def test_registering_again_changes_nothing(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)

@@ -1,0 +1,185 @@
+"""The listener table and the stamp: what the conformance suite can't see from outside."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transports.conformance.base import Sink, notification, publish, reply, topic
+from transports.conformance.sending import INVALID, every_combination, expired
+from transports.listeners import ListenerTable
+from transports.outbox import Outbox, stopped
+from transports.stamp import is_shared, stamp
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import OK
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+
+class Waiting:
+    """Each call answers an awaitable that the test completes."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[UMessage]] = []
+        self.taken: list[asyncio.Future[None]] = []
+
+    def on_receive(self, message: UMessage) -> Awaitable[None]:
+        return self.on_receive_batch([message])
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
+        self.batches.append(list(messages))
+        self.taken.append(asyncio.get_running_loop().create_future())
+        return self.taken[-1]
+
+
+def marked(message: UMessage) -> bytes | None:
+    return stamp(message.attributes.SerializeToString())
+
+
+def test_a_listener_is_called_once_for_a_batch() -> None:
+    table, heard = ListenerTable("beta"), Sink(1)
+    assert table.add(topic(), reply(), heard) is not None
+    assert table.add(uris.ANY, reply(), heard) is not None
+    assert table.deliver([notification(b"1"), notification(b"2")]) is None
+    assert heard.payloads == [b"1", b"2"], "two filters, one delivery"
+
+
+async def test_delivery_is_complete_when_every_listener_has_taken_its_share() -> None:
+    table, first, second = ListenerTable("beta"), Waiting(), Waiting()
+    table.add(topic(), reply(), first)
+    table.add(topic(), reply(), second)
+    pending = table.deliver([notification(b"1")])
+    assert pending is not None
+    task = asyncio.ensure_future(pending)
+    first.taken[0].set_result(None)
+    await asyncio.sleep(0)
+    assert not task.done()
+    second.taken[0].set_result(None)
+    await task
+
+
+async def test_delivery_fails_if_one_listener_fails() -> None:
+    table, first, second = ListenerTable("beta"), Waiting(), Waiting()
+    table.add(topic(), reply(), first)
+    table.add(topic(), reply(), second)
+    pending = table.deliver([notification(b"1")])
+    first.taken[0].set_result(None)
+    second.taken[0].set_exception(RuntimeError("not stored"))
+    with pytest.raises(RuntimeError):
+        await pending  # type: ignore[misc]
+
+
+def test_stamped_delivery_reaches_the_listeners_of_its_filter_only() -> None:
+    table, narrow, wide = ListenerTable("beta"), Sink(1), Sink(1)
+    first, second = table.add(topic(), reply(), narrow), table.add(uris.ANY, reply(), wide)
+    assert first is not None
+    assert second is not None
+    for number in range(3):  # the first fills the cache
+        message = notification(b"%d" % number)
+        table.deliver_stamped([(message, second, marked(message))])
+    assert (narrow.payloads, wide.payloads) == ([], [b"0", b"1", b"2"])
+    table.deliver_stamped([(publish(), first, None)])
+    assert narrow.payloads == [], "a filter of another shape than the message"
+
+
+def test_registrations_made_later_count_for_known_stamps() -> None:
+    table, early, late = ListenerTable("beta"), Sink(1), Sink(1)
+    filter = table.add(topic(), reply(), early)
+    assert filter is not None
+    one, two, three = notification(b"1"), notification(b"2"), notification(b"3")
+    table.deliver_stamped([(one, filter, marked(one))])
+    assert table.add(topic(), reply(), late) is None
+    table.deliver_stamped([(two, filter, marked(two))])
+    table.remove(topic(), reply(), early)
+    table.deliver_stamped([(three, filter, marked(three))])
+    assert (early.payloads, late.payloads) == ([b"1", b"2"], [b"2", b"3"])
+
+
+@pytest.mark.parametrize("what", [name for name in INVALID if name != "format without payload"])
+def test_what_is_invalid_is_counted_with_and_without_a_stamp(what: str) -> None:
+    table, heard = ListenerTable("beta"), Sink(1)
+    table.add(uris.ANY, uris.ANY, heard)
+    for _ in range(2):
+        table.deliver([INVALID[what]()])
+        message = INVALID[what]()
+        table.deliver_stamped([(message, table.filters[0], marked(message))])
+    assert heard.messages == []
+    assert table.dropped == {"invalid": 4}
+
+
+def test_what_differs_within_a_stamp_is_looked_at_each_time() -> None:
+    table, heard, clock = ListenerTable("beta", now_ms=lambda: now[0]), Sink(1), uuids.now_ms()
+    now = [clock]
+    filter = table.add(topic(), reply(), heard)
+    assert filter is not None
+    message = notification(b"fresh")
+    message.attributes.ttl = 1_000
+    table.deliver_stamped([(message, filter, marked(message))])
+    now[0] += 5_000
+    table.deliver_stamped([(message, filter, marked(message))])
+    bare = notification(b"")
+    table.deliver_stamped([(bare, filter, marked(bare))])
+    bare.ClearField("payload")
+    table.deliver_stamped([(bare, filter, marked(bare))])
+    assert heard.payloads == [b"fresh", b""]
+    assert table.dropped == {"expired": 1, "invalid": 1}
+
+
+@given(st.sampled_from(list(every_combination())), st.integers(0, 2**48 - 1), st.integers(0, 2**62 - 1))
+def test_a_stamp_is_the_same_for_every_id(message: UMessage, time_ms: int, random: int) -> None:
+    one = message.attributes.SerializeToString()
+    other = UAttributes.FromString(one)
+    other.id.msb, other.id.lsb = time_ms << 16 | 0x7123, 1 << 63 | random
+    assert stamp(one) == stamp(other.SerializeToString()) == one[20:]
+    other.id.msb ^= 0x1000
+    assert stamp(other.SerializeToString()) is None, "not version 7"
+
+
+@given(st.binary(max_size=60))
+def test_a_stamp_of_anything_is_bytes_or_none(data: bytes) -> None:
+    assert stamp(data) in (None, data[20:])
+
+
+def test_what_is_of_one_message_alone_is_not_shared() -> None:
+    assert is_shared(notification().attributes)
+    traced = notification()
+    traced.attributes.traceparent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    assert not is_shared(traced.attributes)
+
+
+def test_a_listener_that_always_raises_is_counted() -> None:
+    class Failing:
+        def on_receive(self, message: UMessage) -> None:
+            raise RuntimeError("always")
+
+    table = ListenerTable("beta")
+    table.add(topic(), reply(), Failing())
+    table.deliver([notification() for _ in range(5)])
+    assert table.failures == 5
+
+
+def test_the_outbox_refuses_and_remembers_only_what_is_valid() -> None:
+    box = Outbox()
+    for _ in range(2):
+        assert box.refusal(notification(), box.now_ms()) is None
+        for make in INVALID.values():
+            status = box.refusal(make(), box.now_ms())
+            assert status is not None
+            assert status.code == UCode.INVALID_ARGUMENT
+        late = box.refusal(expired(), box.now_ms())
+        assert late is not None
+        assert late.code == UCode.DEADLINE_EXCEEDED
+
+
+def test_a_failure_of_the_network_stops_the_batch() -> None:
+    away = UStatus(code=UCode.UNAVAILABLE, message="away")
+    statuses = stopped([OK], 3, away)
+    assert [status.code for status in statuses] == [UCode.OK, UCode.UNAVAILABLE, UCode.UNAVAILABLE]
+    assert "not tried" in statuses[2].message
