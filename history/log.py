@@ -447,7 +447,7 @@ class Log:
         if after >= until:
             return Scan(after, max_records, max_bytes)
         if after >= self._tail.after or self._reader is None:
-            found = self._scan_tail(max(after, self._tail.after), until, streams, max_records, max_bytes, strict)
+            found = self._scan_tail(max(after, self.floor_seq), until, streams, max_records, max_bytes, strict)
         else:
             before = self._reader.corrupt_chunks
             found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes, strict)
@@ -458,7 +458,7 @@ class Log:
 
     def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int, strict: bool) -> Scan:
         found = Scan(after, records_max, bytes_max, strict)
-        found.floor_seq = self._tail.after if self._writer is None else 0  # what is in memory can be read though the disk let it go
+        found.floor_seq = self.floor_seq  # also of what is still in memory: retention means the same to every reader
         chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:
             if chunk.first_seq > until:

@@ -240,10 +240,10 @@ class Writer:
         retention, store = self._retention, self._store
         try:
             more = store.retain(self._now_ms() - retention.age_ms, retention.bytes, retention.keep_after())
-        except sqlite3.Error as error:
+        except Exception as error:  # whatever it is, the writer must go on
             store.reset()
             more = False
-            log.error("retention failed; it is tried again", path=str(store.path), error=str(error))
+            log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
         # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
         self._next_retention = 0.0 if more else time.monotonic() + RETENTION_PERIOD_MS / 1_000
         if more:
