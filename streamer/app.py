@@ -129,7 +129,13 @@ class Streamer:
                     self.usubscription.on_change(self._subscription_changed)
                 case "remote":
                     sources += [
-                        ServiceInterest(self.hosted, self.local, authority, refresh_ms=int(config.usubscription.refresh_s * 1000))
+                        ServiceInterest(
+                            self.hosted,
+                            self.local,
+                            authority,
+                            refresh_ms=int(config.usubscription.refresh_s * 1000),
+                            memory=config.streamer.data_dir / f"interest-{authority}.json",
+                        )
                         for authority in section.authorities
                         if authority != uris.WILDCARD_AUTHORITY
                     ]

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import structlog
@@ -24,7 +25,8 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.table import TableSource, Want, merge
+from usubscription_client.memory import InterestMemory
+from usubscription_client.table import TableSource, Want, merge, uri_of
 from usubscription_client.wire import Status, Subscription
 
 REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do the work, this only mends what they lost
@@ -87,9 +89,12 @@ class ServiceInterest(TableSource):
         refresh_ms: int = REFRESH_MS,
         retry_first_ms: int = RETRY_FIRST_MS,
         call_ms: int | None = None,
+        memory: Path | None = None,
         random: Callable[[], float] = random.random,
     ) -> None:
+        """`memory` is a file that keeps what is known over a restart, for when the service is away then."""
         super().__init__(authority)
+        self._memory = InterestMemory(memory, self._table.subscriptions) if memory is not None else None
         settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
         self._client = USubscriptionClient(transport, local, authority, version, **settings)
         self._client.on_change(self._hear)
@@ -113,6 +118,8 @@ class ServiceInterest(TableSource):
         if self._started:
             return
         self._started = True
+        if self._memory is not None:
+            self._recall(self._memory)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._run(first))
         await first
@@ -124,6 +131,19 @@ class ServiceInterest(TableSource):
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         await self._client.close()
+        if self._memory is not None:
+            await self._memory.close()
+
+    def _recall(self, memory: InterestMemory) -> None:
+        """Serve what was known before the restart, until the service is heard."""
+        known = memory.load()
+        if self._table.replace(known):
+            self._table.changed()
+        for subscription in known:
+            key = uris.key(subscription.topic)
+            self._asked[key] = subscription.topic
+            self._answered.add(key)
+        self._table.on_change(memory.changed)
 
     async def refresh(self) -> None:
         await self._try()
@@ -285,11 +305,7 @@ class EmbeddedInterest(TableSource):
 
 
 def _subscription(row: Any) -> Subscription:
-    return Subscription(_uri(row.topic), _uri(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms)
-
-
-def _uri(key: Key) -> UUri:
-    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
+    return Subscription(uri_of(row.topic), uri_of(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms)
 
 
 class Interest:

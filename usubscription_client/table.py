@@ -5,14 +5,14 @@ put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final
 
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.wire import Subscription
+from usubscription_client.wire import Status, Subscription
 
 Key = tuple[str, int, int, int]
 
@@ -22,6 +22,10 @@ class Want:
     """One authority's interest in one topic. `sample_period_ms` None: every message."""
 
     sample_period_ms: int | None = None
+
+
+def uri_of(key: Key) -> UUri:
+    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
 EVERYTHING: Final = Want()
@@ -57,6 +61,13 @@ class InterestTable:
 
     def topics(self) -> list[UUri]:
         return [entry.uri for entries in (self._topics, self._patterns) for entry in entries.values()]
+
+    def subscriptions(self) -> Iterator[Subscription]:
+        """Everything that is known; pending ones count as subscribed."""
+        for entries in (self._topics, self._patterns):
+            for entry in entries.values():
+                for subscriber, period in entry.subscribers.items():
+                    yield Subscription(entry.uri, uri_of(subscriber), Status.SUBSCRIBED, None, period)
 
     def put(self, subscription: Subscription) -> bool:
         """Take one subscription as it is now. True if that changed anything."""

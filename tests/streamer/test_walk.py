@@ -33,6 +33,20 @@ SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
 METHOD = uris.parse("//vehicle1/8001/1/7")
 
 MakeWorld = Any
+CLOUD_SERVICE = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+settings = {{ network = "{n}-vehicle" }}
+
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud"]
+usubscription = "remote"
+settings = {{ network = "{n}-cloud" }}
+"""
 Publish = Callable[..., UMessage]
 
 
@@ -463,3 +477,34 @@ async def test_a_slow_caller_is_bounded(make_world: MakeWorld) -> None:
         with pytest.raises(UStatusError) as caught:
             await client.invoke_method(uris.parse("//vehicle1/8001/1/99"), UPayload(), CallOptions(timeout_ms=100))
     assert caught.value.code == UCode.DEADLINE_EXCEEDED
+
+
+async def test_the_last_known_interest_serves_over_a_restart_without_the_service(
+    make_world: MakeWorld, publish: Publish, tmp_path: Path
+) -> None:
+    from usubscription.service import USubscriptionService
+    from usubscription_client.client import USubscriptionClient
+
+    world = await make_world(CLOUD_SERVICE, start=False)
+    home = await world.node("cloud", "cloud", 0)
+    service = USubscriptionService(home, "cloud", tmp_path / "cloud.db")
+    await service.start()
+    await world.start()
+    await world.until(lambda: not world.streamer.problems())
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, SPEED)
+    async with USubscriptionClient(cloud, cloud.local) as client:
+        await client.subscribe(SPEED)
+        await world.until(lambda: "cloud" in world.streamer.interest.sources[1].wants(SPEED))
+        await vehicle.send(publish(SPEED, "before"))
+        await heard.count(1)
+    await service.stop()
+    await home.close()
+    await world.stop()
+    for path in world.config.streamer.data_dir.glob("usubscription.db*"):
+        path.unlink()  # the vehicle's own service has forgotten, too
+    await world.start()
+    assert any("uSubscription of cloud does not answer" in problem for problem in world.streamer.problems())
+    await vehicle.send(publish(SPEED, "after"))
+    await heard.count(2)
+    assert heard.texts == ["before", "after"]

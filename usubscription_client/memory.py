@@ -1,0 +1,80 @@
+"""The last known interest on disk: a streamer that starts while a uSubscription is away forwards as before.
+
+change -> save (a second later, on a thread, atomically) -> FILE -> load at the next start
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from usubscription_client.wire import Status, Subscription
+
+SAVE_DELAY_S: Final = 1.0  # changes come in bursts; what is lost with the power is asked again
+
+log = structlog.get_logger()
+
+
+class InterestMemory:
+    """One file for one source. A file that can't be read or written is told and does no harm: the service is asked anyway."""
+
+    def __init__(self, path: Path, known: Callable[[], Iterable[Subscription]]) -> None:
+        self._path, self._known = path, known
+        self._due: asyncio.TimerHandle | None = None
+        self._saving: asyncio.Task[None] | None = None
+
+    def load(self) -> list[Subscription]:
+        """What was known when the file was written; empty if there is none."""
+        try:
+            entries = json.loads(self._path.read_text())
+            return [
+                Subscription(uris.parse(topic), uris.parse(subscriber), Status.SUBSCRIBED, None, period)
+                for topic, subscriber, period in entries
+            ]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, UStatusError) as error:
+            log.warning("the remembered interest can't be read, and is asked anew", path=str(self._path), why=str(error))
+            return []
+
+    def changed(self) -> None:
+        """Save soon."""
+        if self._due is None:
+            self._due = asyncio.get_running_loop().call_later(SAVE_DELAY_S, self._start)
+
+    def _start(self) -> None:
+        self._due = None
+        self._saving = asyncio.ensure_future(self.save())
+
+    async def save(self) -> None:
+        entries = [(uris.format(one.topic), uris.format(one.subscriber), one.sample_period_ms) for one in self._known()]
+        try:
+            await asyncio.to_thread(_replace, self._path, json.dumps(entries))
+        except OSError as error:
+            log.warning("the interest can't be remembered", path=str(self._path), why=str(error))
+
+    async def close(self) -> None:
+        """Save what is due."""
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+            await self.save()
+        if self._saving is not None:
+            await self._saving
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".new")
+    with fresh.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
