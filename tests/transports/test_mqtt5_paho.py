@@ -22,6 +22,7 @@ from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
 from transports.mqtt5.client import BatchClient
 from transports.mqtt5.link import RECONNECT_MS, reconnect_wait_ms
+from transports.mqtt5.reasons import code_of
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -451,6 +452,40 @@ def test_settings_that_do_not_fit(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UStatusError, match=words) as refused:
         create("mqtt5", settings, LocalUriProvider("somebody", 1, 1))
     assert refused.value.code == UCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (0x00, UCode.OK),
+        (0x10, UCode.OK),
+        (0x80, UCode.UNAVAILABLE),
+        (0x86, UCode.UNAUTHENTICATED),
+        (0x87, UCode.PERMISSION_DENIED),
+        (0x90, UCode.INVALID_ARGUMENT),
+        (0x95, UCode.INVALID_ARGUMENT),
+        (0x97, UCode.UNAVAILABLE),
+        (0xFF, UCode.UNAVAILABLE),
+    ],
+)
+def test_reason_codes(reason: int, code: int) -> None:
+    assert code_of(reason) == code
+
+
+async def test_it_can_be_opened_again(broker: Broker) -> None:
+    heard = Heard()
+    one = end(broker, "receiver", client_id="opened twice", clean_start=True)
+    async with end(broker, "sender") as sender:
+        for number in range(2):
+            await one.open()
+            await one.open()
+            if not number:
+                await one.register_listener(TOPIC, heard)
+            await sender.send(publish(number))
+            await heard.until(lambda numbers, last=number: numbers[-1:] == [last])
+            await one.close()
+            assert not one.connected
+    assert heard.numbers == [0, 1]
 
 
 def test_the_password_is_not_shown() -> None:

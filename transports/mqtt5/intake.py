@@ -72,7 +72,11 @@ class Intake:
         if not self._queue:
             return
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
-        result = self._deliver([one.message for one in batch if one.message is not None])
+        try:
+            result = self._deliver([one.message for one in batch if one.message is not None])
+        except Exception:
+            log.exception("delivering a batch failed; its messages count as taken", messages=len(batch))
+            result = None
         if result is None and not self._taking:
             self._acknowledge(batch)
         else:

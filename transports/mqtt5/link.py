@@ -75,7 +75,7 @@ class Link:
         self._config, self._user, self._chance = config, user, chance
         self.address = f"{config.host}:{config.port}"
         self._client = self._make_client(local)
-        self._dialled = False
+        self._dialled = self._tls_set = False
         self.up = False  # the broker has let us in, and we have not lost it since
         self._lost = asyncio.Event()
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -95,8 +95,9 @@ class Link:
 
     async def open(self) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open does."""
-        if self._config.tls is not None and not self._dialled:
+        if self._config.tls is not None and not self._tls_set:
             self._client.tls_set_context(await asyncio.to_thread(_tls_context, self._config))
+            self._tls_set = True
         await self._connect()
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
 
@@ -171,7 +172,8 @@ class Link:
             client.drop()
             raise reasons.unreachable(self.address, error) from error
         except BaseException:
-            dialling.add_done_callback(self._undo_dialling)
+            if not dialling.done():
+                dialling.add_done_callback(self._undo_dialling)
             client.drop()
             raise
 

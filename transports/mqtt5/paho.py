@@ -215,6 +215,10 @@ class Mqtt5Transport(UTransport):
             self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
             return nothing
+        except Exception:
+            self.dropped["malformed"] += 1
+            log.exception("a message that arrived could not be read, and nobody foresaw why", topic=publish.topic)
+            return nothing
         wanted = self._subscriptions.match(topic, identifiers)
         if wanted is False:
             return nothing
