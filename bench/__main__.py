@@ -46,7 +46,7 @@ def _cores() -> int:
 
 
 def _say(text: str) -> None:
-    _progress.print(text, highlight=False, markup=False)
+    _progress.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _tell_conditions(directory: Path) -> None:

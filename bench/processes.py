@@ -24,7 +24,7 @@ READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer 
 CLOSE_TIMEOUT_S: Final = 10.0
 _PR_SET_PDEATHSIG: Final = 1
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
-_LOG_TAIL_BYTES: Final = 4_096
+_LOG_TAIL_BYTES: Final = 1_000  # the last lines say why
 
 
 class BenchError(Exception):
