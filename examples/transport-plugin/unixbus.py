@@ -1,0 +1,172 @@
+"""uProtocol between the processes of one machine: a directory is the network, and each end has a Unix datagram socket in it.
+
+send_batch -> sender thread: one datagram to each other socket of the directory, waiting while one is full
+reader thread: recv -> Inbox -> loop: parse -> ListenerTable -> listeners
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections import Counter
+from collections.abc import Awaitable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Thread
+from typing import Final
+
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field
+
+from transports.inbox import Inbox
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
+from transports.outbox import OK, Outbox, stopped
+from transports.plugin import TransportPlugin
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, LocalUriProvider, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+DATAGRAM_BYTES_MAX: Final = 200_000  # what a Linux kernel allows without further settings
+STALL_S_MAX: Final = 30.0  # how long one send waits for an end that reads nothing
+WAKE_S: Final = 1.0  # how often the reader looks whether it shall end, if nothing arrives
+_numbers: Final = itertools.count()  # for several ends of one authority in one process
+
+
+class UnixBusConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: Path = Field(description="who has a socket here is on the network; its permissions say who may")
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
+
+
+class UnixBusTransport(UTransport):
+    """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept."""
+
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+
+    def __init__(self, config: UnixBusConfig, local: LocalUriProvider) -> None:
+        self._directory, self._authority = config.directory, local.get_authority()
+        self._path = config.directory / f"{self._authority[:40]}.{os.getpid()}.{next(_numbers)}.sock"
+        self._table = ListenerTable(
+            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._outbox = Outbox()
+        self._open = False
+
+    def __repr__(self) -> str:
+        return f"UnixBusTransport({self._authority}, {'open' if self._open else 'closed'}, {self._directory})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._open
+
+    async def open(self) -> None:
+        if self._open:
+            return
+        self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        try:
+            self._receiving.bind(str(self._path))
+        except OSError as error:  # foreign exceptions are translated here, at the edge
+            self._receiving.close()
+            self._sending.close()
+            raise UStatusError(UCode.UNAVAILABLE, f"can't make a socket in {self._directory}: {error}; does it exist?") from None
+        self._receiving.settimeout(WAKE_S)
+        self._sending.settimeout(STALL_S_MAX)
+        self._open = True
+        self._inbox = Inbox(self._deliver)
+        self._sender = ThreadPoolExecutor(1)
+        self._reader = Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    async def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(OSError):
+            self._sending.sendto(b"", str(self._path))  # wakes the reader, which then sees that it shall end
+        self._path.unlink(missing_ok=True)
+        self._inbox.close()
+        await asyncio.to_thread(self._sender.shutdown)
+        await asyncio.to_thread(self._reader.join)
+        self._receiving.close()
+        self._sending.close()
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if not self._open:
+            return stopped([], len(messages), _CLOSED)
+        return await asyncio.get_running_loop().run_in_executor(self._sender, self._send, messages)
+
+    def _send(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        """On the sender thread: one hop for the whole batch."""
+        statuses: list[UStatus] = []
+        others = [path for path in self._directory.glob("*.sock") if path != self._path]
+        now_ms = self._outbox.now_ms()
+        for message in messages:
+            refusal = self._outbox.refusal(message, now_ms)
+            if refusal is not None:
+                statuses.append(refusal)
+                continue
+            datagram = message.SerializeToString()
+            if len(datagram) > DATAGRAM_BYTES_MAX:
+                why = f"a message has at most {DATAGRAM_BYTES_MAX} bytes here, got {len(datagram)}"
+                statuses.append(UStatus(code=UCode.INVALID_ARGUMENT, message=why))
+                continue
+            try:
+                for path in others:
+                    self._send_to(path, datagram)
+            except OSError as error:
+                return stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message=f"sending failed: {error}"))
+            statuses.append(OK)
+        return statuses
+
+    def _send_to(self, path: Path, datagram: bytes) -> None:
+        try:
+            self._sending.sendto(datagram, str(path))
+        except ConnectionRefusedError:  # its process is gone without a farewell
+            path.unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        self._table.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        self._table.remove(source_filter, sink_filter, listener)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UStatusError.from_status(_CLOSED)
+
+    def _read(self) -> None:
+        """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is full."""
+        while self._open:
+            with contextlib.suppress(TimeoutError):
+                self._inbox.put(self._receiving.recv(DATAGRAM_BYTES_MAX))
+
+    def _deliver(self, datagrams: list[bytes]) -> Awaitable[None] | None:
+        messages = []
+        for datagram in datagrams:
+            try:
+                messages.append(UMessage.FromString(datagram))
+            except DecodeError:
+                self.dropped["malformed"] += 1
+        return self._table.deliver(messages)
+
+
+_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+
+PLUGIN: Final = TransportPlugin("unixbus", UnixBusConfig, UnixBusTransport, UnixBusTransport.capabilities)
