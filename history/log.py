@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,7 @@ import structlog
 from history.chunk import Chunk, Scan, message_id, message_ids
 from history.reader import Reader
 from history.store import Cursor, Extent, Store, Stream, is_damage
+from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -51,52 +51,6 @@ NO_LEASE: Final = 1 << 62
 
 T = TypeVar("T")
 log = structlog.get_logger()
-
-
-class _Tail:
-    """The newest chunks, within a limit of memory."""
-
-    def __init__(self, after: int, bytes_max: int) -> None:
-        self.after = after  # everything beyond it is here
-        self.bytes_max = bytes_max
-        self.bytes = 0
-        self.chunks: list[Chunk] = []
-        self._last_seqs: list[int] = []
-        self._sizes: list[int] = []
-        self._gone = 0  # places at the front that are free already; cut off now and then, since that moves all others
-
-    def __len__(self) -> int:
-        return len(self.chunks) - self._gone
-
-    def push(self, chunk: Chunk, bytes: int) -> None:
-        self.chunks.append(chunk)
-        self._last_seqs.append(chunk.last_seq)
-        self._sizes.append(bytes)
-        self.bytes += bytes
-        while self.bytes > self.bytes_max and len(self) > 1:
-            self.pop()
-
-    def pop(self) -> None:
-        """Let the oldest chunk go."""
-        place = self._gone
-        self.after = self._last_seqs[place]
-        self.bytes -= self._sizes[place]
-        self.chunks[place] = None  # type: ignore[call-overload]
-        self._gone += 1
-        if self._gone > 256 and self._gone * 2 > len(self.chunks):
-            del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
-            self._gone = 0
-
-    @property
-    def oldest(self) -> Chunk | None:
-        return self.chunks[self._gone] if len(self) else None
-
-    def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
-        place = bisect_right(self._last_seqs, after, lo=self._gone)
-        found = self.chunks[place : None if chunks_max is None else place + chunks_max]
-        if found and found[0].first_seq <= after:
-            found[0] = found[0].after(after)
-        return found
 
 
 class Log:
@@ -126,7 +80,7 @@ class Log:
         self._grown: asyncio.Future[None] | None = None
         self._queued = 0
         self._closed = False
-        self._tail = _Tail(0, TAIL_BYTES_MAX)
+        self._tail = Tail(0, TAIL_BYTES_MAX)
         self._numbering = Numbering(0, ())
         self._holes: list[tuple[int, int]] = []
         self._writer: Writer | None = None
@@ -174,7 +128,7 @@ class Log:
         self._holes = list(store.holes)
         if store.moved_to is not None:
             self.dropped["damaged_file"] += 1
-        self._tail = _Tail(store.extent.newest_seq, tail_bytes)
+        self._tail = Tail(store.extent.newest_seq, tail_bytes)
         self._executor, self._reader = executor, Reader(store.path)
         retention = Retention(self.retention_ms, self.retention_bytes, self._keep_after)
         self._writer = Writer(store, retention, self._on_written, self._now_ms, self.name)
