@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transports import plugin
 from transports import zenoh_mapping as mapping
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
-from transports.conformance.base import notification, publish, reply, streamed, topic
+from transports.conformance.base import notification, publish, reply, request, response, streamed, topic
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -265,6 +265,38 @@ async def test_publishers_are_bounded_and_evicted_ones_come_back(
     await heard.expect_payload(b"99")
     assert len(beta._publishers) == 3
     assert {int(payload) for payload in heard.payloads if payload.isdigit()} == set(range(100))
+
+
+@pytest.mark.spec("dsn~up-transport-zenoh-message-type-mapping~1")
+@pytest.mark.spec("dsn~up-transport-zenoh-message-priority-mapping~1")
+@pytest.mark.spec("dsn~up-transport-zenoh-attributes-mapping~1")
+@pytest.mark.spec("dsn~up-transport-zenoh-payload-mapping~1")
+@pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
+async def test_what_anybody_else_on_zenoh_sees(two: tuple[ZenohTransport, ZenohTransport]) -> None:
+    """All message types are publications, as a session without our transport receives them."""
+    alpha, _ = two
+    samples: list[zenoh.Sample] = []
+    raw = await asyncio.to_thread(zenoh.open, ZenohConfig(connect=alpha._config.listen).to_zenoh())
+    subscriber = raw.declare_subscriber("up/**", samples.append)
+    while not samples:
+        await alpha.send(notification(b"probe"))
+        await asyncio.sleep(0.01)
+    samples.clear()
+    sent = [publish(b"p"), notification(b"n"), request(b"q"), response(b"r")]
+    for message in sent:
+        await alpha.send(message)
+    while {b"p", b"n", b"q", b"r"} - {sample.payload.to_bytes() for sample in samples}:
+        await asyncio.sleep(0.01)
+    seen = {sample.payload.to_bytes(): sample for sample in samples}
+    for message in sent:
+        sample = seen[message.payload]
+        assert str(sample.key_expr) == mapping.message_key(message, "alpha")
+        assert sample.attachment is not None
+        assert sample.attachment.to_bytes() == b"\x01" + message.attributes.SerializeToString()
+        assert sample.priority == (zenoh.Priority.INTERACTIVE_LOW if message.attributes.ttl else zenoh.Priority.DATA_LOW)
+        assert sample.congestion_control == zenoh.CongestionControl.BLOCK
+    subscriber.undeclare()
+    raw.close()
 
 
 async def test_a_message_sent_twice_arrives_twice(two: tuple[ZenohTransport, ZenohTransport]) -> None:
