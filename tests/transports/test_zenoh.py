@@ -285,7 +285,7 @@ async def test_what_anybody_else_on_zenoh_sees(two: tuple[ZenohTransport, ZenohT
     sent = [publish(b"p"), notification(b"n"), request(b"q"), response(b"r")]
     for message in sent:
         await alpha.send(message)
-    while {b"p", b"n", b"q", b"r"} - {sample.payload.to_bytes() for sample in samples}:
+    while {b"p", b"n", b"q", b"r"} - {sample.payload.to_bytes() for sample in samples}:  # noqa: ASYNC110 - appended on a foreign thread
         await asyncio.sleep(0.01)
     seen = {sample.payload.to_bytes(): sample for sample in samples}
     for message in sent:
