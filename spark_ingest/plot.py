@@ -36,11 +36,11 @@ def plot(parquet_dir: Path, png: Path) -> None:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(loc="upper right", framealpha=0.9)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)  # above, so that it hides nothing
     locator = dates.AutoDateLocator()  # type: ignore[no-untyped-call]
     panels[1].xaxis.set_major_locator(locator)
     panels[1].xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
     panels[1].set_xlabel("time (UTC)")
-    panels[0].set_title(f"{table.num_rows:,} samples", fontsize=10)
+    panels[0].set_title(f"{table.num_rows:,} samples", loc="left", fontsize=10)
     figure.savefig(png, dpi=110)
     plt.close(figure)
