@@ -8,7 +8,6 @@ An endpoint whose network is away at the start is tried again and again; the oth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Self
@@ -76,7 +75,7 @@ class Streamer:
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.hosted.walk = ingress(self.home, trusted=True)
-        self.hosted.entities_changed = self.sync
+        self.hosted.entities_changed = self._listen
         self.pumps = [Pump(endpoint, one, self.view, self.dead_letters, _backoff(config)) for endpoint in self.endpoints for one in logs]
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
@@ -86,6 +85,7 @@ class Streamer:
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._changed = asyncio.Event()
         self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []  # what `_start` has started
 
     @classmethod
     async def create(cls, config: Config) -> Self:
@@ -94,18 +94,24 @@ class Streamer:
         try:
             data_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"streamer.data_dir {data_dir} can't be made: {error.strerror}") from None
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can"
+            ) from None
         transports = {one.name: cls._transport(config, one) for one in config.endpoint}
         history = config.history
         retention_ms = int(history.retention_hours * 3_600_000)
         durable = await Log.open(
             data_dir / "history.db", name="durable", retention_ms=retention_ms, retention_bytes=history.retention_mib << 20
         )
-        volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
-        window = IdWindow()
-        for id in await durable.recent_ids(RECENT_IDS):
-            window.take((int.from_bytes(id[:8], "big"), int.from_bytes(id[8:], "big")))
-        return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
+        try:
+            volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
+            window = IdWindow()
+            for id in await durable.recent_ids(RECENT_IDS):
+                window.take((int.from_bytes(id[:8], "big"), int.from_bytes(id[8:], "big")))
+            return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
+        except BaseException:
+            await durable.close()
+            raise
 
     @staticmethod
     def _transport(config: Config, section: EndpointSection) -> UTransport:
@@ -174,13 +180,13 @@ class Streamer:
         self._stopping.set()
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
-        self._tasks: list[asyncio.Task[None]] = []
-
         def start(work: Any, name: str) -> None:
             self._tasks.append(tasks.create_task(work, name=name))
 
         for section in self.config.rules:
             self.rules.add(_rule(section))
+        for pump in self.pumps:
+            pump.begin()  # before anything is listened to: what comes from now on is theirs
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
         for endpoint in self.endpoints:
             start(self._keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
@@ -196,7 +202,7 @@ class Streamer:
                 await self.interest.start()
         except TimeoutError:
             log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
-        await self.sync(raise_errors=False)
+        await self._listen()
         for pump in self.pumps:
             start(pump.run(), f"pump {pump.peer.name}")
         self.ready.set()
@@ -251,7 +257,7 @@ class Streamer:
 
     # What is listened to
 
-    async def sync(self, *, raise_errors: bool = True) -> None:
+    async def sync(self) -> None:
         """Make every ingress listen to what is needed now. Raises the first UStatusError, after all were tried."""
         topics = list(self.interest.topics())
         errors: list[UStatusError] = []
@@ -265,7 +271,7 @@ class Streamer:
                 errors.append(error)
             else:
                 self._troubles.pop(endpoint.name, None)
-        if errors and raise_errors:
+        if errors:
             raise errors[0]
 
     def _interest_changed(self) -> None:
@@ -275,7 +281,15 @@ class Streamer:
 
     async def _subscription_changed(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed."""
-        await self.sync(raise_errors=False)
+        await self._listen()
+
+    async def _listen(self) -> None:
+        """Listen to what can be listened to now, and leave the rest to `_follow_interest`: one network that refuses stops nothing."""
+        try:
+            await self.sync()
+        except UStatusError as error:
+            log.warning("could not listen to everything; trying again", error=str(error))
+            self._changed.set()
 
     async def _follow_interest(self) -> None:
         backoff = _backoff(self.config)
@@ -303,7 +317,7 @@ class Streamer:
             await self.sync()
         except UStatusError:
             self.rules.remove(rule.ingress, rule.egress)
-            await self.sync(raise_errors=False)
+            await self._listen()
             raise
 
     async def remove_rule(self, ingress: str, egress: str) -> None:
@@ -328,6 +342,8 @@ class Streamer:
         ]
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
+        if self.usubscription is not None and not self.usubscription.healthy:
+            problems.append("the subscriptions can't be stored")
         if not self.ready.is_set():
             problems.append("starting")
         return problems
@@ -366,16 +382,18 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
     async def announce() -> None:
         await streamer.ready.wait()
         on_ready(streamer)
+
+    async def stop() -> None:
         if stopping is not None:
             await stopping.wait()
             streamer.stop()
 
-    announcing = asyncio.create_task(announce())
+    helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
         await streamer.run()
     except* UStatusError as group:
         raise group.exceptions[0] from None
     finally:
-        announcing.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await announcing
+        for helper in helpers:
+            helper.cancel()
+        await asyncio.gather(*helpers, return_exceptions=True)

@@ -97,13 +97,16 @@ class Pump:
         self._backoff.wake()
         self._wake.set()
 
-    async def run(self) -> None:
-        """Pump until cancelled."""
+    def begin(self) -> None:
+        """Find the place to go on from. Before anything is listened to: what is taken from then on may be for this peer."""
         stored = self.log.cursor(self._name)
         if stored is None:  # a new peer: what was there before it is not for it
             stored = self.log.newest_seq
             self.log.set_cursor(self._name, stored)
         self.cursor = self._read = stored
+
+    async def run(self) -> None:
+        """Pump until cancelled, from where `begin` found it."""
         while True:
             await self._fill()
             if not self._waiting:

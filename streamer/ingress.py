@@ -201,7 +201,9 @@ class Ingress:
         if not route.reason:
             return
         self.endpoint.dropped[route.reason] += 1
-        if route.reason == "denied":
+        if route.reason == "topics_full":
+            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, "the log knows too many topics to take another one", self.endpoint)
+        elif route.reason == "denied":
             self._express.fail(
                 message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
             )
@@ -211,7 +213,12 @@ class Ingress:
     def _resolve(self, key: Any, attributes: UAttributes, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
-        route = self._routes[key] = self._decide(attributes, version)
+        try:
+            route = self._decide(attributes, version)
+        except UStatusError as error:  # the log knows too many topics: the others must not suffer
+            log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
+            route = Route(version, Lane.DROP, reason="topics_full")
+        self._routes[key] = route
         return route
 
     def _decide(self, attributes: UAttributes, version: Version) -> Route:

@@ -7,13 +7,15 @@ Decided once per topic and version of rules and interest; callers cache the answ
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
+
+TOPICS_REMEMBERED: Final = 65_536  # beyond it those that nobody wants are forgotten now and then, so that made-up topics cost no memory
 
 
 class Target(NamedTuple):
@@ -40,6 +42,7 @@ class View:
     def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest) -> None:
         self._endpoints, self._rules, self._interest = endpoints, rules, interest
         self._since: dict[tuple[str, int, int, int], dict[str, int]] = {}
+        self._since_max = TOPICS_REMEMBERED
 
     @property
     def version(self) -> Version:
@@ -69,6 +72,9 @@ class View:
         known = self._since.get(key)
         first = 0 if known is None else newest_seq
         since = {authority: (known or {}).get(authority, first) for authority in wants}
+        if known is None and len(self._since) >= self._since_max:
+            self._since = {topic: counted for topic, counted in self._since.items() if counted}
+            self._since_max = max(TOPICS_REMEMBERED, 2 * len(self._since))
         self._since[key] = since
         targets: dict[str, list[Target]] = {}
         for authority, want in wants.items():
