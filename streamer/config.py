@@ -39,6 +39,14 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _host_port(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdecimal() or int(port) > 65_535:
+        raise ValueError("expected HOST:PORT with a port of 0 (any free one) to 65535")
+    return text
+
+
+Mistake = tuple[int, str]  # the line on which it is, and what it is
 Authority = Annotated[str, AfterValidator(_authority)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
@@ -56,7 +64,7 @@ class StreamerSection(_Section):
 
     authority: Authority | None = None  # the device it runs on; default: the first authority that an endpoint names
     data_dir: Path = Path("up-streamer-data")  # log, subscriptions, dead letters
-    admin: str | None = Field(default=None, pattern=r"^[^:\s]+:\d{1,5}$")  # HOST:PORT of /metrics, /healthz, /readyz
+    admin: Annotated[str, AfterValidator(_host_port)] | None = None  # HOST:PORT of /metrics, /healthz, /readyz
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 
@@ -186,30 +194,48 @@ def load(path: Path) -> Config:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise invalid(f"can't read {path}: {error}") from None
+        why = error.strerror if isinstance(error, OSError) else f"it is not UTF-8 ({error})"
+        raise invalid(f"can't read {path}: {why}") from None
     return loads(text, str(path))
 
 
 def loads(text: str, name: str = "config") -> Config:
     try:
-        config = Config.model_validate(tomllib.loads(text))
+        raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise invalid(f"{name} is not valid TOML: {error}") from None
+    mistakes: list[Mistake] = []
+    try:
+        config = Config.model_validate(raw)
     except ValidationError as error:
-        raise invalid("\n".join(_explain(text, name, one["loc"], one) for one in error.errors(include_url=False))) from None
-    for index, endpoint in enumerate(config.endpoint):
-        try:
-            plugins.load(endpoint.transport).config.model_validate(endpoint.settings)
-        except UStatusError as error:
-            raise invalid(f"{name}:{_line(text, ('endpoint', index, 'transport'))}: endpoint {endpoint.name!r}: {error.message}") from None
-        except ValidationError as error:
-            where = ("endpoint", index, "settings")
-            raise invalid("\n".join(_explain(text, name, (*where, *one["loc"]), one) for one in error.errors(include_url=False))) from None
+        mistakes += [_explain(text, one["loc"], one) for one in error.errors(include_url=False)]
+    mistakes += _settings_mistakes(text, raw)
+    if mistakes:
+        raise invalid("\n".join(f"{name}:{line}: {what}" for line, what in sorted(set(mistakes))))
     return config
 
 
-def _explain(text: str, name: str, location: tuple[int | str, ...], error: Any) -> str:
-    """`file:line: where: what`, for one mistake."""
+def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
+    """What the transports say of their settings; sections of another shape are told of elsewhere."""
+    mistakes: list[Mistake] = []
+    endpoints = raw.get("endpoint")
+    for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
+        transport = endpoint.get("transport") if isinstance(endpoint, dict) else None
+        settings = endpoint.get("settings", {}) if isinstance(endpoint, dict) else None
+        if not isinstance(transport, str) or not isinstance(settings, dict):
+            continue
+        where = ("endpoint", index, "settings")
+        try:
+            plugins.load(transport).config.model_validate(settings)
+        except UStatusError as error:
+            mistakes.append((_line(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
+        except ValidationError as error:
+            mistakes += [_explain(text, (*where, *one["loc"]), one) for one in error.errors(include_url=False)]
+    return mistakes
+
+
+def _explain(text: str, location: tuple[int | str, ...], error: Any) -> Mistake:
+    """Line, and `where: what`, of one mistake."""
     where = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
         what = f"unknown key {location[-1]!r}"
@@ -217,7 +243,7 @@ def _explain(text: str, name: str, location: tuple[int | str, ...], error: Any) 
         what = error["msg"].removeprefix("Value error, ")
         if isinstance(error.get("input"), str | int | float | bool):
             what += f" (got {error['input']!r})"
-    return f"{name}:{_line(text, location)}: {where + ': ' if where else ''}{what}"
+    return _line(text, location), f"{where + ': ' if where else ''}{what}"
 
 
 def _line(text: str, location: tuple[int | str, ...]) -> int:

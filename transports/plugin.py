@@ -66,4 +66,8 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
 
 def explain(error: ValidationError) -> str:
     """One line for each thing that is wrong: where, what came, what was expected."""
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {one['msg']}" for one in error.errors(include_url=False))
+
+    def what(one: Any) -> str:
+        return "unknown key" if one["type"] == "extra_forbidden" else str(one["msg"]).removeprefix("Value error, ")
+
+    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {what(one)}" for one in error.errors(include_url=False))
