@@ -86,6 +86,10 @@ def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
         table = settings
         for part in path:
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise invalid(f"{part!r} in {text!r} has been given a value already: it can't have keys, too")
+        if isinstance(table.get(last), dict) and not isinstance(parsed, dict):
+            raise invalid(f"{key!r} in {text!r} has been given keys already: it can't be a value, too")
         table[last] = parsed
     return settings
 

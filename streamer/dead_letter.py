@@ -64,18 +64,25 @@ class Stored:
 
 
 class Store:
-    """The SQLite file; every call blocks."""
+    """The SQLite file; every call blocks. Raises UStatusError(FAILED_PRECONDITION) if it can't be opened, or is no such file."""
 
     def __init__(self, path: Path, *, read_only: bool = False) -> None:
-        self._db = sqlite3.connect(
-            f"file:{path}?mode={'ro' if read_only else 'rwc'}", uri=True, check_same_thread=False, isolation_level=None
-        )
-        if not read_only:
+        try:
+            self._db = sqlite3.connect(
+                f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}", uri=True, check_same_thread=False, isolation_level=None
+            )
+            if read_only:
+                self._db.execute("select count(*) from letter")
+                return
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(
                 "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
                 " endpoint text, message blob)"
             )
+        except sqlite3.Error as error:
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened ({error}): check it, or move it away"
+            ) from None
 
     def write(self, letters: Sequence[tuple[int, int, str, str, bytes]]) -> None:
         self._db.execute("begin")
