@@ -38,6 +38,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
 PROGRESS_S: Final = 0.5  # between two lines about progress
+START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
@@ -323,7 +324,9 @@ def replay(
     seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
     seconds: Annotated[int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")] = 600,
     all_signals: Annotated[bool, typer.Option("--all", help="Publish the signals of all authorities, not only our own.")] = False,
-    start_ms: Annotated[int | None, typer.Option(help="Time of the first row in Unix milliseconds; now.")] = None,
+    start_ms: Annotated[
+        int | None, typer.Option(min=0, max=START_MS_MAX, help="Time of the first row in Unix milliseconds; without it, now.")
+    ] = None,
     rate: Annotated[float | None, typer.Option(min=0.1, help="Samples per second; as fast as the network takes them.")] = None,
     transport: Transport = None,
     settings: Settings = None,
@@ -343,6 +346,11 @@ def replay(
     with _errors():
         network = _network(transport, settings, authority, config, endpoint, entity)
         drive = replays.load(data, seed, seconds)
+        publishers = sorted({signal.publisher for signal in drive.signals})
+        if not all_signals and network.authority not in publishers:
+            raise invalid(
+                f"authority {network.authority!r} publishes nothing of a drive, {' and '.join(publishers)} do: be one of them, or add --all"
+            )
     for problem in drive.problems:
         err.print(f"{data}: {problem}", markup=False)
     if drive.problems_total > len(drive.problems):

@@ -37,7 +37,7 @@ from streamer import replay as replays
 from streamer.client import Network
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -276,6 +276,12 @@ class Demo:
         return self._outcome
 
     async def _perform(self) -> None:
+        try:
+            self._options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise invalid(
+                f"the folder for the plot, {self._options.out}, can't be made: {error.strerror}; say another with --out"
+            ) from None
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
         self._tell_problems(drive)
         started = time.monotonic()
@@ -310,7 +316,7 @@ class Demo:
 
     async def _start_broker(self) -> None:
         if not self._options.with_mqtt:
-            self._cloud_zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
+            self._cloud_zenoh = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"]}  # the gateway joins them, as a router
             return
         from transports.mqtt5.broker import Broker
 
@@ -354,7 +360,7 @@ class Demo:
 
     def _gateway_config(self) -> str:
         listen = {"mode": "peer", "listen": self._zenoh["connect"]}
-        cloud = self._mqtt if self._options.with_mqtt else {"mode": "peer", "listen": self._cloud_zenoh["connect"]}
+        cloud = self._mqtt if self._options.with_mqtt else {"mode": "router", "listen": self._cloud_zenoh["connect"]}
         return f"""
 [streamer]
 authority = "{drives.VEHICLE}"
@@ -480,7 +486,6 @@ processing_time_ms = {TRIGGER_MS}
     def _plot(self) -> Path:
         from spark_ingest.plot import plot
 
-        self._options.out.mkdir(parents=True, exist_ok=True)
         png = self._options.out / "demo.png"
         plot(self._parquet, png)
         return png
