@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -59,26 +59,6 @@ def to_uri(key: Key) -> UUri:
     return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
-class Codec(Protocol):
-    """One major version."""
-
-    major: int
-    methods: dict[str, int]
-
-    def subscribe(self, request: UMessage, own: str) -> Subscribe: ...
-    def unsubscribe(self, request: UMessage, own: str) -> Unsubscribe: ...
-    def fetch(self, request: UMessage, own: str) -> Fetch: ...
-    def registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]: ...
-    def check_reset(self, request: UMessage) -> None: ...
-    def subscribed(self, request: UMessage, status: Status) -> Message: ...
-    def unsubscribed(self) -> Message: ...
-    def fetched(self, rows: Iterable[Row], more: bool) -> Message: ...
-    def registered(self) -> Message: ...
-    def reset(self) -> Message: ...
-    def change(self, change: Change) -> Message: ...
-    def read_change(self, payload: UPayload) -> Row: ...
-
-
 class V3:
     """Version 3: the seed's rules; today's differ only in having less."""
 
@@ -93,13 +73,15 @@ class V3:
         "reset": 9,
     }
 
-    def subscribe(self, request: UMessage, own: str) -> Subscribe:
+    def subscribe(self, request: UMessage, own: str) -> tuple[Subscribe, UUri]:
+        """What is asked, and the topic as it was passed, for the response."""
         asked = _read(request, v3.SubscriptionRequest)
         topic = self._topic(asked, own)
         attributes = asked.attributes
         expires_ms = _read_time(attributes.expire) if attributes.HasField("expire") else None
         details = v3.SubscribeAttributes(details=attributes.details).SerializeToString() if attributes.details else b""
-        return Subscribe(topic, self._subscriber(request, asked, own), 3, expires_ms, attributes.sample_period_ms or None, details)
+        subscriber = self._subscriber(request, asked, own)
+        return Subscribe(topic, subscriber, 3, expires_ms, attributes.sample_period_ms or None, details), asked.topic
 
     def unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
         asked = _read(request, v3.UnsubscribeRequest)
@@ -119,6 +101,7 @@ class V3:
         return Fetch(topic=self._topic(asked, own), offset=asked.offset)
 
     def registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
+        """Who, and for which topic (None: for all)."""
         asked = _read(request, v3.NotificationsRequest)
         topic = self._topic(asked, own)
         return self._subscriber(request, asked, own), topic
@@ -129,8 +112,7 @@ class V3:
         if request.attributes.source.ue_id != ENTITY_TYPE:
             raise _only_usubscription(request)
 
-    def subscribed(self, request: UMessage, status: Status) -> v3.SubscriptionResponse:
-        topic = _read(request, v3.SubscriptionRequest).topic
+    def subscribed(self, topic: UUri, status: Status) -> v3.SubscriptionResponse:
         return v3.SubscriptionResponse(topic=topic, status=v3.SubscriptionStatus(state=v3.SubscriptionStatus.State.ValueType(status)))
 
     def unsubscribed(self) -> v3.UnsubscribeResponse:
@@ -215,11 +197,12 @@ class V4:
     major: Final = 4
     methods: Final = {"subscribe": 1, "unsubscribe": 2, "fetch_subscriptions": 3, "register": 4, "unregister": 5, "reset": 6}
 
-    def subscribe(self, request: UMessage, own: str) -> Subscribe:
+    def subscribe(self, request: UMessage, own: str) -> tuple[Subscribe, UUri]:
+        """What is asked, and the topic as it was passed, for the response."""
         asked = _read(request, v4.SubscribeRequest)
         topic = self._topic(asked)
         expires_ms = _read_time(asked.expiration) if asked.HasField("expiration") else None
-        return Subscribe(topic, caller_of(request, own), 4, expires_ms, asked.sample_period or None)
+        return Subscribe(topic, caller_of(request, own), 4, expires_ms, asked.sample_period or None), asked.topic
 
     def unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
         return Unsubscribe(self._topic(_read(request, v4.UnsubscribeRequest)), caller_of(request, own), 4)
@@ -239,8 +222,7 @@ class V4:
         if request.attributes.source.ue_id & 0xFFFF != ENTITY_TYPE:
             raise _only_usubscription(request)
 
-    def subscribed(self, request: UMessage, status: Status) -> v4.SubscribeResponse:
-        topic = _read(request, v4.SubscribeRequest).topic
+    def subscribed(self, topic: UUri, status: Status) -> v4.SubscribeResponse:
         return v4.SubscribeResponse(topic=topic, status=v4.SubscriptionStatus.ValueType(status + 1))
 
     def unsubscribed(self) -> v4.UnsubscribeResponse:
@@ -376,4 +358,4 @@ def _known_status(number: int) -> Status:
         raise invalid(f"subscription status {number} is unknown") from None
 
 
-__all__ = ["CODECS", "V3", "V4", "Codec", "Fetch", "Row"]
+__all__ = ["CODECS", "V3", "V4", "Fetch", "Row"]

@@ -111,7 +111,7 @@ class Database:
         assert self._file.db is not None
         self._db = self._file.db
         (self._count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
-        (self._registrations,) = self._db.execute("SELECT count(*) FROM registration").fetchone()
+        (self._registrations,) = self._db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
         (last,) = self._db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
 
@@ -250,19 +250,20 @@ class Database:
         return [(self._key(db, client), major) for client, major in rows]
 
     def _register(self, db: sqlite3.Connection, event: Register) -> Outcome | UStatusError:
-        for_all = event.topic is None
-        (count,) = db.execute(f"SELECT count(*) FROM registration WHERE topic {'=' if for_all else '!='} 0").fetchone() if for_all else (0,)
-        if count >= REGISTERED_FOR_ALL_MAX:
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} clients are registered for every change, which is the limit")
-        if not for_all:
-            (last,) = db.execute(
-                "SELECT count(*) FROM (SELECT 1 FROM registration WHERE topic != 0 LIMIT ?)", (REGISTRATIONS_MAX,)
-            ).fetchone()
-            if last >= REGISTRATIONS_MAX:
-                return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{last} registrations for notifications are stored, which is the limit")
         topic = 0 if event.topic is None else self._id(db, event.topic)
-        done = db.execute("INSERT OR IGNORE INTO registration VALUES(?, ?, ?)", (topic, self._id(db, event.client), event.major))
-        self._registrations += done.rowcount
+        client = self._id(db, event.client)
+        done = db.execute("INSERT OR IGNORE INTO registration VALUES(?, ?, ?)", (topic, client, event.major))
+        if not done.rowcount:
+            return Outcome()  # it was registered already
+        if topic:
+            count, limit = self._registrations, REGISTRATIONS_MAX
+        else:
+            (count,) = db.execute("SELECT count(*) - 1 FROM registration WHERE topic = 0").fetchone()
+            limit = REGISTERED_FOR_ALL_MAX
+        if count >= limit:
+            db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
+            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} registrations for notifications are stored, which is the limit")
+        self._registrations += 1
         return Outcome()
 
     def _unregister(self, db: sqlite3.Connection, event: Unregister) -> None:
@@ -270,7 +271,7 @@ class Database:
         client = self._find(db, event.client)
         if topic is not None and client is not None:
             done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
-            self._registrations -= done.rowcount
+            self._registrations -= done.rowcount if topic else 0
             self._unused.update((topic, client))
 
     def _reset(self, db: sqlite3.Connection) -> Outcome:

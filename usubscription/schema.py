@@ -44,17 +44,34 @@ MIGRATIONS: Final[dict[int, Sequence[str]]] = {}
 
 def open_connection(path: Path, *, writer: bool) -> sqlite3.Connection:
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
-    connection.execute(f"PRAGMA busy_timeout={BUSY_MS}")
-    connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
-    connection.execute("PRAGMA temp_store=MEMORY")
-    if writer:
+    try:
+        connection.execute(f"PRAGMA busy_timeout={BUSY_MS}")
+        connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+        connection.execute("PRAGMA temp_store=MEMORY")
+        if not writer:
+            connection.execute("PRAGMA query_only=ON")
+            return connection
+        _require_ours(connection, path)  # first: what isn't ours stays as it is
         (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
         if mode != "wal":
             raise sqlite3.OperationalError(f"the file system does not allow a write-ahead log (mode {mode})")
         connection.execute("PRAGMA synchronous=FULL")
-    else:
-        connection.execute("PRAGMA query_only=ON")
+    except BaseException:
+        connection.close()
+        raise
     return connection
+
+
+def _require_ours(connection: sqlite3.Connection, path: Path) -> None:
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if application != APPLICATION_ID:
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is an SQLite file, but not a uSubscription store")
+    if version > SCHEMA_VERSION:
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"the store {path} has schema version {version}, and this program knows up to {SCHEMA_VERSION}: use a newer program",
+        )
 
 
 class StoreFile:
@@ -126,15 +143,7 @@ class StoreFile:
             os.close(directory)
 
     def _check(self, db: sqlite3.Connection) -> None:
-        (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        if application != APPLICATION_ID:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{self.path} is an SQLite file, but not a uSubscription store")
-        if version > SCHEMA_VERSION:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION,
-                f"the store {self.path} has schema version {version}, and this program knows up to {SCHEMA_VERSION}: use a newer program",
-            )
         (fault,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if fault != "ok":
             raise UStatusError(UCode.DATA_LOSS, f"the store {self.path} is corrupt ({fault}): restore it from a backup")

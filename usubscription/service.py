@@ -167,9 +167,9 @@ class USubscriptionService:
         return handler
 
     async def _subscribe(self, codec: V3 | V4, request: UMessage) -> Message:
-        event = codec.subscribe(request, self.authority)
+        event, topic = codec.subscribe(request, self.authority)
         outcome = await self._store.submit(event, _tag(request))
-        return codec.subscribed(request, outcome.answer)
+        return codec.subscribed(topic, outcome.answer)
 
     async def _unsubscribe(self, codec: V3 | V4, request: UMessage) -> Message:
         await self._store.submit(codec.unsubscribe(request, self.authority), _tag(request))

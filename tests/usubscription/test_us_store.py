@@ -1,0 +1,295 @@
+"""The store: what it refuses to open, what it survives, what its views say."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription import schema
+from usubscription.database import Database, Outcome, Register, Unregister
+from usubscription.state import Key, Status, Subscribe
+from usubscription.store import Lane, Store
+
+TOPIC: Key = ("dev1", 0x20, 1, 0x8001)
+FAR: Key = ("dev2", 0x20, 1, 0x8001)
+APP: Key = ("dev1", 0x10, 1, 0)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with one subscription."""
+    made = tmp_path / "store.db"
+    db = Database(made, "dev1")
+    db.open()
+    db.apply([Subscribe(TOPIC, APP, 4)], 0)
+    db.close()
+    return made
+
+
+def refused(path: Path, authority: str = "dev1") -> UStatusError:
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(UStatusError) as error:
+        Database(path, authority).open()
+    assert (path.read_bytes() if path.is_file() else None) == before, "what can't be opened is left as it is"
+    return error.value
+
+
+def execute(path: Path, statement: str) -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(statement)
+    db.close()
+
+
+def test_a_corrupt_store_is_refused_and_never_begun_anew(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    for start in range(4096, len(content), 4096):
+        content[start : start + 100] = b"\xa5" * 100
+    path.write_bytes(bytes(content))
+    error = refused(path)
+    assert error.code == UCode.DATA_LOSS
+    assert str(path) in error.message
+
+
+@pytest.mark.parametrize("content", [b"", b"not a database at all" * 100])
+def test_something_else_in_its_place_is_refused(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    assert refused(path).code == UCode.DATA_LOSS
+
+
+def test_a_truncated_store_is_refused(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:5000])
+    assert refused(path).code == UCode.DATA_LOSS
+
+
+def test_another_programs_database_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other.db"
+    execute(other, "CREATE TABLE t(x)")
+    error = refused(other)
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "not a uSubscription store" in error.message
+
+
+def test_a_newer_schema_is_refused(path: Path) -> None:
+    execute(path, f"PRAGMA user_version={schema.SCHEMA_VERSION + 1}")
+    error = refused(path)
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "use a newer program" in error.message
+
+
+def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = schema.SCHEMA_VERSION
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", old + 2)
+    assert "too old to migrate" in refused(path).message
+    monkeypatch.setattr(schema, "MIGRATIONS", {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]})
+    db = Database(path, "dev1")
+    db.open()
+    assert db._db is not None
+    assert db._db.execute("PRAGMA user_version").fetchone() == (old + 2,)
+    assert db.reader().count() == 1
+    db.close()
+
+
+def test_a_migration_that_fails_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema, "SCHEMA_VERSION", schema.SCHEMA_VERSION + 1)
+    monkeypatch.setattr(schema, "MIGRATIONS", {schema.SCHEMA_VERSION - 1: ["CREATE TABLE one(x)", "no SQL"]})
+    with pytest.raises(UStatusError):
+        Database(path, "dev1").open()
+    monkeypatch.undo()
+    db = Database(path, "dev1")
+    db.open()
+    assert db.reader().count() == 1
+    db.close()
+
+
+def test_the_store_of_another_authority_is_refused(path: Path) -> None:
+    error = refused(path, "dev2")
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "'dev1'" in error.message
+
+
+def test_a_store_in_use_is_refused(path: Path) -> None:
+    db = Database(path, "dev1")
+    db.open()
+    error = refused(path)
+    assert error.code == UCode.FAILED_PRECONDITION
+    assert "in use" in error.message
+    db.close()
+    again = Database(path, "dev1")
+    again.open()
+    again.close()
+    again.close()
+
+
+def test_a_directory_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
+    assert "does not exist" in refused(tmp_path / "none" / "store.db").message
+
+
+READ_ONLY = """
+import os, sys
+from uprotocol.status import UStatusError
+from usubscription.database import Database
+if os.getuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    Database(sys.argv[1], "dev1").open()
+except UStatusError as error:
+    print(error)
+"""
+
+
+def test_a_read_only_store_is_a_clear_error(path: Path) -> None:
+    """In a process of its own, since root may write everything."""
+    path.chmod(0o444)
+    for directory in (path.parent, *path.parent.parents):
+        if directory.stat().st_uid == os.getuid() and directory != Path("/"):
+            directory.chmod(directory.stat().st_mode | 0o055)
+    path.parent.chmod(0o555)
+    try:
+        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, check=True)
+    finally:
+        path.parent.chmod(0o755)
+    assert done.stdout.startswith("PERMISSION_DENIED: "), done.stdout + done.stderr
+    assert "check its permissions" in done.stdout
+
+
+def test_limits_answer_resource_exhausted_and_what_is_there_goes_on(tmp_path: Path) -> None:
+    db = Database(tmp_path / "store.db", "dev1", subscriptions_max=2)
+    db.open()
+    events = [Subscribe(("dev1", number, 1, 0x8000), APP, 4) for number in range(1, 4)]
+    first, second, third = db.apply(events, 0)
+    assert isinstance(first, Outcome)
+    assert isinstance(second, Outcome)
+    assert isinstance(third, UStatusError)
+    assert third.code == UCode.RESOURCE_EXHAUSTED
+    db.close()
+
+
+def test_registrations_have_a_limit_and_are_counted_across_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("usubscription.database.REGISTRATIONS_MAX", 2)
+    monkeypatch.setattr("usubscription.database.REGISTERED_FOR_ALL_MAX", 1)
+    clients: list[Key] = [("dev1", number, 1, 0) for number in range(1, 4)]
+    db = Database(tmp_path / "store.db", "dev1")
+    for expected in ([True, True, False], [True, True, False]):
+        db.open()
+        results = db.apply([Register(client, 3, TOPIC) for client in clients], 0)
+        assert [isinstance(result, Outcome) for result in results] == expected
+        results = db.apply([Register(client, 4, None) for client in clients[:2]], 0)
+        assert isinstance(results[1], UStatusError)
+        db.apply([Unregister(client, 4, None) for client in clients], 0)
+        db.apply([Unregister(clients[0], 3, TOPIC), Register(clients[0], 3, TOPIC)], 0)
+        db.close()
+
+
+def test_the_oldest_changes_leave_a_full_outbox_and_are_counted(tmp_path: Path) -> None:
+    db = Database(tmp_path / "store.db", "dev1", outbox_changes_max=100)
+    db.open()
+    for number in range(1100):
+        db.apply([Subscribe(("dev1", number + 1, 1, 0x8000), APP, 4)], 0)
+    reader = db.reader()
+    kept = reader.outbox(0, -1)
+    assert len(kept) < 1100
+    assert kept[-1].number == 1100
+    assert db.outbox_dropped == 1100 - len(kept)
+    reader.close()
+    db.close()
+
+
+# -- the threads ------------------------------------------------------------------------------------------------------------------
+
+
+async def test_many_requests_share_a_transaction(path: Path) -> None:
+    batches: list[int] = []
+    store = Store(Database(path, "dev1"), committed=lambda outcomes: batches.append(len(outcomes)), answered=lambda outcomes: None)
+    await store.start()
+    events = [Subscribe(("dev1", number + 1, 1, 0x8000), APP, 4) for number in range(1000)]
+    outcomes = await asyncio.gather(*(store.submit(event) for event in events))
+    assert all(outcome.answer is Status.SUBSCRIBED for outcome in outcomes)
+    assert len(batches) <= 100
+    assert await store.read(lambda reader: reader.count()) == 1001
+    await store.stop()
+
+
+async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> None:
+    order: list[str] = []
+
+    async def committed(outcomes: Any) -> None:
+        count = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+        order.append(f"hook sees {count.execute('SELECT count(*) FROM subscription').fetchone()[0]}")
+        count.close()
+        await asyncio.sleep(0)
+
+    store = Store(Database(path, "dev1"), committed=committed, answered=lambda outcomes: order.append("consequences"))
+    await store.start()
+    future = store.submit(Subscribe(FAR, APP, 4))
+    future.add_done_callback(lambda _: order.append("answer"))
+    await future
+    await asyncio.sleep(0)
+    assert order[0] == "hook sees 2"
+    assert sorted(order[1:]) == ["answer", "consequences"]
+    await store.stop()
+
+
+async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) -> None:
+    store = Store(Database(path, "dev1"), committed=lambda outcomes: None, answered=lambda outcomes: None)
+    await store.start()
+    results = await asyncio.gather(store.read(lambda reader: 1 // 0), store.read(lambda reader: reader.count()), return_exceptions=True)
+    assert isinstance(results[0], ZeroDivisionError)
+    assert results[1] == 1
+    await store.stop()
+    await store.stop()
+    with pytest.raises(UStatusError):
+        store.submit(Subscribe(FAR, APP, 4))
+
+
+async def test_a_lane_takes_no_more_than_its_limit() -> None:
+    gate = threading.Event()
+
+    def work(questions: list[int]) -> list[int]:
+        gate.wait(20)
+        return questions
+
+    def answered(batch: Any, answers: Any) -> None:
+        for (_, future), answer in zip(batch, answers, strict=True):
+            future.set_result(answer)
+
+    lane: Lane[int, int] = Lane("test", work, answered, waiting_max=3, batch_max=2)
+    futures = [lane.put(0)]
+    await asyncio.sleep(0.05)  # taken, and stuck
+    futures += [lane.put(number) for number in range(1, 4)]
+    with pytest.raises(UStatusError) as error:
+        lane.put(9)
+    assert error.value.code == UCode.RESOURCE_EXHAUSTED
+    gate.set()
+    assert await asyncio.gather(*futures) == [0, 1, 2, 3]
+    await lane.close()
+    with pytest.raises(UStatusError):
+        lane.put(1)
+
+
+async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any) -> None:
+    """Nothing acked is lost, nothing is acked that is not stored, and the service goes on when the disk does."""
+    service = await world.service()
+    client = await world.client(version=4)
+    topic = uris.parse("//dev1/20/1/8001")
+    database = service._store.database
+    database._db.execute("PRAGMA query_only=ON")
+    with pytest.raises(UStatusError) as error:
+        await client.subscribe(topic)
+    assert error.value.code == UCode.UNAVAILABLE
+    assert not service.healthy
+    database._db.execute("PRAGMA query_only=OFF")
+    await client.subscribe(topic)
+    assert service.healthy
+    assert len(await service.subscriptions()) == 1
