@@ -1,0 +1,279 @@
+"""The command line as a person meets it: help with an example, and for whatever is wrong one sentence that says what to do."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from streamer import cli
+
+COMMANDS = ["run", "check", "usubscription", "subscribe", "publish", "call", "replay", "history", "dead-letters", "demo"]
+TOPIC = "//vehicle1/8001/1/8001"
+ON_LOCAL = ["-t", "local", "-a", "vehicle1"]
+
+Invoke = Callable[..., Result]
+
+ONE = """
+[streamer]
+data_dir = "{folder}/data"
+[[endpoint]]
+name = "v"
+transport = "local"
+authorities = ["vehicle1"]
+"""
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Invoke]:
+    """`invoke("publish", ...)` in an empty folder. A traceback fails the test, whatever else it looks at."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_log_to_stderr", lambda level="warning": None)  # loggers of this process outlive the captured stderr
+    interval = sys.getswitchinterval()
+
+    def run(*arguments: str) -> Result:
+        result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, list(arguments), prog_name="up-streamer")
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
+        assert "Traceback" not in result.output
+        return result
+
+    yield run
+    sys.setswitchinterval(interval)
+
+
+def lines_of(result: Result) -> list[Any]:
+    """Every line of stdout as JSON."""
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_command_is_there(invoke: Invoke) -> None:
+    shown = invoke("--help")
+    assert shown.exit_code == 0
+    named = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}  # type: ignore[attr-defined]
+    assert set(COMMANDS) <= named
+    assert all(name in shown.output for name in named)
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted({command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}),  # type: ignore[attr-defined]
+)
+def test_help_has_an_example(invoke: Invoke, command: str) -> None:
+    shown = invoke(command, "--help")
+    assert shown.exit_code == 0
+    assert re.search(rf"Example: up-streamer {command}\b", shown.output)
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"check", "demo", "run", "usubscription"}))
+def test_what_prints_data_prints_json_if_asked(invoke: Invoke, command: str) -> None:
+    assert "--json" in invoke(command, "--help").output
+
+
+WRONG: list[tuple[list[str], str]] = [
+    (["nonsense"], "No such command"),
+    (["run"], "--config"),
+    (["run", "-c", "nowhere.toml"], "can't read nowhere.toml: No such file or directory"),
+    (["check", "-c", "."], "can't read .: Is a directory"),
+    (["subscribe", TOPIC], "--transport NAME --authority WHO"),
+    (["subscribe"], "Missing argument"),
+    (["subscribe", "nonsense", *ON_LOCAL], "expected up://authority/ue_id/version/resource"),
+    (["subscribe", "http://vehicle1/8001/1/8001", *ON_LOCAL], "up:"),
+    (["subscribe", "//vehicle1/8001/1/7", *ON_LOCAL, "--no-usubscription"], "can match no message"),
+    (["subscribe", TOPIC, "-t", "local", "-a", "Vehicle1"], "lower-case"),
+    (["subscribe", TOPIC, "-t", "pigeon", "-a", "vehicle1"], "no transport 'pigeon'; installed are dds, local, mqtt5, zenoh"),
+    (["subscribe", TOPIC, *ON_LOCAL, "-s", "bogus"], "expected KEY=VALUE, got 'bogus'"),
+    (["subscribe", TOPIC, *ON_LOCAL, "-s", "netwrok=x"], "netwrok: unknown key"),
+    (["subscribe", TOPIC, *ON_LOCAL, "-s", "a=2", "-s", "a.b=3"], "'a' in 'a.b=3' has been given a value already"),
+    (["subscribe", TOPIC, *ON_LOCAL, "-s", "a.b=2", "-s", "a=3"], "'a' in 'a=3' has been given keys already"),
+    (["subscribe", TOPIC, *ON_LOCAL, "--entity", "xyz"], "--entity is a hexadecimal number"),
+    (["subscribe", TOPIC, *ON_LOCAL, "--entity", "1234567890"], "32 bits"),
+    (["subscribe", TOPIC, *ON_LOCAL, "--count", "0"], "--count"),
+    (["subscribe", TOPIC, "-t", "zenoh", "-a", "vehicle1"], "listen, connect"),
+    (["subscribe", TOPIC, "-t", "zenoh", "-a", "v", "-s", "connect=tcp/127.0.0.1:1"], "connect: "),
+    (["subscribe", TOPIC, "-t", "mqtt5", "-a", "v", "-s", "port=70000"], "port: "),
+    (["subscribe", TOPIC, "-c", "one.toml"], "with --endpoint NAME"),
+    (["subscribe", TOPIC, "-c", "one.toml", "-e", "w"], "one.toml has no endpoint 'w'; there are v"),
+    (["subscribe", TOPIC, "-c", "one.toml", "-e", "v", "-t", "zenoh"], "without --transport"),
+    (["publish", TOPIC, "-t", "local", "--priority", "CS9"], "--priority is CS0 to CS6, got 'CS9'"),
+    (["publish", TOPIC, "-t", "local", "--ttl-ms", "-1"], "--ttl-ms"),
+    (["publish", TOPIC, "-t", "local", "--ttl-ms", "99999999999"], "ttl"),
+    (["publish", TOPIC, "-t", "local", "--count", "0"], "--count"),
+    (["publish", TOPIC, "-t", "local", "--hex", "xyz"], "--hex is not hexadecimal"),
+    (["publish", TOPIC, "-t", "local", "--json-payload", "{"], "--json-payload is not JSON"),
+    (["publish", TOPIC, "-t", "local", "--text", "a", "--hex", "00"], "say the payload once"),
+    (["publish", TOPIC, "-t", "local", "--file", "nowhere"], "can't read nowhere: No such file or directory"),
+    (["publish", "//vehicle1/8001/1/7", "-t", "local"], "topic (8000 to FFFE)"),
+    (["publish", "//*/8001/1/8001", "-t", "local"], "wildcards"),
+    (["publish", "/8001/1/8001", "-t", "local"], "--authority WHO"),
+    (["publish", TOPIC, "-t", "mqtt5", "-s", "port=1"], "no connection to the broker at 127.0.0.1:1"),
+    (["call", "//vehicle1/4/1/8001", *ON_LOCAL], "method (1 to 7FFF)"),
+    (["call", "//vehicle1/4/1/1", *ON_LOCAL, "--timeout-ms", "0"], "--timeout-ms"),
+    (["call", "//vehicle1/4/1/1", *ON_LOCAL, "--timeout-ms", "99999999999"], "ttl"),
+    (["call", "//vehicle1/4/1/1", *ON_LOCAL, "--timeout-ms", "50"], "no answer within 50 ms"),
+    (["call", "//vehicle1/4/1/1", "-t", "local", "-a", "*"], "concrete authority"),
+    (["replay", *ON_LOCAL, "--data", "nowhere.csv"], "can't read nowhere.csv: No such file or directory"),
+    (["replay", *ON_LOCAL, "--data", "."], "can't read .: Is a directory"),
+    (["replay", *ON_LOCAL, "--data", "empty.csv"], "got an empty file"),
+    (["replay", *ON_LOCAL, "--data", "header.csv"], "got none"),
+    (["replay", *ON_LOCAL, "--seconds", "0"], "--seconds"),
+    (["replay", *ON_LOCAL, "--rate", "0"], "--rate"),
+    (["replay", *ON_LOCAL, "--start-ms", "-5"], "--start-ms"),
+    (["replay", "-t", "local", "-a", "nobody"], "mcu1 and vehicle1 do: be one of them, or add --all"),
+    (["history"], "Missing argument"),
+    (["history", "vehicle1"], "--transport NAME"),
+    (["history", "VEHICLE", *ON_LOCAL], "lower-case"),
+    (["history", "*", *ON_LOCAL], "wildcards"),
+    (["history", "vehicle1", "nonsense", *ON_LOCAL], "expected up://"),
+    (["history", "vehicle1", *ON_LOCAL, "--poll", "--limit", "0"], "--limit"),
+    (["dead-letters"], "either --data-dir DIR or --config FILE"),
+    (["dead-letters", "--data-dir", ".", "-c", "one.toml"], "either --data-dir DIR or --config FILE"),
+    (["dead-letters", "--data-dir", "nowhere"], "is this the data_dir of a streamer that has run?"),
+    (["dead-letters", "-c", "one.toml"], "is this the data_dir of a streamer that has run?"),
+    (["dead-letters", "--data-dir", "damaged"], "check it, or move it away"),
+    (["dead-letters", "--data-dir", "damaged", "--limit", "0"], "--limit"),
+    (["usubscription", "-a", "v", "-t", "local"], "--store"),
+    (["usubscription", "-a", "V", "-t", "local", "--store", "x.db"], "lower-case"),
+    (["usubscription", "-a", "v", "-t", "pigeon", "--store", "x.db"], "no transport 'pigeon'"),
+    (["usubscription", "-a", "v", "-t", "local", "--store", "nowhere/x.db"], "make it first"),
+    (["usubscription", "-a", "v", "-t", "local", "--store", "damaged/dead-letters.db"], "restore it from a backup"),
+    (["usubscription", "-a", "v", "-t", "mqtt5", "--store", "x.db", "-s", "port=1"], "no connection to the broker at 127.0.0.1:1"),
+    (["demo", "--seconds", "5"], "--seconds"),
+    (["demo", "--rate", "0"], "--rate"),
+    (["demo", "--without-mqtt", "--data", "nowhere.csv"], "can't read nowhere.csv"),
+    (["demo", "--without-mqtt", "--data", "empty.csv"], "got an empty file"),
+    (["demo", "--without-mqtt", "--out", "empty.csv"], "say another with --out"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments)[:70] for arguments, _ in WRONG])
+def test_what_is_wrong_is_said(
+    invoke: Invoke, arguments: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path))
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "header.csv").write_text("SPEED (),RPM\n")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "dead-letters.db").write_bytes(b"no database at all" * 500)
+    result = invoke(*arguments)
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr + capfd.readouterr().err
+    assert not result.stdout
+
+
+BAD_CONFIGS: list[tuple[str, list[str]]] = [
+    ("x = [", ["bad.toml is not valid TOML"]),
+    ("", ["endpoint: Field required"]),
+    (ONE + "colour = 1\n", ["bad.toml:8:", "unknown key 'colour'"]),
+    (ONE.replace("[streamer]", "[streamer]\nadmni = 1"), ["bad.toml:3: streamer.admni: unknown key 'admni'"]),
+    (ONE + "settings = { netwrok = 'x' }\n", ["bad.toml:8: endpoint.0.settings.netwrok: unknown key 'netwrok'"]),
+    (ONE.replace('"local"', '"pigeon"'), ["bad.toml:6: endpoint 'v': there is no transport 'pigeon'"]),
+    (ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:99999"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
+    (ONE.replace("[streamer]", '[streamer]\nadmin = "9090"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
+    (ONE + ONE.partition("data")[2].partition("\n")[2], ["two endpoints are named 'v'"]),
+    (
+        ONE + '[[endpoint]]\nname = "w"\ntransport = "local"\nauthorities = ["vehicle1"]\n',
+        ["authority 'vehicle1' belongs to both endpoint 'v' and 'w'"],
+    ),
+    (ONE.replace('["vehicle1"]', "[]"), ["bad.toml:7:"]),
+    (ONE.replace('["vehicle1"]', '["Vehicle1"]'), ["bad.toml:7:", "lower-case"]),
+    (ONE + '[[rule]]\nfrom = "v"\nto = "moon"\n', ["endpoint 'moon', which there is not; known are v"]),
+    (ONE + '[[rule]]\nfrom = "v"\nto = "v"\n', ["in a circle"]),
+    (ONE + '[history]\nrecord = ["nonsense"]\nretention_hours = 0\n', ["bad.toml:9:", "bad.toml:10:"]),
+    (  # everything at once, in the order of the lines
+        "[streamer]\nfoo = 1\n" + ONE.replace("[streamer]\n", "").replace("data_dir", "#") + "settings = { nope = 1 }\nbar = 2\n",
+        ["bad.toml:2: streamer.foo", "endpoint.0.settings.nope", "endpoint.0.bar"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "messages"), BAD_CONFIGS, ids=[messages[0][:60] for _, messages in BAD_CONFIGS])
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_every_mistake_of_a_configuration_is_said_with_its_line(
+    invoke: Invoke, command: str, text: str, messages: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bad.toml").write_text(text.replace("{folder}", str(tmp_path)))
+    result = invoke(command, "-c", "bad.toml")
+    assert result.exit_code == 1
+    places = [result.stderr.find(message) for message in messages]
+    assert -1 not in places, result.stderr
+    assert places == sorted(places)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_configuration_that_is_no_text_is_said(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_bytes(b"\xff\xfe\x00")
+    assert "it is not UTF-8" in invoke("check", "-c", "bad.toml").stderr
+
+
+@pytest.mark.parametrize("file", ["history.db", "dead-letters.db", "usubscription.db"])
+def test_a_data_dir_that_cannot_be_used_is_said(invoke: Invoke, tmp_path: Path, file: str) -> None:
+    (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path))
+    (tmp_path / "data" / file).mkdir(parents=True)
+    result = invoke("run", "-c", "one.toml")
+    assert result.exit_code == 1
+    assert f"data/{file} can't be opened" in result.stderr
+
+
+def test_a_data_dir_that_cannot_be_made_is_said(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path))
+    (tmp_path / "data").touch()
+    result = invoke("run", "-c", "one.toml")
+    assert result.exit_code == 1
+    assert "can't be made" in result.stderr
+    assert "choose a folder that can" in result.stderr
+
+
+def test_an_admin_port_in_use_is_said(invoke: Invoke, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nadmin = "127.0.0.1:{port}"'))
+        result = invoke("run", "-c", "one.toml")
+    assert result.exit_code == 1
+    assert f"the admin port 127.0.0.1:{port} can't be opened" in result.stderr
+    assert "is another streamer running?" in result.stderr
+
+
+def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path))
+    assert "vehicle1" in invoke("check", "-c", "one.toml").stdout
+    assert lines_of(invoke("check", "-c", "one.toml", "--json")) == [
+        {
+            "ok": True,
+            "authority": "vehicle1",
+            "endpoints": [
+                {"name": "v", "transport": "local", "authorities": ["vehicle1"], "usubscription": "embedded", "home": True},
+            ],
+            "rules": [],
+        }
+    ]
+
+
+def test_publish_prints_what_it_sent(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "payload").write_bytes(b"\x00\xff")
+    shown = [
+        lines_of(invoke("publish", TOPIC, "-t", "local", "--json", "--count", "2", *payload))
+        for payload in (["--text", "hello"], ["--json-payload", '{"a": 1}'], ["--hex", "00ff"], ["--file", "payload"], [])
+    ]
+    assert [one[0].get("payload") for one in shown] == ["hello", {"a": 1}, "00ff", "00ff", None]
+    assert all(len({message["id"] for message in one}) == 2 for one in shown)
+    (message,) = lines_of(invoke("publish", TOPIC, "-t", "local", "--json", "--ttl-ms", "500", "--priority", "cs5"))
+    assert (message["source"], message["ttl_ms"], message["priority"]) == ("up://vehicle1/8001/1/8001", 500, "CS5")
+
+
+def test_replay_tells_of_broken_rows_and_loses_none_that_can_be_read(invoke: Invoke, tmp_path: Path) -> None:
+    (tmp_path / "broken.csv").write_text('VEHICLE_SPEED (),ENGINE_RPM (),\n1,900,\nfast,1000,\n2,,\n,,\n"3,1100,\n4,1200\n')
+    result = invoke("replay", "-t", "local", "-a", "vehicle1", "--all", "--data", "broken.csv", "--json")
+    assert result.exit_code == 0
+    last = lines_of(result)[-1]
+    assert last["done"] is True
+    assert last["published"] == sum(last["topics"].values()) == 3 + 3
+    assert "broken.csv: row 3: Vehicle.OBD.Speed is not a number: 'fast'" in result.stderr
+    assert "broken.csv: row 5: has no readable value: skipped" in result.stderr
+    assert last["problems"] >= 4
