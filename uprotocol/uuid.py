@@ -10,10 +10,12 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
 
 from uprotocol.status import invalid
 from uprotocol.v1.uuid_pb2 import UUID
 
+RANDOM_BLOCK_BYTES: Final = 2_048  # of 256 ids
 _TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}")  # version 7, variant 10
 _LOW = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION = 0x7000
@@ -25,13 +27,36 @@ def now_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+class _Pool:
+    """os.urandom, drawn in blocks: a system call for each id would cost more than all the rest of it. A forked child draws its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._block, self._next = b"", 0
+        os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child)
+
+    def __call__(self, count: int) -> bytes:
+        with self._lock:
+            if self._next + count > len(self._block):
+                self._block, self._next = os.urandom(RANDOM_BLOCK_BYTES), 0
+            self._next += count
+            return self._block[self._next - count : self._next]
+
+    def _in_child(self) -> None:
+        self._block, self._next = b"", 0
+        self._lock.release()
+
+
+_pool = _Pool()
+
+
 class UUIDGenerator:
     """Ids that rise within a process: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method 1).
 
     More than 4,096 ids in a millisecond borrow from the next one, as the RFC allows.
     """
 
-    def __init__(self, clock_ms: Callable[[], int] = now_ms, random_bytes: Callable[[int], bytes] = os.urandom) -> None:
+    def __init__(self, clock_ms: Callable[[], int] = now_ms, random_bytes: Callable[[int], bytes] = _pool) -> None:
         self._clock_ms, self._random_bytes = clock_ms, random_bytes
         self._last = 0  # time << 12 | counter
         self._lock = threading.Lock()

@@ -180,31 +180,32 @@ class Database:
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
-            self._keep(db, topic, subscriber, record)
+            self._keep(db, topic, subscriber, record, known=subscriber in records.seen)
         outcome = Outcome(done.answer, self._tell(db, topic, done.changes))
         if done.link != link:
             self._keep_link(db, topic, done.link)
             outcome.topic, outcome.link = event.topic, done.link
         elif isinstance(event, TimedOut):
             outcome.topic, outcome.link = event.topic, link
-        if done.link.state is Status.UNSUBSCRIBED:
-            self._unused.add(topic)
+        if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
+            self._unused.add(topic)  # perhaps: the sweep looks
         return outcome
 
-    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None) -> None:
+    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, *, known: bool) -> None:
         who = self._id(db, subscriber)
         if record is None:
             db.execute("DELETE FROM subscription WHERE subscriber = ? AND topic = ?", (who, topic))
             self._count -= 1
             self._unused.add(who)
             return
-        values = (record.status, record.major, record.expires_ms, record.sample_period_ms, record.details or None, who, topic)
-        changed = db.execute(
-            """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?
-               WHERE subscriber = ? AND topic = ?""",
-            values,
-        )
-        if not changed.rowcount:
+        values = (int(record.status), record.major, record.expires_ms, record.sample_period_ms, record.details or None, who, topic)
+        if known:
+            db.execute(
+                """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?
+                   WHERE subscriber = ? AND topic = ?""",
+                values,
+            )
+        else:
             db.execute(
                 """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, subscriber, topic)
                    VALUES(?, ?, ?, ?, ?, ?, ?)""",
@@ -262,8 +263,9 @@ class Database:
             limit = REGISTERED_FOR_ALL_MAX
         if count >= limit:
             db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
+            self._unused.update((topic, client))
             return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} registrations for notifications are stored, which is the limit")
-        self._registrations += 1
+        self._registrations += 1 if topic else 0
         return Outcome()
 
     def _unregister(self, db: sqlite3.Connection, event: Unregister) -> None:
@@ -318,7 +320,6 @@ class Database:
             assert cursor.lastrowid is not None
             known = cursor.lastrowid
             self._remember(key, known)
-            self._unused.add(known)  # until the sweep has seen who uses it
         return known
 
     def _key(self, db: sqlite3.Connection, id: int) -> Key:
@@ -360,6 +361,7 @@ class _StoredRecords:
 
     def __init__(self, database: Database, db: sqlite3.Connection, topic: int) -> None:
         self._database, self._db, self._topic = database, db, topic
+        self.seen: set[Key] = set()  # subscribers that have a record, as far as anybody asked
 
     def get(self, subscriber: Key, /) -> Record | None:
         who = self._database._find(self._db, subscriber)
@@ -369,7 +371,10 @@ class _StoredRecords:
             "SELECT status, major, expires_ms, sample_period_ms, details FROM subscription WHERE subscriber = ? AND topic = ?",
             (who, self._topic),
         ).fetchone()
-        return _record(row) if row is not None else None
+        if row is None:
+            return None
+        self.seen.add(subscriber)
+        return _record(row)
 
     def has_others(self, subscriber: Key, /) -> bool:
         who = self._database._find(self._db, subscriber)
@@ -381,7 +386,9 @@ class _StoredRecords:
             "SELECT subscriber, status, major, expires_ms, sample_period_ms, details FROM subscription WHERE topic = ? ORDER BY seq",
             (self._topic,),
         ).fetchall()
-        return [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
+        found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
+        self.seen.update(subscriber for subscriber, _ in found)
+        return found
 
 
 def _record(row: Sequence[Any]) -> Record:

@@ -33,6 +33,8 @@ from usubscription.store import Store
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
 CHANGES_BATCH_MAX: Final = 32  # some 100 messages at once, 1 to 2 ms of the loop: what waits for it is answers
+GATHER_MS: Final = 5  # while changes follow one another, so that they leave together: a message alone costs ten times as much
+NOTE_MS: Final = 200  # between notes of what was told: each is a commit, and after a crash only what came since is told twice
 ANSWER_WAIT_MS_MAX: Final = 1_000  # for the response to leave first; a response that the RPC server had to drop never does
 ANSWERS_KEPT_MAX: Final = 20_000  # requests whose response has left, until their change asks for it
 RETRY_FIRST_MS: Final = 200  # doubles up to ...
@@ -97,6 +99,8 @@ class Pump:
         self._progress = asyncio.Event()
         self._connection = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._noting: asyncio.TimerHandle | None = None
+        self._last = 0.0  # loop time at which something was told
         self.sent = 0
         self.messages_sent = 0
         self.dropped: Counter[str] = Counter()
@@ -115,6 +119,14 @@ class Pump:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._noting is not None:
+            self._noting.cancel()
+            self._note()
+
+    def _note(self) -> None:
+        self._noting = None
+        with contextlib.suppress(UStatusError):  # then these are told again after a restart
+            self._store.submit(Sent(self.sent))
 
     def add(self, changes: Sequence[StoredChange], tag: Tag | None) -> None:
         if not self._behind and len(self._waiting) + len(changes) <= CHANGES_WAITING_MAX:
@@ -147,6 +159,8 @@ class Pump:
                 if not self._waiting:
                     await self._catch_up()
                     continue
+                if asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000:
+                    await asyncio.sleep(GATHER_MS / 1000)
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
                 await self._tell(batch)
             except UStatusError as error:
@@ -181,8 +195,9 @@ class Pump:
         await self._send(messages)
         self.sent = max(self.sent, batch[-1][0].number)
         self._progress.set()
-        with contextlib.suppress(UStatusError):  # stopping: then these are told again after the restart
-            self._store.submit(Sent(self.sent))
+        self._last = asyncio.get_running_loop().time()
+        if self._noting is None:
+            self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
 
     def _messages(self, stored: StoredChange) -> list[UMessage]:
         """Notifications, then the Publish in either version (spec-facts C-18, A-41). The transport validates them, so nothing does here."""

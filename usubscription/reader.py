@@ -134,8 +134,12 @@ def read_link(row: Sequence[Any]) -> Link:
     return Link(Status(row[0]), row[1], Command(row[2]) if row[2] is not None else None, row[3], row[4], row[5])
 
 
+_encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps would make one for each change
+
+
 def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
-    return json.dumps([*change[:6], change.details.hex(), change.status_changed, recipients], separators=(",", ":"))
+    topic, subscriber, status, major, expires_ms, period, details, _, status_changed = change
+    return _encode([topic, subscriber, int(status), major, expires_ms, period, details.hex(), status_changed, recipients])
 
 
 def _read_change(number: int, text: str) -> StoredChange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import uuid as standard
 
@@ -131,3 +133,14 @@ def test_threads_get_ids_of_their_own() -> None:
 @pytest.mark.parametrize("id", [UUID(), UUID(msb=SMALL.msb), UUID(lsb=SMALL.lsb), UUID(msb=SMALL.msb, lsb=0xC000 << 48)])
 def test_protobuf_can_hold_what_is_no_uuid_7(id: UUID) -> None:
     assert not uuids.is_v7(id)
+
+
+def test_a_forked_child_makes_other_ids() -> None:
+    script = (
+        "import os, uprotocol.uuid as u; u.new(); child = os.fork()\n"
+        "os.write(1, u.new().lsb.to_bytes(8, 'big'))\n"
+        "if child: os.waitpid(child, 0)"
+    )
+    written = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60).stdout
+    assert len(written) == 16
+    assert written[:8] != written[8:]

@@ -1,0 +1,216 @@
+"""uSubscription at its size: a million subscriptions in one store, asked while it is written to.
+
+fill (bulk, not measured) -> start -> FetchSubscribers one by one (p99) while subscribers subscribe, each answer durable -> memory
+                             service process                    two client processes, over Zenoh on loopback
+
+Prints a table, and as its last line one JSON object. `python bench/usubscription_scale.py [--subscriptions N] [--seconds S]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from transports.plugin import create
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription.database import Database
+from usubscription.state import Status
+
+AUTHORITY: Final = "scale"
+TOPICS_PER_ENTITY: Final = 100
+SUBSCRIBERS_AT_ONCE: Final = 256  # requests in flight: what a few hundred applications that start together have
+FETCH_PAUSE_S: Final = 0.002  # between questions, so that they sample the whole run
+RATE_PER_S: Final = 2_200  # of Subscribe, while FetchSubscribers is measured: what the service has to bear is 2,000
+OPTIONS: Final = CallOptions(timeout_ms=30_000)
+
+
+def fill(path: Path, subscriptions: int, topics: int, subscribers: int) -> None:
+    """A store as the service would leave it, written in bulk: filling it over the network would take longer than measuring it."""
+    database = Database(path, AUTHORITY)
+    database.open()
+    database.close()
+    db = sqlite3.connect(path, isolation_level=None)
+    db.execute("PRAGMA synchronous=OFF")
+    db.execute("BEGIN")
+    db.executemany("INSERT INTO uri VALUES(?, ?, ?, 1, ?)", ((1 + n, *topic(n)) for n in range(topics)))
+    db.executemany("INSERT INTO uri VALUES(?, ?, ?, 1, 0)", ((1 + topics + n, AUTHORITY, 0x10000 + n) for n in range(subscribers)))
+    each = subscriptions // topics
+    step = subscribers // each
+    rows = ((1 + t, 1 + topics + (t + k * step) % subscribers) for t in range(topics) for k in range(each))
+    db.executemany(f"INSERT INTO subscription(topic, subscriber, status, major) VALUES(?, ?, {int(Status.SUBSCRIBED)}, 4)", rows)
+    db.execute("COMMIT")
+    db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    db.close()
+
+
+def topic(number: int) -> tuple[str, int, int]:
+    """Authority, entity, resource."""
+    return (AUTHORITY, 0x100 + number // TOPICS_PER_ENTITY, 0x8000 + number % TOPICS_PER_ENTITY)
+
+
+def topic_uri(number: int) -> UUri:
+    authority, ue_id, resource = topic(number)
+    return uris.uri(authority, ue_id, 1, resource)
+
+
+class Service:
+    """The service as a process of its own."""
+
+    def __init__(self, path: Path, endpoint: str) -> None:
+        settings = ["--setting", f'listen=["{endpoint}"]']
+        command = [sys.executable, "-m", "usubscription", "--authority", AUTHORITY, "--store", str(path), "--transport", "zenoh", *settings]
+        started = time.monotonic()
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.start_s = time.monotonic() - started
+        assert line, "the service did not start"
+
+    def memory_mib(self) -> float:
+        """Resident memory at its highest."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (peak,) = (line for line in status.splitlines() if line.startswith("VmHWM"))
+        return int(peak.split()[1]) / 1024
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.wait(30)
+
+
+def percentile(values: list[float], part: float) -> float:
+    return sorted(values)[min(int(len(values) * part), len(values) - 1)]
+
+
+async def fetch_until(endpoint: str, end: float, topics: int) -> list[float]:
+    """How long each FetchSubscribers took, in ms."""
+    local, chance, found = LocalUriProvider(AUTHORITY, 0xF000, 1), random.Random(1), []
+    async with create("zenoh", {"connect": [endpoint]}, local) as transport, InMemoryRpcClient(transport, local) as rpc:
+        while time.monotonic() < end:
+            asked = UPayload.pack(v3.FetchSubscribersRequest(topic=topic_uri(chance.randrange(topics))))
+            started = time.perf_counter()
+            answer = await rpc.invoke_method(uris.uri(AUTHORITY, 0, 3, 8), asked, OPTIONS)
+            found.append((time.perf_counter() - started) * 1000)
+            assert answer.unpack(v3.FetchSubscribersResponse).subscribers
+            await asyncio.sleep(FETCH_PAUSE_S)
+    return found
+
+
+async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -> dict[str, Any]:
+    """Subscribe at `rate` per second, whatever the service does (0: as fast as SUBSCRIBERS_AT_ONCE callers can)."""
+    local = LocalUriProvider(AUTHORITY, 0xF001, 1)
+    latencies: list[float] = []
+    async with create("zenoh", {"connect": [endpoint]}, local) as transport, InMemoryRpcClient(transport, local) as rpc:
+
+        async def subscribe(number: int) -> None:
+            at = uris.uri(AUTHORITY, 0x100_0000 * seed + 0x8000 + number // 0x7000, 1, 0x8000 + number % 0x7000)
+            started = time.perf_counter()
+            request = UPayload.pack(v4.SubscribeRequest(topic=at))
+            answer = await rpc.invoke_method(uris.uri(AUTHORITY, 0, 4, 1), request, OPTIONS)
+            latencies.append((time.perf_counter() - started) * 1000)
+            assert answer.unpack(v4.SubscribeResponse).status == v4.SubscriptionStatus.STATUS_SUBSCRIBED
+
+        numbers = itertools.count()
+        began = time.monotonic()
+        end = began + seconds
+
+        async def without_pause() -> None:
+            while time.monotonic() < end:
+                await subscribe(next(numbers))
+
+        async with asyncio.TaskGroup() as group:
+            if not rate:
+                for _ in range(SUBSCRIBERS_AT_ONCE):
+                    group.create_task(without_pause())
+            started = 0
+            while rate and (now := time.monotonic()) < end:
+                for _ in range(int((now - began) * rate) - started):
+                    group.create_task(subscribe(next(numbers)))
+                    started += 1
+                await asyncio.sleep(0.001)
+        took = time.monotonic() - began
+    return {"subscribe_per_s": round(len(latencies) / took), "p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
+
+
+def load(endpoint: str, seconds: float, rate: float, seed: int) -> subprocess.Popen[str]:
+    """The subscribers, as a process of their own."""
+    command = [sys.executable, __file__, "--load", json.dumps([endpoint, seconds, rate, seed])]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def result(process: subprocess.Popen[str]) -> dict[str, Any]:
+    said, _ = process.communicate(timeout=120)
+    found: dict[str, Any] = json.loads(said)
+    return found
+
+
+def measure(endpoint: str, seconds: float, rate: float, topics: int) -> dict[str, Any]:
+    idle = asyncio.run(fetch_until(endpoint, time.monotonic() + min(seconds, 3), topics))
+    steady = load(endpoint, seconds + 1, rate, 1)
+    time.sleep(1)  # it is under way
+    busy = asyncio.run(fetch_until(endpoint, time.monotonic() + seconds - 1, topics))
+    at_rate, flat_out = result(steady), result(load(endpoint, seconds, 0, 2))
+    return {
+        "subscribe_per_s": at_rate["subscribe_per_s"],
+        "subscribe_p50_ms": round(at_rate["p50_ms"], 2),
+        "subscribe_p99_ms": round(at_rate["p99_ms"], 2),
+        "fetch_subscribers_p50_ms": round(percentile(busy, 0.5), 2),
+        "fetch_subscribers_p99_ms": round(percentile(busy, 0.99), 2),
+        "fetch_subscribers_idle_p99_ms": round(percentile(idle, 0.99), 2),
+        "fetches": len(busy),
+        "subscribe_max_per_s": flat_out["subscribe_per_s"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--subscriptions", type=int, default=1_000_000)
+    parser.add_argument("--topics", type=int, default=100_000)
+    parser.add_argument("--subscribers", type=int, default=10_000)
+    parser.add_argument("--rate", type=float, default=RATE_PER_S, help="Subscribes per second")
+    parser.add_argument("--load", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of the measured part")
+    options = parser.parse_args()
+    if options.load is not None:
+        print(json.dumps(asyncio.run(subscribe_for(*json.loads(options.load)))))
+        return
+    with tempfile.TemporaryDirectory(prefix="usubscription-scale-") as directory:
+        path = Path(directory) / "store.db"
+        fill(path, options.subscriptions, options.topics, options.subscribers)
+        endpoint = "tcp/127.0.0.1:17447"
+        service = Service(path, endpoint)
+        try:
+            figures = {"subscriptions": options.subscriptions, "topics": options.topics, "subscribers": options.subscribers}
+            figures |= {"start_s": round(service.start_s, 2)}
+            figures |= measure(endpoint, options.seconds, options.rate, options.topics)
+            figures |= {"rss_peak_mib": round(service.memory_mib()), "cpu_s": round(service.cpu_s(), 1)}
+            figures |= {"store_mib": round(sum(file.stat().st_size for file in Path(directory).iterdir()) / 2**20)}
+        finally:
+            service.stop()
+    for name, value in figures.items():
+        print(f"{name:32} {value:>12,}")
+    print(json.dumps({"usubscription": figures}))
+
+
+if __name__ == "__main__":
+    main()
