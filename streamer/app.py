@@ -74,8 +74,8 @@ class Streamer:
             return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, trusted=trusted)
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
-        self.hosted.walk = ingress(self.home, trusted=True)
-        self.hosted.entities_changed = self._listen
+        self.hosted.walk = self._entry = ingress(self.home, trusted=True)
+        self.hosted.entities_changed = self._entities_changed
         self.pumps = [Pump(endpoint, one, self.view, self.dead_letters, _backoff(config)) for endpoint in self.endpoints for one in logs]
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
@@ -281,6 +281,12 @@ class Streamer:
 
     async def _subscription_changed(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed."""
+        await self._listen()
+
+    async def _entities_changed(self) -> None:
+        """A service inside has come or gone: what is for it goes another way now."""
+        for one in (*self.ingresses.values(), self._entry):
+            one.forget_routes()
         await self._listen()
 
     async def _listen(self) -> None:

@@ -210,6 +210,10 @@ class Ingress:
 
     # Where it goes
 
+    def forget_routes(self) -> None:
+        """Decide anew: something has changed that `View.version` does not tell."""
+        self._routes.clear()
+
     def _resolve(self, key: Any, attributes: UAttributes, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
