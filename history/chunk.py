@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final
 
+from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.v1.umessage_pb2 import UMessage
 
 ID_BYTES: Final = 16  # a message id, big endian
@@ -35,7 +36,7 @@ class Chunk:
         streams: list[int],
         prev_seqs: list[int],
         data: list[bytes] | None = None,
-        messages: list[UMessage] | None = None,
+        messages: Sequence[Carried] | None = None,
     ) -> None:
         assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and every column one entry for each"
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
@@ -66,8 +67,8 @@ class Chunk:
         return self._data
 
     @property
-    def messages(self) -> list[UMessage]:
-        """Each UMessage: the very objects that were appended while the chunk is in memory, else parsed on first use."""
+    def messages(self) -> Sequence[Carried]:
+        """Each message: the very objects that were appended while the chunk is in memory, else parsed on first use."""
         if self._messages is None:
             self._messages = [UMessage.FromString(data) for data in self.data]
         return self._messages
@@ -146,19 +147,17 @@ class Columns:
         return self.first_seq + self.records - 1
 
 
-def message_id(message: UMessage) -> bytes:
+def message_id(message: Carried) -> bytes:
+    """16 bytes, big endian."""
+    if type(message) is EncodedMessage:
+        return message.id_bytes
     id = message.attributes.id
     return struct.pack(">QQ", id.msb, id.lsb)
 
 
-def message_ids(messages: Sequence[UMessage]) -> bytes:
+def message_ids(messages: Sequence[Carried]) -> bytes:
     """16 bytes for each, big endian."""
-    halves: list[int] = []
-    for message in messages:
-        id = message.attributes.id
-        halves.append(id.msb)
-        halves.append(id.lsb)
-    return struct.pack(f">{len(halves)}Q", *halves)
+    return b"".join(map(message_id, messages))
 
 
 def encode(chunk: Chunk) -> Columns:

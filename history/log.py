@@ -13,7 +13,7 @@ import asyncio
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -28,9 +28,9 @@ from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week finds its history again
@@ -241,7 +241,7 @@ class Log:
 
     # -- append
 
-    def append(self, streams: list[int], messages: list[UMessage]) -> asyncio.Future[int]:
+    def append(self, streams: list[int], messages: Sequence[Carried]) -> asyncio.Future[int]:
         """Resolves with the first seq when all of them are committed; the others follow it without gap.
 
         `streams` has the `stream_id` of each message. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED (disk full, or more
@@ -263,7 +263,7 @@ class Log:
             self._writer.submit(Append(list(streams), list(messages), done))
         return done
 
-    def _keep(self, streams: list[int], messages: list[UMessage]) -> int:
+    def _keep(self, streams: list[int], messages: Sequence[Carried]) -> int:
         """Append to the ring."""
         time_ms = self._now_ms()
         first_seq = self._extent.newest_seq + 1
@@ -278,7 +278,7 @@ class Log:
                 stream.grow(
                     seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
                 )
-            self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), 2 * sum(m.ByteSize() for m in part_messages))
+            self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), 2 * sum(message.ByteSize() for message in part_messages))
         self._extent.newest_seq = self._numbering.newest_seq
         self._announce()
         return first_seq

@@ -19,9 +19,9 @@ import structlog
 
 from history.chunk import Chunk, Columns, encode
 from history.store import Cursor, Extent, Store, Stream, growth_of, status_error
+from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 
 CHUNK_RECORDS_MAX: Final = 512  # beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
 CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
@@ -35,7 +35,7 @@ log = structlog.get_logger()
 @dataclass(slots=True)
 class Append:
     streams: list[int]
-    messages: list[UMessage]
+    messages: list[Carried]
     done: asyncio.Future[int]
 
 
@@ -49,7 +49,7 @@ class Retention:
 Written = Callable[[list[Append] | None, list[Chunk], Extent, UStatusError | None], None]
 
 
-def cut(streams: Sequence[int], messages: Sequence[UMessage], data: Sequence[bytes]) -> list[tuple[int, int]]:
+def cut(streams: Sequence[int], messages: Sequence[Carried], data: Sequence[bytes]) -> list[tuple[int, int]]:
     """Where the chunks begin and end."""
     bounds = []
     begin = size = 0

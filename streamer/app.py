@@ -22,6 +22,7 @@ from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
+from streamer.flow import Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
 from streamer.retry import Backoff
@@ -70,13 +71,20 @@ class Streamer:
             self.endpoints, self.hosted, self.dead_letters, messages_max=config.express.messages_max, backoff=lambda: _backoff(config)
         )
 
+        flow = Flow()
+
         def ingress(endpoint: Endpoint, *, trusted: bool = False) -> Ingress:
-            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, trusted=trusted)
+            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, flow, trusted=trusted)
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         self.hosted.entities_changed = self._entities_changed
-        self.pumps = [Pump(endpoint, one, self.view, self.dead_letters, _backoff(config)) for endpoint in self.endpoints for one in logs]
+        self.pumps = [
+            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config), None if one.durable else flow)
+            for endpoint in self.endpoints
+            for one in logs
+        ]
+        flow.followers = [pump for pump in self.pumps if not pump.log.durable]
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
@@ -107,7 +115,7 @@ class Streamer:
             volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
             window = IdWindow()
             for id in await durable.recent_ids(RECENT_IDS):
-                window.take((int.from_bytes(id[:8], "big"), int.from_bytes(id[8:], "big")))
+                window.take(uuids.from_bytes(id).SerializeToString())
             return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
         except BaseException:
             await durable.close()

@@ -97,7 +97,7 @@ class HistorySection(_Section):
     volatile: list[Pattern] = []  # kept in memory only: for high rates on flash that must not wear
     retention_hours: float = Field(default=168, gt=0)
     retention_mib: int = Field(default=1024, ge=1)
-    volatile_mib: int = Field(default=64, ge=1)
+    volatile_mib: int = Field(default=64, ge=8)  # less would not hold what is under way between two networks
 
 
 class USubscriptionSection(_Section):

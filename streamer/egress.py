@@ -10,9 +10,10 @@ Order holds per (source, sink) within a class: one batch is in flight, and after
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -20,11 +21,13 @@ from history.chunk import Chunk
 from history.log import Log
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
+from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.retry import Backoff
 from streamer.view import Target, Version, View
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.status import RETRYABLE, UStatusError, code_name
+from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
+from uprotocol.status import OK, RETRYABLE, UStatusError, code_name
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -39,9 +42,8 @@ UNDECIDED_WAIT_S: Final = 5.0  # how long a record waits for a uSubscription tha
 log = structlog.get_logger()
 
 
-class Item(NamedTuple):
-    seq: int
-    message: UMessage
+Item = tuple[int, Carried]  # seq and message
+_RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)  # plain numbers: an enum's attribute is looked up in Python at each use
 
 
 class Plan(NamedTuple):
@@ -67,12 +69,13 @@ class Pump:
         view: View,
         dead_letters: DeadLetters,
         backoff: Backoff,
+        flow: Flow | None = None,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self.peer, self.log = peer, source
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
         self._name = f"egress:{peer.name}"
-        self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]
+        self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]  # by priority class
         self._waiting = 0
         self._plans: dict[int, Plan | None] = {}
         self._plans_version: Version | None = None
@@ -82,6 +85,9 @@ class Pump:
         self.cursor = 0  # last seq confirmed
         self.retries = 0
         self.gaps = 0  # records that retention took before the peer got them
+        self._flow = flow
+        self._active_at = -math.inf  # loop time at which the peer last took something, or was given something after that
+        self._failing = False  # the last batch was not taken whole
         source.on_append(self._wake.set)
 
     def __repr__(self) -> str:
@@ -91,6 +97,18 @@ class Pump:
     def backlog(self) -> int:
         """Records of the log that this peer has not been through."""
         return self.log.newest_seq - self.cursor
+
+    @property
+    def lag(self) -> float:
+        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room."""
+        log = self.log
+        unread = log.newest_seq - self._read
+        kept = max(log.newest_seq - log.floor_seq, 1)
+        return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
+
+    def is_active(self, since: float) -> bool:
+        """True if the peer has taken something since that loop time."""
+        return self._active_at >= since
 
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
@@ -129,8 +147,7 @@ class Pump:
             for chunk in chunks:
                 if not await self._plan_all(chunk.streams):
                     return
-                self._take(chunk.first_seq, chunk.streams, chunk.messages)
-                self._read = chunk.last_seq
+                self._take(chunk)
                 if self._waiting >= WINDOW_MESSAGES_MAX:
                     return
             self._read = max(self._read, covered)
@@ -184,21 +201,24 @@ class Pump:
         since = min(target.since for target in leg.targets)
         return Plan(leg.targets, since, not (add_sink or drop_sink or thinned), add_sink, drop_sink)
 
-    def _take(self, first_seq: int, streams: list[int], messages: list[UMessage]) -> None:
+    def _take(self, chunk: Chunk) -> None:
         plans, lanes, taken = self._plans, self._lanes, 0
-        for seq, (stream, message) in enumerate(zip(streams, messages, strict=True), first_seq):
+        for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
             plan = plans[stream]
             assert plan is not None
             if not plan.targets or seq <= plan.since:
                 continue
             if plan.as_is:
-                lanes[lane_of(message)].append(Item(seq, message))
+                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message))
                 taken += 1
                 continue
-            for copy in self._copies(plan, stream, seq, message):
-                lanes[lane_of(copy)].append(Item(seq, copy))
+            for copy in self._copies(plan, stream, seq, decoded(message)):
+                lanes[lane(copy.attributes)].append((seq, copy))
                 taken += 1
         self._waiting += taken
+        self._read = chunk.last_seq
+        if self._flow is not None:
+            self._flow.moved()
 
     def _copies(self, plan: Plan, stream: int, seq: int, message: UMessage) -> list[UMessage]:
         """The message as the peer is to see it, once or once per authority, thinned by the sample periods."""
@@ -226,31 +246,38 @@ class Pump:
         batch = self._next_batch()
         if not batch:
             return
+        transport, loop = self.peer.transport, asyncio.get_running_loop()
+        if not self._failing:
+            self._active_at = loop.time()
+        messages: Sequence[Any] = [message for _, message in batch]
+        if not transport.takes_encoded:
+            messages = [decoded(message) for message in messages]
         try:
-            statuses = await self.peer.transport.send_batch([item.message for item in batch])
+            statuses = await transport.send_batch(messages)
         except UStatusError as error:
             statuses = [error.status] * len(batch)
         again = self._settle(batch, statuses)
         for item in reversed(again):
-            self._lanes[lane_of(item.message)].appendleft(item)
+            self._lanes[lane(item[1].attributes)].appendleft(item)
         self._waiting += len(again)
         self._confirm()
+        self._failing = bool(again)
         if again:
             self.retries += 1
             await self._backoff.wait()
         else:
+            self._active_at = loop.time()
             self._backoff.reset()
 
     def _next_batch(self) -> list[Item]:
         """Highest class first; what has expired becomes a dead letter instead."""
         batch: list[Item] = []
         now = self._now_ms()
-        for lane in reversed(self._lanes):
-            while lane and len(batch) < BATCH_MESSAGES_MAX:
-                item = lane.popleft()
+        for queue in reversed(self._lanes):
+            while queue and len(batch) < BATCH_MESSAGES_MAX:
+                item = queue.popleft()
                 self._waiting -= 1
-                attributes = item.message.attributes
-                if attributes.ttl and attrs.is_expired(attributes, now):
+                if _is_expired(item[1], now):
                     self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
                 else:
                     batch.append(item)
@@ -261,9 +288,9 @@ class Pump:
         again: list[Item] = []
         sent = 0
         for item, status in zip(batch, statuses, strict=True):
-            if status.code == UCode.OK:
+            if status is OK or not status.code:
                 sent += 1
-            elif status.code in RETRYABLE:
+            elif status.code in _RETRYABLE:
                 again.append(item)  # the ttl is looked at when it is its turn again
             else:
                 self._dead(item, status.code, status.message or code_name(status.code))
@@ -272,19 +299,20 @@ class Pump:
 
     def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
         self.peer.dropped["undeliverable"] += 1
-        self._dead_letters.add(item.message, code, reason, self.peer.name)
+        self._dead_letters.add(decoded(item[1]), code, reason, self.peer.name)
 
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
-        cursor = min((lane[0].seq - 1 for lane in self._lanes if lane), default=self._read)
+        cursor = min((queue[0][0] - 1 for queue in self._lanes if queue), default=self._read)
         if cursor > self.cursor:
             self.cursor = cursor
             self.log.set_cursor(self._name, cursor)
 
 
-def lane_of(message: UMessage) -> int:
-    """The priority class; one of a later specification counts as the highest that we know."""
-    return min(message.attributes.priority or UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS6)
+def _is_expired(message: Carried, now_ms: int) -> bool:
+    if type(message) is EncodedMessage:
+        return message.stamp.ttl > 0 and message.is_expired(now_ms)
+    return attrs.is_expired(message.attributes, now_ms)
 
 
 def _with_sink(message: UMessage, authority: str) -> UMessage:

@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from streamer.dead_letter import DeadLetters
-from streamer.egress import lane_of
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
 from streamer.retry import Backoff
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.encoded import lane
 from uprotocol.message import error_response
 from uprotocol.status import RETRYABLE, UStatusError, code_name
 from uprotocol.v1.uattributes_pb2 import UPriority
@@ -51,8 +51,8 @@ class Express:
 
     def put(self, peer: Endpoint, message: UMessage, origin: Endpoint | None) -> None:
         """Queue `message` for `peer`; a full queue answers RESOURCE_EXHAUSTED."""
-        lane = self.lanes[peer.name]
-        if len(lane) >= self._messages_max:
+        queue = self.lanes[peer.name]
+        if len(queue) >= self._messages_max:
             peer.dropped["express_full"] += 1
             self.fail(
                 message,
@@ -61,7 +61,7 @@ class Express:
                 peer,
             )
             return
-        lane.put(message, origin)
+        queue.put(message, origin)
 
     def fail(self, message: UMessage, code: UCode.ValueType, reason: str, endpoint: Endpoint) -> None:
         """`message` can't be dispatched: answer its originator if it is a request, and keep it as a dead letter."""
@@ -98,7 +98,7 @@ class ExpressLane:
         return f"ExpressLane({self.peer.name}, waiting={self._size})"
 
     def put(self, message: UMessage, origin: Endpoint | None) -> None:
-        self._classes[lane_of(message)].append((message, origin))
+        self._classes[lane(message.attributes)].append((message, origin))
         self._size += 1
         self._arrived.set()
 
@@ -120,7 +120,7 @@ class ExpressLane:
 
     def _put_back(self, entries: Sequence[Entry]) -> None:
         for entry in reversed(entries):
-            self._classes[lane_of(entry[0])].appendleft(entry)
+            self._classes[lane(entry[0].attributes)].appendleft(entry)
         self._size += len(entries)
 
     async def run(self) -> None:

@@ -18,12 +18,14 @@ import structlog
 from history.log import Log
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
+from streamer.flow import Flow
 from streamer.hosted import HostedTransport
 from streamer.rules import Rules
 from streamer.view import Version, View
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import Carried, EncodedMessage, decoded
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -57,14 +59,14 @@ class Route:
 
 
 class IdWindow:
-    """The ids taken lately, in two generations, so that forgetting is cheap."""
+    """The ids taken lately, in two generations, so that forgetting is cheap. An id is `UUID.SerializeToString()`."""
 
     def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
         self._generation_max = ids_max // 2
-        self._young: set[tuple[int, int]] = set()
-        self._old: set[tuple[int, int]] = set()
+        self._young: set[bytes] = set()
+        self._old: set[bytes] = set()
 
-    def take(self, id: tuple[int, int]) -> bool:
+    def take(self, id: bytes) -> bool:
         """False if `id` was taken before."""
         if id in self._young or id in self._old:
             return False
@@ -73,7 +75,7 @@ class IdWindow:
             self._old, self._young = self._young, set()
         return True
 
-    def forget(self, id: tuple[int, int]) -> None:
+    def forget(self, id: bytes) -> None:
         self._young.discard(id)
         self._old.discard(id)
 
@@ -115,50 +117,49 @@ class Ingress:
         express: Express,
         hosted: HostedTransport,
         window: IdWindow,
+        flow: Flow,
         *,
         trusted: bool = False,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self.endpoint = endpoint
         self._endpoints, self._rules, self._view, self._logs = endpoints, rules, view, logs
-        self._express, self._hosted, self._window, self._trusted = express, hosted, window, trusted
+        self._express, self._hosted, self._window, self._flow, self._trusted = express, hosted, window, flow, trusted
         self._now_ms = now_ms
         self._routes: dict[Any, Route] = {}
         self._newest_append: dict[Log, asyncio.Future[int]] = {}
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
+        self._turn = asyncio.Lock()  # of batches that wait for the flow
+        self._deferred = 0  # so many of them
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
 
     # What arrives
 
-    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+    takes_encoded = True
+
+    def on_receive(self, message: Carried) -> Awaitable[None] | None:
         return self.on_receive_batch([message])
 
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+    def on_receive_batch(self, messages: Sequence[Carried]) -> Awaitable[None] | None:
         """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is committed."""
         endpoint, routes, take = self.endpoint, self._routes, self._window.take
         endpoint.received += len(messages)
         version = self._view.version
-        appends: dict[Log, tuple[list[int], list[UMessage]]] = {}
+        appends: dict[Log, tuple[list[int], list[Carried]]] = {}
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
-            attributes = message.attributes
-            key = (
-                attributes.type,
-                attributes.source.SerializeToString(),
-                attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
-            )
+            key: Any = message.stamp if type(message) is EncodedMessage else _key(message.attributes)
             route = routes.get(key)
             if route is None or route.version != version:
-                route = self._resolve(key, attributes, version)
+                route = self._resolve(key, message, version)
             if route.lane is Lane.DROP:
-                self._drop(route, message)
+                self._drop(route, decoded(message))
                 continue
-            id = attributes.id
-            if not take((id.msb, id.lsb)):
+            if not take(_id(message)):
                 duplicates += 1
                 continue
             if route.log is not None:
@@ -168,14 +169,18 @@ class Ingress:
                 append[0].append(route.stream)
                 append[1].append(message)
             elif route.lane is Lane.HOSTED:
-                taken = self._hosted.deliver([message])
+                taken = self._hosted.deliver([decoded(message)])
                 if taken is not None:
                     pending.append(taken)
             else:
                 assert route.peer is not None
-                self._express.put(route.peer, message, endpoint)
+                self._express.put(route.peer, decoded(message), endpoint)
         for target, (streams, batch) in appends.items():
-            pending.append(self._append(target, streams, batch))
+            if target.durable or (not self._deferred and self._flow.is_open):
+                pending.append(self._append(target, streams, batch))
+            else:
+                self._deferred += 1
+                pending.append(self._append_in_turn(target, streams, batch))
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
             pending.extend(future for future in self._newest_append.values() if not future.done())  # the first copy may not be safe yet
@@ -183,7 +188,15 @@ class Ingress:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
-    def _append(self, target: Log, streams: list[int], batch: list[UMessage]) -> asyncio.Future[int]:
+    async def _append_in_turn(self, target: Log, streams: list[int], batch: list[Carried]) -> None:
+        """Once the volatile log's readers have caught up, and after what arrived before."""
+        async with self._turn:  # first come, first served
+            if not self._flow.is_open:
+                await self._flow.opened()
+            self._deferred -= 1
+            await self._append(target, streams, batch)
+
+    def _append(self, target: Log, streams: list[int], batch: list[Carried]) -> asyncio.Future[int]:
         future = target.append(streams, batch)
 
         def settle(done: asyncio.Future[int]) -> None:
@@ -191,7 +204,7 @@ class Ingress:
                 return
             self.endpoint.dropped["refused"] += len(batch)  # not acknowledged: whoever can will send it again
             for message in batch:
-                self._window.forget((message.attributes.id.msb, message.attributes.id.lsb))
+                self._window.forget(_id(message))
 
         future.add_done_callback(settle)
         self._newest_append[target] = future
@@ -214,11 +227,11 @@ class Ingress:
         """Decide anew: something has changed that `View.version` does not tell."""
         self._routes.clear()
 
-    def _resolve(self, key: Any, attributes: UAttributes, version: Version) -> Route:
+    def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
         try:
-            route = self._decide(attributes, version)
+            route = self._decide(message.attributes, version)
         except UStatusError as error:  # the log knows too many topics: the others must not suffer
             log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
             route = Route(version, Lane.DROP, reason="topics_full")
@@ -327,6 +340,15 @@ class Ingress:
             for authority in authorities
             if self._endpoints.owner(authority) is self.endpoint
         ]
+
+
+def _key(attributes: UAttributes) -> tuple[int, bytes, bytes | None]:
+    sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
+    return attributes.type, attributes.source.SerializeToString(), sink
+
+
+def _id(message: Carried) -> bytes:
+    return message.id_key if type(message) is EncodedMessage else message.attributes.id.SerializeToString()
 
 
 async def _all(pending: list[Awaitable[Any]]) -> None:

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import structlog
+from google.protobuf.message import DecodeError
 
-from transports.stamp import is_shared
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, is_shared, suffix
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener, validate_filters
 from uprotocol.v1.ucode_pb2 import UCode
@@ -63,9 +64,10 @@ class _Known(NamedTuple):
     """What is the same for all messages of a stamp."""
 
     by_filter: dict[int, list[UListener]]  # by the identity of the Filter, which is quicker than its hash
-    all: list[UListener]  # of all filters, each once
-    ttl: int
-    format: int
+    stamp: Stamp
+
+
+_Shares = dict[int, tuple[UListener, list[Carried]]]  # by the identity of the listener
 
 
 class ListenerTable:
@@ -85,7 +87,7 @@ class ListenerTable:
         self._table: dict[Filter, list[UListener]] = {}
         self._size = 0
         self._routes: dict[Any, _Found | None] = {}  # by type, source, sink
-        self._stamped: dict[bytes, _Known] = {}  # the same and more, by all attributes but the id
+        self._stamped: dict[bytes, _Known] = {}  # the same and more, by the encoded attributes without the id
         self.dropped: Counter[str] = Counter()
         self.failures = 0  # calls of listeners that raised
 
@@ -139,64 +141,106 @@ class ListenerTable:
         `only` limits it to the listeners of one filter, the very object that `add` answered. What is invalid or expired is dropped and
         counted. The awaitable, if any, completes when every listener has taken its share; it raises if one has not.
         """
-        return self._deliver((message, only, None) for message in messages)
-
-    def deliver_stamped(self, deliveries: Sequence[tuple[UMessage, Filter, bytes | None]]) -> Awaitable[None] | None:
-        """The same for networks that deliver once per filter and have the encoded attributes at hand: each message to the listeners of its
-        filter, which is the very object that `add` answered. The third is its transports.stamp, or None.
-
-        The same message twice in a row, for overlapping filters, reaches a listener of both once.
-        """
-        return self._deliver(deliveries)
-
-    def _deliver(self, deliveries: Iterable[tuple[UMessage, Filter | None, bytes | None]]) -> Awaitable[None] | None:
-        shares: dict[int, tuple[UListener, list[UMessage]]] = {}
+        shares: _Shares = {}
         now = self._now_ms()
-        stamped = self._stamped
-        for message, only, stamp in deliveries:
-            known = stamped.get(stamp) if stamp is not None else None
-            if known is None:
-                known = self._examine(message, stamp)
-                if known is None:
-                    continue
-            if known.ttl and attrs.is_expired(message.attributes, now):
+        for message in messages:
+            found = self._valid(message)
+            if found is None:
+                continue
+            attributes = message.attributes
+            if attributes.ttl and attrs.is_expired(attributes, now):
                 self.dropped["expired"] += 1
-                continue
-            if known.format and not message.HasField("payload"):
+            elif attributes.payload_format and not message.HasField("payload"):
                 self.dropped["invalid"] += 1
-                continue
-            listeners = known.all if only is None else known.by_filter.get(id(only), _NOBODY)
-            for listener in listeners:
+            else:
+                for listener in _each_once(found) if only is None else _of(found, only):
+                    share = shares.get(id(listener))
+                    if share is None:
+                        shares[id(listener)] = (listener, [message])
+                    else:
+                        share[1].append(message)
+        return self._hand_over(shares)
+
+    def deliver_encoded(self, arrived: Iterable[tuple[Filter, bytes, bytes]]) -> Awaitable[None] | None:
+        """The same for networks that deliver once per filter and bring the attributes encoded: (filter, payload, UAttributes).
+
+        A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless a listener wants
+        that: one with a true `takes_encoded` gets them as EncodedMessage. The same message twice in a row, for overlapping filters,
+        reaches a listener of both once.
+        """
+        shares: _Shares = {}
+        now, stamped = self._now_ms(), self._stamped
+        last: Carried | None = None
+        last_encoded = last_payload = b""
+        reached: list[Filter] = []  # by which filters `last` has come: another one means the same message, one of them a new one
+        known: _Known | None = None
+        for filter, payload, encoded in arrived:
+            if last is None or known is None or encoded != last_encoded or payload != last_payload or filter in reached:
+                last, last_encoded, last_payload, reached = None, encoded, payload, []
+                mark = suffix(encoded)
+                known = stamped.get(mark) if mark is not None else None
+                if known is not None:
+                    last = EncodedMessage(encoded, payload, known.stamp)
+                    if known.stamp.ttl and last.is_expired(now):
+                        self.dropped["expired"] += 1
+                        last = None
+                        continue
+                else:
+                    known, last = self._meet(encoded, payload, mark, now)
+                    if known is None or last is None:
+                        continue
+            reached.append(filter)
+            for listener in known.by_filter.get(id(filter), _NOBODY):
                 share = shares.get(id(listener))
                 if share is None:
-                    shares[id(listener)] = (listener, [message])
-                elif only is None or share[1][-1] is not message:
-                    share[1].append(message)
+                    shares[id(listener)] = (listener, [last])
+                elif share[1][-1] is not last:
+                    share[1].append(last)
+        return self._hand_over(shares)
+
+    def _meet(self, encoded: bytes, payload: bytes, mark: bytes | None, now: int) -> tuple[_Known | None, Carried | None]:
+        """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it."""
+        message = UMessage()
+        try:
+            message.attributes.ParseFromString(encoded)
+        except DecodeError:
+            self.dropped["malformed"] += 1
+            return None, None
+        if payload or message.attributes.payload_format:
+            message.payload = payload
+        found = self._valid(message)
+        if found is None:
+            return None, None
+        if attrs.is_expired(message.attributes, now):
+            self.dropped["expired"] += 1
+            return None, None
+        known = _Known({id(filter): listeners for filter, listeners in found}, Stamp(message.attributes))
+        if mark is None or not is_shared(message.attributes):
+            return known, message
+        if len(self._stamped) >= ROUTES_CACHED_MAX:
+            self._stamped.clear()
+        self._stamped[mark] = known
+        return known, EncodedMessage(encoded, payload, known.stamp)
+
+    def _hand_over(self, shares: _Shares) -> Awaitable[None] | None:
         pending: list[Awaitable[None]] = []
-        for listener, share_messages in shares.values():
-            pending.extend(self._call(listener, share_messages))
+        for listener, messages in shares.values():
+            pending.extend(self._call(listener, messages))
         if not pending:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
-    def _examine(self, message: UMessage, stamp: bytes | None) -> _Known | None:
-        """What holds for every message of this stamp; None, and counted, if this one is invalid."""
-        attributes = message.attributes
+    def _valid(self, message: UMessage) -> _Found | None:
+        """The filters that match; None, and counted, if the message is invalid."""
         found = self._matching(message)
-        try:
-            attrs.validate_rest(attributes)
-        except UStatusError:
-            found = None
+        if found is not None:
+            try:
+                attrs.validate_rest(message.attributes)
+            except UStatusError:
+                found = None
         if found is None:
             self.dropped["invalid"] += 1
-            return None
-        listeners = found[0][1] if len(found) == 1 else list({id(one): one for _, ones in found for one in ones}.values())
-        known = _Known({id(filter): ones for filter, ones in found}, listeners, attributes.ttl, attributes.payload_format)
-        if stamp is not None and is_shared(attributes):
-            if len(self._stamped) >= ROUTES_CACHED_MAX:
-                self._stamped.clear()
-            self._stamped[stamp] = known
-        return known
+        return found
 
     def wants(self, message: UMessage) -> bool:
         """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops that."""
@@ -205,10 +249,9 @@ class ListenerTable:
 
     def accepts(self, message: UMessage) -> bool:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
-        known = self._examine(message, None)
-        if known is None:
+        if self._valid(message) is None:
             return False
-        if known.format and not message.HasField("payload"):
+        if message.attributes.payload_format and not message.HasField("payload"):
             self.dropped["invalid"] += 1
             return False
         if attrs.is_expired(message.attributes, self._now_ms()):
@@ -240,7 +283,8 @@ class ListenerTable:
         self._routes[route] = found
         return found
 
-    def _call(self, listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
+    def _call(self, listener: UListener, carried: list[Carried]) -> list[Awaitable[None]]:
+        messages: list[Any] = carried if getattr(listener, "takes_encoded", False) else [decoded(message) for message in carried]
         batch = getattr(listener, "on_receive_batch", None)
         calls = [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
         pending = []
@@ -255,6 +299,16 @@ class ListenerTable:
                 if result is not None:
                     pending.append(result)
         return pending
+
+
+def _each_once(found: _Found) -> Iterable[UListener]:
+    if len(found) == 1:
+        return found[0][1]
+    return {id(listener): listener for _, listeners in found for listener in listeners}.values()
+
+
+def _of(found: _Found, only: Filter) -> list[UListener]:
+    return next((listeners for filter, listeners in found if filter is only), _NOBODY)
 
 
 async def _all(pending: list[Awaitable[None]]) -> None:

@@ -29,7 +29,7 @@ from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
-from transports.stamp import is_shared, stamp
+from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -154,6 +154,7 @@ class ZenohTransport(UTransport):
     """One Zenoh session."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    takes_encoded = True
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
@@ -164,7 +165,7 @@ class ZenohTransport(UTransport):
         self._session: zenoh.Session | None = None
         self._sender: ThreadPoolExecutor | None = None
         self._publishers: OrderedDict[tuple[str, int], zenoh.Publisher] = OrderedDict()  # by key, priority; the sender thread's alone
-        self._lanes: dict[bytes, _Lane] = {}  # by stamp; the sender thread's alone
+        self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id; the sender thread's alone
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: set[str] = set()
@@ -246,7 +247,7 @@ class ZenohTransport(UTransport):
         except zenoh.ZError as error:
             raise translate(error, doing) from None
 
-    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+    async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         session, sender = self._session, self._sender
         if session is None or sender is None:
             return stopped([], len(messages), _NOT_OPEN)
@@ -254,34 +255,37 @@ class ZenohTransport(UTransport):
             return []
         statuses = await self._loop.run_in_executor(sender, self._put, session, messages)
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
-            return [_NO_PEER if status.code == UCode.OK else status for status in statuses]
+            return [_NO_PEER if status is OK else status for status in statuses]
         return statuses
 
-    def _put(self, session: zenoh.Session, messages: Sequence[UMessage]) -> list[UStatus]:
-        """On the sender thread. Messages of a stamp that is known need no validation: what may differ is the payload and the age."""
+    def _put(self, session: zenoh.Session, messages: Sequence[Carried]) -> list[UStatus]:
+        """On the sender thread. Messages of a stream that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
-        now_ms, lanes = self._outbox.now_ms(), self._lanes
+        now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
         for message in messages:
-            attributes = message.attributes
-            encoded = attributes.SerializeToString()
-            mark = stamp(encoded)
-            lane = lanes.get(mark) if mark is not None else None
+            mark: Any
+            if type(message) is EncodedMessage:
+                encoded, mark = message.encoded, message.stamp
+            else:
+                encoded = message.attributes.SerializeToString()
+                mark = suffix(encoded)
+            lane = lanes.get(mark)
             try:
                 if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
-                    refusal = self._outbox.refusal(message, now_ms)
+                    refusal = self._outbox.refusal(decoded(message), now_ms)
                     if refusal is not None:
                         statuses.append(refusal)
                         continue
-                    lane = lane or self._lane(session, message, mark)
-                if not self._peers:
+                    lane = lane or self._lane(session, decoded(message), mark)
+                if not peers:
                     return stopped(statuses, len(messages), _NO_PEER)
-                lane.publisher.put(message.payload, attachment=mapping.attachment(encoded))
+                lane.publisher.put(message.payload, attachment=version + encoded)
             except zenoh.ZError as error:
                 return stopped(statuses, len(messages), translate(error, "sending").status)
             statuses.append(OK)
         return statuses
 
-    def _lane(self, session: zenoh.Session, message: UMessage, mark: bytes | None) -> _Lane:
+    def _lane(self, session: zenoh.Session, message: UMessage, mark: Any) -> _Lane:
         """The declared publisher for a message that is valid, remembered by its stamp."""
         attributes = message.attributes
         key = mapping.message_key(message, self._authority), attributes.priority
@@ -346,24 +350,10 @@ class ZenohTransport(UTransport):
         return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        deliveries: list[tuple[UMessage, Filter, bytes | None]] = []
-        last_payload = last_attachment = b""
-        message, mark = None, None
-        reached: list[Filter] = []  # by which filters `message` has come: another one means the same sample, one of them a new sample
-        for filter, payload, attachment in arrived:
-            if attachment != last_attachment or message is None or payload != last_payload or filter in reached:
-                last_payload, last_attachment, reached = payload, attachment, []
-                encoded = attachment[1:]
-                mark = stamp(encoded)
-                try:
-                    message = mapping.decode(payload, attachment, encoded)
-                except UStatusError:
-                    message = None
-                    self.dropped["malformed"] += 1
-                    continue
-            reached.append(filter)
-            deliveries.append((message, filter, mark))
-        return self._table.deliver_stamped(deliveries)
+        version = mapping.VERSION_BYTE
+        ours = [(filter, payload, attachment[1:]) for filter, payload, attachment in arrived if attachment[:1] == version]
+        self.dropped["malformed"] += len(arrived) - len(ours)
+        return self._table.deliver_encoded(ours)
 
 
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")

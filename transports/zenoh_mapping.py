@@ -17,7 +17,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 PROTOCOL_VERSION: Final = 0x01
-_VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
+VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
 PRIORITIES: Final[dict[int, str]] = {
@@ -65,7 +65,7 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
 
 def attachment(encoded_attributes: bytes) -> bytes:
     """dsn~up-transport-zenoh-attributes-mapping~1; the payload goes as it is."""
-    return _VERSION_BYTE + encoded_attributes
+    return VERSION_BYTE + encoded_attributes
 
 
 def encode(message: UMessage) -> bytes:
@@ -73,8 +73,8 @@ def encode(message: UMessage) -> bytes:
     return attachment(message.attributes.SerializeToString())
 
 
-def decode(payload: bytes, attachment: bytes, encoded_attributes: bytes | None = None) -> UMessage:
-    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none. `encoded_attributes`: if they are cut out already.
+def decode(payload: bytes, attachment: bytes) -> UMessage:
+    """The message, unvalidated. Raises UStatusError(INVALID_ARGUMENT) if it is none.
 
     Zenoh has no payload that is absent: it is one if it has bytes or a format (A-19, A-28).
     """
@@ -83,7 +83,7 @@ def decode(payload: bytes, attachment: bytes, encoded_attributes: bytes | None =
     message = UMessage()
     attributes = message.attributes
     try:
-        attributes.ParseFromString(encoded_attributes or attachment[1:])
+        attributes.ParseFromString(attachment[1:])
     except DecodeError as error:
         raise invalid(f"the attachment has no UAttributes: {error}") from None
     if payload or attributes.payload_format:

@@ -24,6 +24,8 @@ NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
 _CS1: Final = UPriority.UPRIORITY_CS1  # by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
 _CS4: Final = UPriority.UPRIORITY_CS4
+PRIORITY_DEFAULT: Final = int(UPriority.UPRIORITY_CS1)
+PRIORITY_MAX: Final = int(UPriority.UPRIORITY_CS6)
 ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no second look; some 2 MB when full
 
 _RPC: Final = frozenset((REQUEST, RESPONSE))

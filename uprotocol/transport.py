@@ -80,6 +80,8 @@ class UTransport(abc.ABC):
     """
 
     capabilities: Capability = Capability.NONE
+    takes_encoded: bool = False
+    """`send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us."""

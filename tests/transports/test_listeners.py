@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from transports.conformance.base import Sink, notification, publish, reply, topic
 from transports.conformance.sending import INVALID, every_combination, expired
-from transports.listeners import ListenerTable
+from transports.listeners import Filter, ListenerTable
 from transports.outbox import Outbox, stopped
-from transports.stamp import is_shared, stamp
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedMessage, is_shared, suffix
 from uprotocol.status import OK
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -39,8 +39,15 @@ class Waiting:
         return self.taken[-1]
 
 
-def marked(message: UMessage) -> bytes | None:
-    return stamp(message.attributes.SerializeToString())
+def wired(filter: Filter, message: UMessage) -> tuple[Filter, bytes, bytes]:
+    """As a network brings it."""
+    return filter, message.payload, message.attributes.SerializeToString()
+
+
+class Raw(Sink):
+    """A listener that takes messages as they came."""
+
+    takes_encoded = True
 
 
 def test_a_listener_is_called_once_for_a_batch() -> None:
@@ -76,16 +83,15 @@ async def test_delivery_fails_if_one_listener_fails() -> None:
         await pending  # type: ignore[misc]
 
 
-def test_stamped_delivery_reaches_the_listeners_of_its_filter_only() -> None:
+def test_encoded_delivery_reaches_the_listeners_of_its_filter_only() -> None:
     table, narrow, wide = ListenerTable("beta"), Sink(1), Sink(1)
     first, second = table.add(topic(), reply(), narrow), table.add(uris.ANY, reply(), wide)
     assert first is not None
     assert second is not None
     for number in range(3):  # the first fills the cache
-        message = notification(b"%d" % number)
-        table.deliver_stamped([(message, second, marked(message))])
+        table.deliver_encoded([wired(second, notification(b"%d" % number))])
     assert (narrow.payloads, wide.payloads) == ([], [b"0", b"1", b"2"])
-    table.deliver_stamped([(publish(), first, None)])
+    table.deliver_encoded([wired(first, publish())])
     assert narrow.payloads == [], "a filter of another shape than the message"
 
 
@@ -94,22 +100,21 @@ def test_registrations_made_later_count_for_known_stamps() -> None:
     filter = table.add(topic(), reply(), early)
     assert filter is not None
     one, two, three = notification(b"1"), notification(b"2"), notification(b"3")
-    table.deliver_stamped([(one, filter, marked(one))])
+    table.deliver_encoded([wired(filter, one)])
     assert table.add(topic(), reply(), late) is None
-    table.deliver_stamped([(two, filter, marked(two))])
+    table.deliver_encoded([wired(filter, two)])
     table.remove(topic(), reply(), early)
-    table.deliver_stamped([(three, filter, marked(three))])
+    table.deliver_encoded([wired(filter, three)])
     assert (early.payloads, late.payloads) == ([b"1", b"2"], [b"2", b"3"])
 
 
 @pytest.mark.parametrize("what", [name for name in INVALID if name != "format without payload"])
-def test_what_is_invalid_is_counted_with_and_without_a_stamp(what: str) -> None:
+def test_what_is_invalid_is_counted_however_it_comes(what: str) -> None:
     table, heard = ListenerTable("beta"), Sink(1)
     table.add(uris.ANY, uris.ANY, heard)
     for _ in range(2):
         table.deliver([INVALID[what]()])
-        message = INVALID[what]()
-        table.deliver_stamped([(message, table.filters[0], marked(message))])
+        table.deliver_encoded([wired(table.filters[0], INVALID[what]())])
     assert heard.messages == []
     assert table.dropped == {"invalid": 4}
 
@@ -121,15 +126,38 @@ def test_what_differs_within_a_stamp_is_looked_at_each_time() -> None:
     assert filter is not None
     message = notification(b"fresh")
     message.attributes.ttl = 1_000
-    table.deliver_stamped([(message, filter, marked(message))])
+    table.deliver_encoded([wired(filter, message)])
     now[0] += 5_000
-    table.deliver_stamped([(message, filter, marked(message))])
-    bare = notification(b"")
-    table.deliver_stamped([(bare, filter, marked(bare))])
-    bare.ClearField("payload")
-    table.deliver_stamped([(bare, filter, marked(bare))])
+    table.deliver_encoded([wired(filter, message)])
+    table.deliver_encoded([wired(filter, notification(b""))])
     assert heard.payloads == [b"fresh", b""]
-    assert table.dropped == {"expired": 1, "invalid": 1}
+    assert table.dropped == {"expired": 1}
+    table.deliver_encoded([(filter, b"", b"no attributes")])
+    assert table.dropped == {"expired": 1, "malformed": 1}
+
+
+def test_a_listener_may_take_messages_as_they_came() -> None:
+    table, raw, plain = ListenerTable("beta"), Raw(1), Sink(1)
+    filter = table.add(topic(), reply(), raw)
+    assert filter is not None
+    table.add(topic(), reply(), plain)
+    sent = [notification(b"%d" % number) for number in range(3)]
+    table.deliver_encoded([wired(filter, message) for message in sent])
+    assert [type(message) for message in raw.messages] == [EncodedMessage] * 3
+    assert [message.decoded() for message in raw.messages] == plain.messages == sent  # type: ignore[attr-defined]
+    assert len({id(message.stamp) for message in raw.messages}) == 1  # type: ignore[attr-defined]
+
+
+def test_the_same_message_by_two_filters_reaches_a_listener_once() -> None:
+    table, heard = ListenerTable("beta"), Sink(1)
+    narrow, wide = table.add(topic(), reply(), heard), table.add(uris.ANY, reply(), heard)
+    assert narrow is not None
+    assert wide is not None
+    one, two = notification(b"1"), notification(b"2")
+    table.deliver_encoded([wired(narrow, one), wired(wide, one), wired(narrow, two), wired(wide, two)])
+    assert heard.payloads == [b"1", b"2"]
+    table.deliver_encoded([wired(narrow, one), wired(narrow, one)])
+    assert heard.payloads == [b"1", b"2", b"1", b"1"], "sent twice is heard twice"
 
 
 @given(st.sampled_from(list(every_combination())), st.integers(0, 2**48 - 1), st.integers(0, 2**62 - 1))
@@ -137,14 +165,14 @@ def test_a_stamp_is_the_same_for_every_id(message: UMessage, time_ms: int, rando
     one = message.attributes.SerializeToString()
     other = UAttributes.FromString(one)
     other.id.msb, other.id.lsb = time_ms << 16 | 0x7123, 1 << 63 | random
-    assert stamp(one) == stamp(other.SerializeToString()) == one[20:]
+    assert suffix(one) == suffix(other.SerializeToString()) == one[20:]
     other.id.msb ^= 0x1000
-    assert stamp(other.SerializeToString()) is None, "not version 7"
+    assert suffix(other.SerializeToString()) is None, "not version 7"
 
 
 @given(st.binary(max_size=60))
 def test_a_stamp_of_anything_is_bytes_or_none(data: bytes) -> None:
-    assert stamp(data) in (None, data[20:])
+    assert suffix(data) in (None, data[20:])
 
 
 def test_what_is_of_one_message_alone_is_not_shared() -> None:

@@ -1,0 +1,63 @@
+"""EncodedMessage reads like the UMessage that it is."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedMessage, Stamp, decoded, lane, suffix
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
+from uprotocol.v1.umessage_pb2 import UMessage
+
+TOPIC = uris.parse("//vehicle1/8001/1/8001")
+
+
+def encode(message: UMessage) -> EncodedMessage:
+    return EncodedMessage(message.attributes.SerializeToString(), message.payload, Stamp(message.attributes))
+
+
+@given(
+    st.one_of(st.none(), st.binary(max_size=40_000)),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(UPriority.values()),
+    st.sampled_from([UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_RAW]),
+)
+def test_it_reads_like_the_message(
+    payload: bytes | None, ttl: int, priority: UPriority.ValueType, format: UPayloadFormat.ValueType
+) -> None:
+    builder = UMessageBuilder.publish(TOPIC).with_ttl(ttl).with_priority(priority)
+    message = builder.build_from_upayload(UPayload(payload, format) if payload is not None else None)
+    encoded = encode(message)
+    same = UMessage()
+    same.CopyFrom(message)
+    if not message.payload and not message.attributes.payload_format:
+        same.ClearField("payload")  # an empty payload without a format is none (A-19)
+    assert decoded(encoded) == same
+    assert UMessage.FromString(encoded.SerializeToString()) == same
+    assert encoded.HasField("payload") == same.HasField("payload")
+    assert encoded.payload == message.payload
+    assert encoded.attributes == message.attributes
+    assert encoded.id_key == message.attributes.id.SerializeToString()
+    assert encoded.id_bytes == uuids.to_bytes(message.attributes.id)
+    assert encoded.created_ms == uuids.time_ms(message.attributes.id)
+    assert encoded.stamp.lane == lane(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
+    assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
+    assert not encoded.is_expired(encoded.created_ms + ttl)
+
+
+@given(st.binary(max_size=100))
+def test_a_suffix_is_cut_from_an_id_of_version_7_only(data: bytes) -> None:
+    assert suffix(data) in (None, data[20:])
+
+
+def test_messages_of_a_stream_share_the_suffix() -> None:
+    one, two = (UMessageBuilder.publish(TOPIC).build().attributes.SerializeToString() for _ in range(2))
+    assert suffix(one) == suffix(two) == one[20:]
+    assert one != two
+
+
+def test_an_unknown_priority_is_the_highest() -> None:
+    assert lane(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]

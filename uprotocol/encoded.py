@@ -1,0 +1,145 @@
+"""A message as it crosses a dispatcher: addressed, counted, stored and sent on without being parsed.
+
+encoded UAttributes = 0A 12 09 msb 11 lsb | stamp          EncodedMessage(encoded, payload, Stamp)
+                      the id: 20 bytes    | all the rest   .attributes and .decoded() parse it when somebody looks
+
+Messages of one stream share the stamp, so what is known of one (valid, its route, its priority) is known of all. Parsing, validating and
+building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
+from uprotocol.status import invalid
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.umessage_pb2 import UMessage
+
+_BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
+_ID_SIZE: Final = 20
+_ATTRIBUTES, _PAYLOAD = b"\x0a", b"\x12"  # the fields of UMessage
+
+
+def suffix(encoded: bytes) -> bytes | None:
+    """What follows the id in serialised UAttributes; None if they don't begin with an id that is a UUID of version 7.
+
+    A second id in what follows would be part of it: a verdict on the first message of a stamp holds for the others too.
+    """
+    if len(encoded) < _ID_SIZE or not encoded.startswith(_BEGIN) or encoded[11] != 0x11 or encoded[4] >> 4 != 7 or encoded[19] >> 6 != 2:
+        return None
+    return encoded[_ID_SIZE:]
+
+
+class Stamp:
+    """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix."""
+
+    __slots__ = ("attributes", "lane", "payload_format", "ttl")
+
+    def __init__(self, attributes: UAttributes) -> None:
+        self.attributes = attributes  # of some message with this stamp: never look at its id
+        self.lane = lane(attributes)
+        self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
+        self.payload_format: int = attributes.payload_format
+
+
+def is_shared(attributes: UAttributes) -> bool:
+    """False if something else than the id is of this message alone: its stamp is not worth remembering."""
+    return not (attributes.traceparent or attributes.token or attributes.HasField("reqid"))
+
+
+def lane(attributes: UAttributes) -> int:
+    """The priority class as a number (CS0 is 1); one of a later specification counts as the highest that we know."""
+    return min(attributes.priority or PRIORITY_DEFAULT, PRIORITY_MAX)
+
+
+class EncodedMessage:
+    """Reads like a valid UMessage whose payload is there if it has bytes or a format. Never changed once made.
+
+    `encoded` are the serialised UAttributes, which begin with a valid id; `stamp` is what follows it.
+    """
+
+    __slots__ = ("_decoded", "encoded", "payload", "stamp")
+
+    def __init__(self, encoded: bytes, payload: bytes, stamp: Stamp) -> None:
+        self.encoded, self.payload, self.stamp = encoded, payload, stamp
+        self._decoded: UMessage | None = None
+
+    def __repr__(self) -> str:
+        return f"EncodedMessage(id={self.id_bytes.hex()}, payload={len(self.payload)} bytes)"
+
+    @property
+    def id_key(self) -> bytes:
+        """The id as encoded, 18 bytes: equal to `UUID.SerializeToString()`."""
+        return self.encoded[2:_ID_SIZE]
+
+    @property
+    def id_bytes(self) -> bytes:
+        """The id, 16 bytes, big endian."""
+        encoded = self.encoded
+        return encoded[10:2:-1] + encoded[19:11:-1]
+
+    @property
+    def created_ms(self) -> int:
+        """The time in the id, Unix milliseconds."""
+        return int.from_bytes(self.encoded[5:11], "little")
+
+    def is_expired(self, now_ms: int) -> bool:
+        return self.stamp.ttl > 0 and now_ms > self.created_ms + self.stamp.ttl
+
+    @property
+    def attributes(self) -> UAttributes:
+        return self.decoded().attributes
+
+    def HasField(self, name: str) -> bool:
+        return name == "attributes" or bool(self.payload) or self.stamp.payload_format != 0
+
+    def ByteSize(self) -> int:
+        return len(self.encoded) + len(self.payload) + 8
+
+    def SerializeToString(self) -> bytes:
+        encoded, payload = self.encoded, self.payload
+        head = _ATTRIBUTES + _varint(len(encoded)) + encoded
+        return head + _PAYLOAD + _varint(len(payload)) + payload if self.HasField("payload") else head
+
+    def decoded(self) -> UMessage:
+        """The UMessage; parsed once."""
+        if self._decoded is None:
+            message = UMessage()
+            message.attributes.ParseFromString(self.encoded)
+            if self.HasField("payload"):
+                message.payload = self.payload
+            self._decoded = message
+        return self._decoded
+
+
+Carried = UMessage | EncodedMessage
+"""What a dispatcher carries: they read alike."""
+
+
+def decoded(message: Carried) -> UMessage:
+    return message.decoded() if type(message) is EncodedMessage else message  # type: ignore[return-value]
+
+
+def parse_attributes(encoded: bytes) -> UAttributes:
+    """Raises UStatusError(INVALID_ARGUMENT)."""
+    try:
+        return UAttributes.FromString(encoded)
+    except DecodeError as error:
+        raise invalid(f"expected UAttributes, got {len(encoded)} bytes that are none: {error}") from None
+
+
+def _varint(value: int) -> bytes:
+    if value < len(_VARINTS):
+        return _VARINTS[value]
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+_VARINTS: Final = [bytes([n]) if n < 0x80 else bytes([n & 0x7F | 0x80, n >> 7]) for n in range(1 << 14)]
