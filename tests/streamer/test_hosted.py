@@ -1,0 +1,172 @@
+"""Services inside the streamer: reached from every network, and bothered by no order of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamer import app as apps
+from streamer.app import Streamer
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.usubscription.v3.usubscription_pb2 import SubscriptionRequest, SubscriptionResponse
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UMessageType
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+MakeWorld = Any
+Publish = Callable[..., UMessage]
+
+SPEED = uris.parse("//vehicle1/8001/1/8001")
+CLOUD_APP = uris.parse("//cloud/9001/1/0")
+SUBSCRIBE = uris.parse("//vehicle1/0/3/1")
+DESCRIBE = uris.parse("//vehicle1/4/1/1")
+
+
+async def test_what_was_not_inside_when_first_called_is_reached_when_it_is(make_world: MakeWorld) -> None:
+    world = await make_world()
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    streamer: Streamer = world.streamer
+    heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
+    method = uris.parse("//vehicle1/77/1/1")
+    requests: list[UMessage] = []
+
+    class Service:
+        def on_receive(self, message: UMessage) -> None:
+            requests.append(message)
+
+    await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())  # to the vehicle's network, where nobody answers
+    await world.until(lambda: streamer.home.forwarded == 1)
+    service, callers = Service(), uris.uri(uris.WILDCARD_AUTHORITY, 0xFFFFFFFF, 0xFF, 0)
+    await streamer.hosted.register_listener(callers, service, method)
+    await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
+    await world.until(lambda: requests)
+    await streamer.hosted.unregister_listener(callers, service, method)
+    await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
+    await world.until(lambda: streamer.home.forwarded == 2)
+    assert len(requests) == 1
+    assert heard.messages == []
+
+
+@pytest.mark.parametrize("network", ["vehicle", "mcu", "cloud"])
+async def test_a_malformed_request_is_answered_and_the_next_one_served(make_world: MakeWorld, network: str) -> None:
+    world = await make_world()
+    authority = {"vehicle": "vehicle1", "mcu": "mcu1", "cloud": "cloud"}[network]
+    node = await world.node(network, authority, 0x9001)
+    async with InMemoryRpcClient(node, node.local) as client:
+        for method in (SUBSCRIBE, uris.parse("//vehicle1/0/4/1"), uris.parse("//vehicle1/4/1/2")):
+            with pytest.raises(UStatusError) as caught:
+                await client.invoke_method(method, UPayload(b"\xff\xff\xff\xff", 1))
+            assert caught.value.code == UCode.INVALID_ARGUMENT
+            assert caught.value.message
+        with pytest.raises(UStatusError) as caught:  # a wildcard in the topic
+            await client.invoke_method(SUBSCRIBE, UPayload.pack(SubscriptionRequest(topic=uris.pattern("vehicle1"))))
+        assert caught.value.code == UCode.INVALID_ARGUMENT
+        answer = await client.invoke_method(SUBSCRIBE, UPayload.pack(SubscriptionRequest(topic=SPEED)))
+        assert answer.unpack(SubscriptionResponse).status.state == 2  # SUBSCRIBED
+        await client.invoke_method(DESCRIBE, UPayload())
+
+
+async def test_a_service_inside_calls_one_that_is_inside_too(make_world: MakeWorld) -> None:
+    world = await make_world()
+    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+        await client.invoke_method(DESCRIBE, UPayload())
+
+
+async def test_a_service_inside_is_told_when_its_call_cannot_leave(make_world: MakeWorld) -> None:
+    world = await make_world(more="[express]\nmessages_max = 1\n")
+    world.streamer.endpoints["cloud"].transport.disconnect()
+    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+        method = uris.parse("//cloud/9001/1/1")
+        first = asyncio.create_task(client.invoke_method(method, UPayload(), CallOptions(timeout_ms=500)))
+        await world.until(lambda: len(world.streamer.express.lanes["cloud"]) == 1)
+        with pytest.raises(UStatusError) as caught:
+            await client.invoke_method(method, UPayload())
+        assert caught.value.code == UCode.RESOURCE_EXHAUSTED
+        with pytest.raises(UStatusError) as caught:
+            await first
+        assert caught.value.code == UCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.spec("local~disp-at-least-once")
+async def test_what_comes_while_the_streamer_starts_is_not_lost(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One uSubscription does not answer, so starting takes its time; what is taken meanwhile is for the peers."""
+    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 0.5)
+    text = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+settings = {{ network = "{n}-vehicle" }}
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud"]
+settings = {{ network = "{n}-cloud" }}
+"""
+    world = await make_world(text, start=False)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
+    starting = asyncio.create_task(world.start())
+    note = UMessageBuilder.notification(SPEED, CLOUD_APP).build()
+    await world.until(lambda: world.streamer is not None and world.streamer.ingresses["vehicle"]._registered)
+    assert not world.streamer.ready.is_set()
+    await vehicle.send(note)
+    await world.until(lambda: world.streamer.logs.durable.newest_seq == 1)
+    assert not world.streamer.ready.is_set()
+    await starting
+    assert (await heard.count(1))[0].attributes.id == note.attributes.id
+
+
+async def test_a_network_that_refuses_a_listener_stops_nothing(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
+    subscriptions = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
+    world = await make_world(subscriptions=subscriptions, start=False)
+    refusing = True
+    from transports.local import LocalTransport
+
+    register = LocalTransport.register_listener
+
+    async def picky(self: LocalTransport, *arguments: Any) -> None:
+        if refusing and self.local.get_authority() == "mcu1":
+            raise UStatusError(UCode.PERMISSION_DENIED, "the broker lets nobody listen")
+        await register(self, *arguments)
+
+    monkeypatch.setattr(LocalTransport, "register_listener", picky)
+    await world.start()
+    assert any("endpoint mcu: listening failed" in problem and "lets nobody listen" in problem for problem in world.streamer.problems())
+    vehicle, cloud, mcu = (await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1"))
+    heard = await world.hear(cloud, uris.pattern("*"), None)
+    await vehicle.send(publish(SPEED, "goes on"))
+    await heard.count(1)
+    refusing = False
+    await world.until(lambda: not world.streamer.problems())  # by itself
+    noted = await world.hear(cloud, uris.ANY, CLOUD_APP)
+    await mcu.send(UMessageBuilder.notification(uris.parse("//mcu1/8001/1/8001"), CLOUD_APP).build())
+    assert (await noted.count(1))[0].attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
+
+
+async def test_stopping_while_starting_is_heard(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps, "INTEREST_WAIT_S", 60)
+    text = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+usubscription = "remote"
+settings = {{ network = "{n}-vehicle" }}
+"""
+    world = await make_world(text, start=False)
+    stopping = asyncio.Event()
+    serving = asyncio.create_task(apps.serve(world.config, lambda streamer: None, stopping))
+    await world.until(lambda: world.networks["vehicle"].members)
+    stopping.set()
+    await asyncio.wait_for(serving, 10)
+    stopping.set()
+    await asyncio.wait_for(apps.serve(world.config, lambda streamer: None, stopping), 10)  # at once
