@@ -12,6 +12,7 @@ import atexit
 import base64
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -33,6 +34,7 @@ PORT_TRIES_MAX: Final = 5  # somebody may take the port between our look and mos
 START_MS_MAX: Final = 20_000  # a container's start on a busy machine
 STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
 PROBE_MS: Final = 10
+DIRECTORY_PREFIX: Final = "up-streamer-broker-"
 IMAGE: Final = "eclipse-mosquitto:2"
 MISSING: Final = (
     "no MQTT broker: install mosquitto (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto), "
@@ -162,7 +164,8 @@ class Broker:
 
     `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca, certificate, key)
     and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps sessions and
-    messages over a stop. All of it lives in a directory that goes with `close`; no process outlives ours.
+    messages over a stop. All of it lives in a directory that goes with `close`, or with the next start if we are killed; no process
+    outlives ours.
 
     Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started it.
     """
@@ -181,6 +184,7 @@ class Broker:
         self._certificates, self._require_client_certificate = certificates, require_client_certificate
         self._settings = settings
         self._directory: Path | None = None
+        self._lock = -1  # of the directory, while there is one
         self._running: Running | None = None
         self._port = 0
 
@@ -256,6 +260,7 @@ class Broker:
         atexit.unregister(self.close)
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
+            os.close(self._lock)
             self._directory = None
 
     def __enter__(self) -> Self:
@@ -279,7 +284,8 @@ class Broker:
 
     def _write_config(self, port: int) -> Path:
         if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="up-streamer-mosquitto-"))
+            _remove_leftovers()
+            self._directory, self._lock = _make_directory()
         directory = self._directory
         (directory / "log").write_bytes(b"")
         lines = [
@@ -306,6 +312,31 @@ class Broker:
         overridden = {line.split()[0] for line in self._settings}
         lines = [line for line in lines if line.split()[0] not in overridden]
         return _private(directory / "mosquitto.conf", "\n".join([*lines, *self._settings, ""]))
+
+
+def _make_directory() -> tuple[Path, int]:
+    """A new one, and a file descriptor that holds its lock: the kernel gives that up when we end, however we do."""
+    while True:
+        directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(directory, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if directory.exists():  # else somebody who removes leftovers was quicker
+                return directory, lock
+            os.close(lock)
+
+
+def _remove_leftovers() -> None:
+    """What a process that was killed could not remove."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it is somebody else's, or its owner lives
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                if os.fstat(lock).st_uid == os.geteuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 def _private(path: Path, text: str) -> Path:
