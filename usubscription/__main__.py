@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import logging
 import signal
 import sys
 import tomllib
@@ -16,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from transports.plugin import create, explain
@@ -149,4 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    structlog.configure(  # stdout is for the line that says "ready"
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.INFO)
+    )
     sys.exit(main())
