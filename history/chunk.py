@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final
 
-from uprotocol.encoded import Carried, EncodedMessage
-from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.encoded import Carried, EncodedMessage, Stamps
 
 ID_BYTES: Final = 16  # a message id, big endian
+_STAMPS = Stamps()  # a cache only, so one for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 
 
@@ -70,7 +70,7 @@ class Chunk:
     def messages(self) -> Sequence[Carried]:
         """Each message: the very objects that were appended while the chunk is in memory, else parsed on first use."""
         if self._messages is None:
-            self._messages = [UMessage.FromString(data) for data in self.data]
+            self._messages = list(map(_STAMPS.read, self.data))
         return self._messages
 
     @property

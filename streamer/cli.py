@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -39,6 +40,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
 PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
 
@@ -147,6 +149,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
         _print(as_json, data, f"ready: {loaded.authority} joins {', '.join(e.name for e in streamer.endpoints)}")
 
     async def work() -> None:
+        gc.set_threshold(*GC_THRESHOLDS)
         stopping = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -34,7 +34,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WINDOW_MESSAGES_MAX: Final = 2_000  # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
-READ_MESSAGES_MAX: Final = 512  # per read of the log: a chunk
+READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
 UNDECIDED_WAIT_S: Final = 5.0  # how long a record waits for a uSubscription that is being asked about its topic

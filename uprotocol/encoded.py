@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from typing import Final
 
-from google.protobuf.message import DecodeError
-
 from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
-from uprotocol.status import invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
 
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
+STAMPS_MAX: Final = 65_536  # streams whose stamp is known, some 1 KB each
 _ATTRIBUTES, _PAYLOAD = b"\x0a", b"\x12"  # the fields of UMessage
 
 
@@ -123,12 +121,54 @@ def decoded(message: Carried) -> UMessage:
     return message.decoded() if type(message) is EncodedMessage else message  # type: ignore[return-value]
 
 
-def parse_attributes(encoded: bytes) -> UAttributes:
-    """Raises UStatusError(INVALID_ARGUMENT)."""
-    try:
-        return UAttributes.FromString(encoded)
-    except DecodeError as error:
-        raise invalid(f"expected UAttributes, got {len(encoded)} bytes that are none: {error}") from None
+class Stamps:
+    """Reads serialised UMessages back; one stamp for each suffix. A cache: it starts anew when it is full."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Stamp] = {}
+
+    def read(self, data: bytes) -> Carried:
+        """The message in `data`, a UMessage as this module or protobuf writes it; an EncodedMessage where that says the same.
+
+        Raises google.protobuf.message.DecodeError.
+        """
+        begin, end = _field(data, 0, _ATTRIBUTES)
+        payload = b""
+        if 0 < end < len(data):
+            payload_begin, payload_end = _field(data, end, _PAYLOAD)
+            if payload_end != len(data):
+                return UMessage.FromString(data)
+            payload = data[payload_begin:]
+        encoded = data[begin:end]
+        mark = suffix(encoded)
+        if mark is None:
+            return UMessage.FromString(data)
+        stamp = self._known.get(mark)
+        if stamp is None:
+            message = UMessage.FromString(data)
+            if not is_shared(message.attributes):
+                return message
+            if len(self._known) >= STAMPS_MAX:
+                self._known.clear()
+            stamp = self._known[mark] = Stamp(message.attributes)
+        if not payload and (end < len(data)) != (stamp.payload_format != 0):
+            return UMessage.FromString(data)  # an empty payload without a format, which an EncodedMessage can't say
+        return EncodedMessage(encoded, payload, stamp)
+
+
+def _field(data: bytes, at: int, tag: bytes) -> tuple[int, int]:
+    """Where the content of the length-delimited field `tag` at `at` begins and ends; (0, 0) if there is none."""
+    if data[at : at + 1] != tag:
+        return 0, 0
+    length, shift, at = 0, 0, at + 1
+    while at < len(data):
+        byte = data[at]
+        length |= (byte & 0x7F) << shift
+        at += 1
+        if byte < 0x80:
+            return (at, at + length) if at + length <= len(data) else (0, 0)
+        shift += 7
+    return 0, 0
 
 
 def _varint(value: int) -> bytes:

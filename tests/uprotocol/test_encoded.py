@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, decoded, lane, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, lane, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -46,6 +48,37 @@ def test_it_reads_like_the_message(
     assert encoded.stamp.lane == lane(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
     assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
     assert not encoded.is_expired(encoded.created_ms + ttl)
+
+
+STAMPS = Stamps()
+
+
+@given(
+    st.one_of(st.none(), st.binary(max_size=300)),
+    st.sampled_from([UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_RAW]),
+    st.booleans(),
+)
+def test_what_was_written_is_read_back(payload: bytes | None, format: UPayloadFormat.ValueType, alone: bool) -> None:
+    builder = UMessageBuilder.publish(TOPIC)
+    if alone:
+        builder.with_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    message = builder.build_from_upayload(UPayload(payload, format) if payload is not None else None)
+    for _ in range(2):  # the second time the stamp is known
+        read = STAMPS.read(message.SerializeToString())
+        assert decoded(read) == message
+        assert read.HasField("payload") == message.HasField("payload")
+        assert (type(read) is UMessage) == (alone or (payload == b"" and not format))
+
+
+@given(st.binary(max_size=60))
+def test_anything_is_read_as_protobuf_reads_it(data: bytes) -> None:
+    try:
+        expected = UMessage.FromString(data)
+    except DecodeError:
+        with pytest.raises(DecodeError):
+            STAMPS.read(data)
+    else:
+        assert decoded(STAMPS.read(data)) == expected
 
 
 @given(st.binary(max_size=100))
