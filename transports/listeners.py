@@ -63,7 +63,7 @@ class Filter:
 class _Known(NamedTuple):
     """What is the same for all messages of a stamp."""
 
-    by_filter: dict[int, list[UListener]]  # by the identity of the Filter, which is quicker than its hash
+    by_filter: dict[int, list[UListener]]  # by the identity of the Filter, which is quicker than its hash; of None: those of all, once
     stamp: Stamp
 
 
@@ -161,8 +161,10 @@ class ListenerTable:
                         share[1].append(message)
         return self._hand_over(shares)
 
-    def deliver_encoded(self, arrived: Iterable[tuple[Filter, bytes, bytes]]) -> Awaitable[None] | None:
-        """The same for networks that deliver once per filter and bring the attributes encoded: (filter, payload, UAttributes).
+    def deliver_encoded(self, arrived: Iterable[tuple[Filter | None, bytes, bytes]]) -> Awaitable[None] | None:
+        """The same for networks that bring the attributes encoded: (filter, payload, UAttributes).
+
+        The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands for all.
 
         A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless a listener wants
         that: one with a true `takes_encoded` gets them as EncodedMessage. The same message twice in a row, for overlapping filters,
@@ -172,7 +174,7 @@ class ListenerTable:
         now, stamped = self._now_ms(), self._stamped
         last: Carried | None = None
         last_encoded = last_payload = b""
-        reached: list[Filter] = []  # by which filters `last` has come: another one means the same message, one of them a new one
+        reached: list[Filter | None] = []  # by which filters `last` has come: another one means the same message, one of them a new one
         known: _Known | None = None
         for filter, payload, encoded in arrived:
             if last is None or known is None or encoded != last_encoded or payload != last_payload or filter in reached:
@@ -214,7 +216,8 @@ class ListenerTable:
         if attrs.is_expired(message.attributes, now):
             self.dropped["expired"] += 1
             return None, None
-        known = _Known({id(filter): listeners for filter, listeners in found}, Stamp(message.attributes))
+        by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
+        known = _Known(by_filter, Stamp(message.attributes))
         if mark is None or not is_shared(message.attributes):
             return known, message
         if len(self._stamped) >= ROUTES_CACHED_MAX:

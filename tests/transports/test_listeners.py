@@ -95,6 +95,17 @@ def test_encoded_delivery_reaches_the_listeners_of_its_filter_only() -> None:
     assert narrow.payloads == [], "a filter of another shape than the message"
 
 
+def test_encoded_delivery_without_filter_reaches_every_listener_once() -> None:
+    table, one, two = ListenerTable("beta"), Sink(1), Sink(1)
+    table.add(topic(), reply(), one)
+    table.add(uris.ANY, reply(), one)
+    table.add(uris.ANY, reply(), two)
+    for number in range(2):  # the first fills the cache
+        _, payload, encoded = wired(table.filters[0], notification(b"%d" % number))
+        table.deliver_encoded([(None, payload, encoded), (None, payload, encoded)])
+    assert one.payloads == two.payloads == [b"0", b"0", b"1", b"1"], "twice from the network is twice"
+
+
 def test_registrations_made_later_count_for_known_stamps() -> None:
     table, early, late = ListenerTable("beta"), Sink(1), Sink(1)
     filter = table.add(topic(), reply(), early)

@@ -17,6 +17,7 @@ from transports.outbox import Outbox
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPriority
@@ -149,7 +150,9 @@ def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | N
         head, tail = codec.encode(message)
         assert (head, tail) == wire.publish_frame(packet)
         publish = wire.read_publish(head[0], wire.split(head + b"\x00\x07" + tail)[0][0][1])
-        assert codec.decode(publish) == (packet.topic, (), mapping.decode(packet))
+        assert codec.decode(publish) == (packet.topic, (), mapping.decode(packet).attributes.SerializeToString())
+        data = message.attributes.SerializeToString()
+        assert codec.encode(EncodedMessage(data, message.payload, Stamp(message.attributes))) == (head, tail)
 
 
 def test_templates_refuse_what_the_long_way_does() -> None:
@@ -197,7 +200,7 @@ def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
                     with pytest.raises(UStatusError):
                         codec.decode(publish)
                 else:
-                    assert codec.decode(publish)[2] == mapping.decode(packet)
+                    assert codec.decode(publish)[2] == mapping.decode(packet).attributes.SerializeToString()
 
 
 # Copies.

@@ -37,6 +37,7 @@ class BatchClient(paho.Client):
     def __init__(self, client_id: str, on_publishes: OnPublishes, on_pubacks: OnPubacks) -> None:
         super().__init__(CallbackAPIVersion.VERSION2, client_id=client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True)
         self.on_publishes, self.on_pubacks = on_publishes, on_pubacks
+        self.next_packet_id: Callable[[], int] = self._mid_generate  # one of those that paho takes for SUBSCRIBE, so they don't collide
         self.failure: BaseException | None = None  # why the last connection ended, if the socket said so
         self._unread = b""  # the beginning of a packet whose rest has not come
         self._fed = b""  # the packet that paho is to read
@@ -97,10 +98,6 @@ class BatchClient(paho.Client):
         return sock
 
     # Packets.
-
-    def next_packet_id(self) -> int:
-        """One of the numbers that paho takes for SUBSCRIBE, too, so that the two don't collide."""
-        return self._mid_generate()
 
     def send_packets(self, data: bytes, first: int) -> None:
         """Queue whole packets, of the kind `first`; they leave in this turn of the loop or the next."""

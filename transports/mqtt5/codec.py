@@ -1,7 +1,7 @@
-"""UMessage <-> bytes, and what was worked out once is not worked out again.
+"""Encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
 
-UMessage --(attributes but for the id) known?--> template --> bytes            unknown: Outbox, mapping, wire
-PUBLISH  --(topic, properties but for the id) known?--> template --> UMessage  unknown: wire, mapping
+UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: Outbox, mapping, wire
+PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: wire, mapping
 
 Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of what a message
 costs. `encode` and `decode` answer as the long way does, and a test holds them to it.
@@ -14,16 +14,18 @@ import struct
 from typing import Final, NamedTuple
 
 from transports.mqtt5 import wire
-from transports.mqtt5.mapping import Mapping
+from transports.mqtt5.mapping import Mapping, Packet
 from transports.outbox import Outbox
-from uprotocol.status import UStatusError
-from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
+from uprotocol.status import UStatusError, invalid
 
 TEMPLATES_MAX: Final = 16_384  # each way, some 1 KB each; they start anew when there are more, as when messages differ in more than that
 
 _UUID7: Final = re.compile(rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3})-([89abAB][0-9a-fA-F]{3})-([0-9a-fA-F]{12})")
 _id_field: Final = struct.Struct("<3sQcQ")  # UAttributes.id as protobuf writes it: tag and length, msb, tag, lsb
 _ID_TAG, _LSB_TAG = b"\x0a\x12\x09", b"\x11"
+_ID_SIZE: Final = _id_field.size
+_HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
 
 
 class _Out(NamedTuple):
@@ -32,6 +34,7 @@ class _Out(NamedTuple):
     topic: bytes
     before_id: bytes  # with the length of the properties
     after_id: bytes
+    size: int  # what the remaining length says, but for the payload
     ttl_ms: int
     needs_payload: bool
 
@@ -40,7 +43,6 @@ class _In(NamedTuple):
     topic: str
     identifiers: tuple[int, ...]
     attributes: bytes  # but for the id
-    has_payload: bool  # even if it is empty
 
 
 class Codec:
@@ -48,57 +50,56 @@ class Codec:
 
     def __init__(self, mapping: Mapping, outbox: Outbox, *, same_for_all_ids: bool = True) -> None:
         self._mapping, self._outbox, self._same_for_all_ids = mapping, outbox, same_for_all_ids
+        self.packet_bytes_max = wire.PACKET_BYTES_MAX  # of the broker
         self._out: dict[bytes, _Out] = {}
         self._in: dict[tuple[bytes, bytes, bytes], _In] = {}
 
-    def encode(self, message: UMessage) -> tuple[bytes, bytes]:
+    def encode(self, message: Carried) -> tuple[bytes, bytes]:
         """The PUBLISH of `message` but for its packet id, which goes between the two.
 
         Raises UStatusError: INVALID_ARGUMENT for what is not valid or can't be carried, DEADLINE_EXCEEDED for what has expired.
         """
-        attributes = message.attributes
-        data = attributes.SerializeToString()
-        out = self._out.get(data[20:])
-        if out is None or not _begins_with_id(data) or (out.needs_payload and not message.HasField("payload")):
+        data: bytes = message.encoded if type(message) is EncodedMessage else message.attributes.SerializeToString()
+        out = self._out.get(data[_ID_SIZE:])
+        if out is None:
             return self._encode_anew(message, data)
-        _, msb, _, lsb = _id_field.unpack_from(data)
-        if out.ttl_ms and self._outbox.now_ms() > (msb >> 16) + out.ttl_ms:
-            return self._encode_anew(message, data)  # it says why not
-        text = f"{msb:016x}{lsb:016x}"
-        id_text = f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}".encode()
+        tag, msb, lsb_tag, lsb = _id_field.unpack_from(data)
         payload = message.payload
-        tail = b"".join((out.before_id, id_text, out.after_id, payload))
-        remaining = len(out.topic) + 2 + len(tail)
-        if remaining > wire.PACKET_BYTES_MAX:
-            return self._encode_anew(message, data)
-        return b"%c%b%b" % (wire.PUBLISH | wire.QOS1, wire.varint(remaining), out.topic), tail
+        remaining = out.size + len(payload)
+        if (
+            tag != _ID_TAG
+            or lsb_tag != _LSB_TAG
+            or msb >> 12 & 0xF != 7  # no UUID of version 7
+            or lsb >> 62 != 2
+            or (out.needs_payload and not payload and not message.HasField("payload"))
+            or (out.ttl_ms and self._outbox.now_ms() > (msb >> 16) + out.ttl_ms)
+            or remaining + _HEADER_BYTES_MAX > self.packet_bytes_max
+        ):
+            return self._encode_anew(message, data)  # it says why not
+        id = b"%08x-%04x-%04x-%04x-%012x" % (msb >> 32, msb >> 16 & 0xFFFF, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF)
+        head = b"%c%b%b" % (wire.PUBLISH | wire.QOS1, wire.varint(remaining), out.topic)
+        return head, b"".join((out.before_id, id, out.after_id, payload))
 
-    def _encode_anew(self, message: UMessage, data: bytes) -> tuple[bytes, bytes]:
+    def _encode_anew(self, message: Carried, data: bytes) -> tuple[bytes, bytes]:
+        message = decoded(message)
         refusal = self._outbox.refusal(message, self._outbox.now_ms())
         if refusal is not None:
             raise UStatusError.from_status(refusal)
         packet = self._mapping.encode(message)
-        frame = wire.publish_frame(packet)
-        attributes = message.attributes
-        if _begins_with_id(data) and not (attributes.HasField("reqid") or attributes.token or attributes.traceparent):
+        head, tail = wire.publish_frame(packet)
+        length = len(head) + 2 + len(tail)
+        if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
+            raise invalid(f"the broker takes packets of at most {self.packet_bytes_max} bytes, and this one has {length}")
+        key = suffix(data)
+        if key is not None and is_shared(message.attributes):
             if len(self._out) >= TEMPLATES_MAX:
                 self._out.clear()
-            tail = frame[1]
-            at = tail.index(wire.ID_KEY) + len(wire.ID_KEY)
-            properties = tail[: len(tail) - len(packet.payload)]
-            topic = packet.topic.encode()
-            self._out[data[20:]] = _Out(
-                len(topic).to_bytes(2, "big") + topic,
-                properties[:at],
-                properties[at + wire.ID_BYTES :],
-                attributes.ttl,
-                bool(attributes.payload_format),
-            )
-        return frame
+            self._out[key] = _template(packet, tail, message.attributes.ttl)
+        return head, tail
 
-    def decode(self, publish: wire.Publish) -> tuple[str, tuple[int, ...], UMessage]:
-        """Topic, subscription identifiers, message. Raises UStatusError as Mapping.decode does."""
-        topic, properties, payload = publish.topic, publish.properties, publish.payload
+    def decode(self, publish: wire.Publish) -> tuple[str, tuple[int, ...], bytes]:
+        """Topic, subscription identifiers, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
+        topic, properties = publish.topic, publish.properties
         at = properties.find(wire.ID_KEY) + len(wire.ID_KEY)
         key = (topic, properties[:at], properties[at + wire.ID_BYTES :])
         found = self._in.get(key)
@@ -106,27 +107,32 @@ class Codec:
         if found is None or id is None:
             return self._decode_anew(publish, key, at)
         one, two, three, four, five = id.groups()
-        field = _id_field.pack(_ID_TAG, int(one + two + three, 16), _LSB_TAG, int(four + five, 16))
-        message = UMessage()
-        message.attributes.MergeFromString(field + found.attributes)
-        if payload or found.has_payload:
-            message.payload = payload
-        return found.topic, found.identifiers, message
+        encoded = _id_field.pack(_ID_TAG, int(one + two + three, 16), _LSB_TAG, int(four + five, 16)) + found.attributes
+        return found.topic, found.identifiers, encoded
 
-    def _decode_anew(self, publish: wire.Publish, key: tuple[bytes, bytes, bytes], at: int) -> tuple[str, tuple[int, ...], UMessage]:
+    def _decode_anew(self, publish: wire.Publish, key: tuple[bytes, bytes, bytes], at: int) -> tuple[str, tuple[int, ...], bytes]:
         packet, identifiers = wire.read_packet(publish)
-        message = self._mapping.decode(packet)
-        attributes = message.attributes
-        one_of_a_kind = attributes.HasField("reqid") or attributes.token or attributes.traceparent
-        if self._same_for_all_ids and not one_of_a_kind and wire.holds_id_at(publish.properties, at):
-            if len(self._in) >= TEMPLATES_MAX:
-                self._in.clear()
-            data = attributes.SerializeToString()
-            assert _begins_with_id(data), "protobuf writes fields in the order of their numbers"
-            self._in[key] = _In(packet.topic, identifiers, data[20:], bool(attributes.payload_format))
-        return packet.topic, identifiers, message
+        attributes = self._mapping.decode(packet).attributes
+        encoded = attributes.SerializeToString()
+        if self._same_for_all_ids and is_shared(attributes) and wire.holds_id_at(publish.properties, at):
+            rest = suffix(encoded)
+            if rest is not None:
+                if len(self._in) >= TEMPLATES_MAX:
+                    self._in.clear()
+                self._in[key] = _In(packet.topic, identifiers, rest)
+        return packet.topic, identifiers, encoded
 
 
-def _begins_with_id(data: bytes) -> bool:
-    """True if the first 20 bytes of these UAttributes are a UUID of version 7, both halves written."""
-    return data[:3] == _ID_TAG and data[11:12] == _LSB_TAG and data[4] >> 4 == 7 and data[19] >> 6 == 2
+def _template(packet: Packet, tail: bytes, ttl_ms: int) -> _Out:
+    """`tail` is that of `packet`'s PUBLISH."""
+    at = tail.index(wire.ID_KEY) + len(wire.ID_KEY)
+    properties = tail[: len(tail) - len(packet.payload)]
+    topic = packet.topic.encode()
+    return _Out(
+        len(topic).to_bytes(2, "big") + topic,
+        properties[:at],
+        properties[at + wire.ID_BYTES :],
+        2 + len(topic) + 2 + len(properties),
+        ttl_ms,
+        packet.content_type is not None,
+    )

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
-from uprotocol.v1.umessage_pb2 import UMessage
+from transports.listeners import Filter
 
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192  # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
@@ -23,8 +23,12 @@ REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails cos
 log = structlog.get_logger()
 
 
+Message = tuple[Filter | None, bytes, bytes]
+"""As ListenerTable.deliver_encoded takes it: the filter is None, for all; payload; serialised UAttributes."""
+
+
 class Arrived(NamedTuple):
-    message: UMessage | None  # None: nothing to deliver, only to acknowledge in its turn
+    message: Message | None  # None: nothing to deliver, only to acknowledge in its turn
     connection: int  # which of our connections brought it: on another one the broker would take our answer for another message's
     packet_id: int  # 0: QoS 0
 
@@ -33,7 +37,7 @@ class Intake:
     """Lives on the event loop. What waits is bounded by Receive Maximum, and for QoS 0 by a number."""
 
     def __init__(
-        self, deliver: Callable[[list[UMessage]], Awaitable[None] | None], acknowledge: Callable[[Sequence[Arrived]], None]
+        self, deliver: Callable[[list[Message]], Awaitable[None] | None], acknowledge: Callable[[Sequence[Arrived]], None]
     ) -> None:
         self._deliver, self._acknowledge = deliver, acknowledge
         self._queue: deque[Arrived] = deque()

@@ -75,6 +75,7 @@ class Link:
         self._config, self._user, self._chance = config, user, chance
         self.address = f"{config.host}:{config.port}"
         self._client = self._make_client(local)
+        self.next_packet_id = self._client.next_packet_id
         self._dialled = self._tls_set = False
         self.up = False  # the broker has let us in, and we have not lost it since
         self._lost = asyncio.Event()
@@ -116,9 +117,6 @@ class Link:
 
     def send_packets(self, data: bytes, first: int) -> None:
         self._client.send_packets(data, first)
-
-    def next_packet_id(self) -> int:
-        return self._client.next_packet_id()
 
     def drop(self) -> None:
         """End this connection; the next one is made as after any loss."""

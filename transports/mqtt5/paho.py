@@ -26,10 +26,10 @@ from transports.mqtt5.mapping import Mapping, Mode
 from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
 from transports.mqtt5.window import Window
 from transports.outbox import Outbox
-from uprotocol.status import UStatusError, invalid
+from uprotocol.encoded import Carried
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -53,6 +53,8 @@ def capabilities(config: Mqtt5Config) -> Capability:
 class Mqtt5Transport(UTransport):
     """A client of one broker. Everything runs on the event loop that called `open`."""
 
+    takes_encoded = True
+
     def __init__(self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random) -> None:
         self._config, self._local = config, local
         self.capabilities = capabilities(config)
@@ -63,11 +65,10 @@ class Mqtt5Transport(UTransport):
         )
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self, chance)
-        self._window = Window(self._encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
-        self._intake = Intake(self._table.deliver, self._acknowledge)
+        self._window = Window(self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
+        self._intake = Intake(self._table.deliver_encoded, self._acknowledge)
         self._open = self._connected = False
         self._connection = 0  # counts the connections
-        self._packet_bytes_max = wire.PACKET_BYTES_MAX
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
@@ -133,7 +134,7 @@ class Mqtt5Transport(UTransport):
 
     async def up(self, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
-        self._packet_bytes_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        self._codec.packet_bytes_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
         self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
@@ -180,15 +181,8 @@ class Mqtt5Transport(UTransport):
 
     # Send.
 
-    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+    async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         return await self._window.send(messages)
-
-    def _encode(self, message: UMessage) -> tuple[bytes, bytes]:
-        head, tail = self._codec.encode(message)
-        length = len(head) + 2 + len(tail)
-        if length > self._packet_bytes_max:  # a broker hangs up on it, again and again
-            raise invalid(f"the broker takes packets of at most {self._packet_bytes_max} bytes, and this one has {length}")
-        return head, tail
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         self._window.on_pubacks(pubacks)
@@ -210,7 +204,7 @@ class Mqtt5Transport(UTransport):
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
         try:
-            topic, identifiers, message = self._codec.decode(publish)
+            topic, identifiers, encoded = self._codec.decode(publish)
         except UStatusError as error:
             self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
@@ -222,7 +216,7 @@ class Mqtt5Transport(UTransport):
         wanted = self._subscriptions.match(topic, identifiers)
         if wanted is False:
             return nothing
-        arrived = Arrived(message, self._connection, publish.packet_id)
+        arrived = Arrived((None, publish.payload, encoded), self._connection, publish.packet_id)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:

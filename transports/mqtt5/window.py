@@ -15,15 +15,15 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.mqtt5 import reasons
 from transports.outbox import OK, stopped
+from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
 PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 
-Encode = Callable[[UMessage], tuple[bytes, bytes]]
+Encode = Callable[[Carried], tuple[bytes, bytes]]
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
 
 
@@ -89,7 +89,7 @@ class Window:
             self._freed.clear()
             await self._freed.wait()
 
-    async def send(self, messages: Sequence[UMessage]) -> list[UStatus]:
+    async def send(self, messages: Sequence[Carried]) -> list[UStatus]:
         """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not stop the rest."""
         if self._away is not None:
             return stopped([], len(messages), self._away)
@@ -112,7 +112,7 @@ class Window:
         assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
         return sent if len(sent) == count else stopped(sent, count, why)
 
-    def _write_some(self, batch: _Batch, messages: Sequence[UMessage]) -> None:
+    def _write_some(self, batch: _Batch, messages: Sequence[Carried]) -> None:
         packets: list[bytes] = []
         in_flight = self._in_flight
         for message in messages:
@@ -135,14 +135,19 @@ class Window:
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read."""
+        take = self._in_flight.pop
         for packet_id, reason in pubacks:
-            entry = self._in_flight.pop(packet_id, None)
-            if entry is not None:
-                batch, index = entry
-                batch.statuses[index] = status = OK if reason < reasons.FAILURE_MIN else _refusal(reason)
+            entry = take(packet_id, None)
+            if entry is None:
+                continue
+            batch, index = entry
+            if reason < reasons.FAILURE_MIN:
+                batch.statuses[index] = OK
+            else:
+                batch.statuses[index] = status = _refusal(reason)
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
-                self._count_down(batch)
+            self._count_down(batch)
         self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()
