@@ -1,0 +1,192 @@
+"""A streamer as a process of its own, between real networks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer.demo import Child, free_port
+from transports import plugin as plugins
+from transports.mqtt5.broker import Broker
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+WAIT_S = 60  # a test that waits longer for one thing has failed
+
+
+class Hearer:
+    """A listener that keeps what it hears, and can be waited for."""
+
+    def __init__(self) -> None:
+        self.messages: list[UMessage] = []
+        self._more = asyncio.Event()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.messages.append(message)
+        self._more.set()
+
+    async def until(self, enough: Callable[[list[UMessage]], Any]) -> list[UMessage]:
+        """Wait until `enough` of what has come holds."""
+        async with asyncio.timeout(WAIT_S):
+            while not enough(self.messages):
+                self._more.clear()
+                await self._more.wait()
+        return self.messages
+
+    async def count(self, messages: int) -> list[UMessage]:
+        return await self.until(lambda heard: len(heard) >= messages)
+
+    @property
+    def payloads(self) -> list[bytes]:
+        return [message.payload for message in self.messages]
+
+    @property
+    def unique(self) -> list[bytes]:
+        """Payloads without those of ids that came before."""
+        first = {(m.attributes.id.msb, m.attributes.id.lsb): m.payload for m in reversed(self.messages)}
+        return [first.pop(id) for m in self.messages if (id := (m.attributes.id.msb, m.attributes.id.lsb)) in first]
+
+
+@dataclass
+class Gateway:
+    """One streamer process; `start` again after `kill` or `stop` goes on with the same data."""
+
+    config: Path
+    stack: AsyncExitStack
+    broker: Broker
+    zenoh_port: int
+    dds_tag: str
+    child: Child | None = None
+    admin_port: int = 0
+    _nodes: list[UTransport] = field(default_factory=list)
+
+    async def start(self, *wrapper: str) -> None:
+        self.child = await Child.start("the gateway", *(wrapper or ("streamer.cli",)), "run", "--config", str(self.config), "--json")
+        self.stack.push_async_callback(self.child.stop)
+        self.admin_port = (await self.child.say("ready"))["admin_port"]
+
+    async def zenoh(self, authority: str = "vehicle1", entity: int = 0x8001) -> UTransport:
+        return await self.node("zenoh", authority, {"connect": [f"tcp/127.0.0.1:{self.zenoh_port}"], "connect_timeout_ms": 20_000}, entity)
+
+    async def mqtt(self, authority: str = "cloud", entity: int = 0x9001, **settings: Any) -> UTransport:
+        return await self.node("mqtt5", authority, {"host": self.broker.host, "port": self.broker.port, **settings}, entity)
+
+    async def node(self, transport: str, authority: str, settings: dict[str, Any], entity: int) -> UTransport:
+        return await self.stack.enter_async_context(plugins.create(transport, settings, LocalUriProvider(authority, entity, 1)))
+
+    async def hear(self, node: UTransport, source: UUri, sink: UUri | None = None) -> Hearer:
+        hearer = Hearer()
+        await node.register_listener(source, hearer, sink)
+        return hearer
+
+    def _get(self, path: str) -> str:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.admin_port}{path}", timeout=10) as answer:
+                text: str = answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                text = error.read().decode()
+        return text
+
+    async def problems(self) -> list[str]:
+        return list(json.loads(await asyncio.to_thread(self._get, "/readyz"))["problems"])
+
+    async def metrics(self) -> dict[str, float]:
+        """`name{labels}` without the prefix, and its value."""
+        text = await asyncio.to_thread(self._get, "/metrics")
+        return {name: float(value) for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", text, re.MULTILINE)}
+
+    async def until(self, condition: Callable[[dict[str, float]], Any]) -> dict[str, float]:
+        """Wait until the metrics say so."""
+        async with asyncio.timeout(WAIT_S):
+            while not condition(found := await self.metrics()):  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.1)
+        return found
+
+    async def until_problems(self, condition: Callable[[list[str]], Any]) -> list[str]:
+        async with asyncio.timeout(WAIT_S):
+            while not condition(found := await self.problems()):  # noqa: ASYNC110 - it is another process
+                await asyncio.sleep(0.1)
+        return found
+
+    async def until_ready(self) -> None:
+        await self.until_problems(lambda problems: not problems)
+
+
+MakeGateway = Callable[..., Awaitable[Gateway]]
+
+HEAD = """
+[streamer]
+data_dir = "{folder}/data"
+admin = "127.0.0.1:0"
+log_level = "warning"
+[egress]
+retry_max_ms = 500
+"""
+ENDPOINTS = {
+    "vehicle": """
+[[endpoint]]
+name = "vehicle"
+transport = "zenoh"
+authorities = ["vehicle1"]
+settings = {{ listen = ["tcp/127.0.0.1:{zenoh}"] }}
+""",
+    "cloud": """
+[[endpoint]]
+name = "cloud"
+transport = "mqtt5"
+authorities = ["cloud"]
+usubscription = "none"
+settings = {{ host = "127.0.0.1", port = {mqtt}, {cloud} }}
+""",
+    "mcu": """
+[[endpoint]]
+name = "mcu"
+transport = "dds"
+authorities = ["mcu1"]
+usubscription = "none"
+settings = {{ domain_id = {domain}, interface = "lo", multicast = false, peers = ["127.0.0.1"], tag = "{tag}" }}
+""",
+}
+
+
+@pytest.fixture
+async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
+    """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})`: endpoints by name; `cloud` are more settings of that one."""
+    async with AsyncExitStack() as stack:
+
+        async def make(
+            broker: Broker,
+            endpoints: str = "vehicle cloud",
+            subscriptions: dict[str, list[str]] | None = None,
+            *,
+            more: str = "",
+            cloud: str = "",
+            domain: int = 0,
+            start: bool = True,
+        ) -> Gateway:
+            port, tag = free_port(), tmp_path.name
+            text = HEAD.format(folder=tmp_path) + more
+            if subscriptions is not None:
+                (tmp_path / "subscriptions.json").write_text(json.dumps(subscriptions))
+                text += f'[usubscription]\nstatic_file = "{tmp_path}/subscriptions.json"\n'
+            parts = "".join(ENDPOINTS[name] for name in endpoints.split())
+            text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, cloud=cloud).replace(",  }", " }")
+            (tmp_path / "gateway.toml").write_text(text)
+            gateway = Gateway(tmp_path / "gateway.toml", stack, broker, port, tag)
+            if start:
+                await gateway.start()
+            return gateway
+
+        yield make
