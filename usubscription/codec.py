@@ -60,7 +60,10 @@ def to_uri(key: Key) -> UUri:
 
 
 class V3:
-    """Version 3: the seed's rules; today's differ only in having less."""
+    """Version 3. The two texts differ in one rule: a repeated Subscribe only extends the expiry (the seed), or may shorten it (today)."""
+
+    def __init__(self, *, only_extends: bool = True) -> None:
+        self._only_extends = only_extends
 
     major: Final = 3
     methods: Final = {
@@ -81,7 +84,8 @@ class V3:
         expires_ms = _read_time(attributes.expire) if attributes.HasField("expire") else None
         details = v3.SubscribeAttributes(details=attributes.details).SerializeToString() if attributes.details else b""
         subscriber = self._subscriber(request, asked, own)
-        return Subscribe(topic, subscriber, 3, expires_ms, attributes.sample_period_ms or None, details), asked.topic
+        period = attributes.sample_period_ms or None
+        return Subscribe(topic, subscriber, 3, expires_ms, period, details, self._only_extends), asked.topic
 
     def unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
         asked = _read(request, v3.UnsubscribeRequest)

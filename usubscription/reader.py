@@ -6,13 +6,16 @@ Reader: subscribers of a topic, subscriptions that match, what has expired, link
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.codec import Row
-from usubscription.schema import open_connection
+from usubscription.schema import Check, open_connection
 from usubscription.state import Change, Command, Key, Link, Status
 
 
@@ -32,8 +35,12 @@ _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authorit
 class Reader:
     """Questions about the committed state, on a connection of its own."""
 
-    def __init__(self, path: Path) -> None:
-        self._db = open_connection(path, writer=False)
+    def __init__(self, path: Path, *, check: Check | None = None) -> None:
+        """`check` may refuse the file by raising UStatusError. Raises DATA_LOSS if it is no database at all."""
+        try:
+            self._db = open_connection(path, writer=False, check=check)
+        except sqlite3.DatabaseError as error:
+            raise UStatusError(UCode.DATA_LOSS, f"{path} can't be read as a store: {error}") from None
 
     def close(self) -> None:
         self._db.close()
@@ -96,6 +103,19 @@ class Reader:
         """The number of the newest change that may not have been told."""
         (last,) = self._db.execute("SELECT coalesce(max(id), 0) FROM outbox").fetchone()
         return int(last)
+
+    def outbox_count(self) -> int:
+        (count,) = self._db.execute("SELECT count(*) FROM outbox").fetchone()
+        return int(count)
+
+    def authority(self) -> str:
+        (authority,) = self._db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
+        return str(authority)
+
+    def data_version(self) -> int:
+        """Differs after every commit of somebody else."""
+        (version,) = self._db.execute("PRAGMA data_version").fetchone()
+        return int(version)
 
     def count(self) -> int:
         (count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()

@@ -9,7 +9,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -42,16 +42,21 @@ MIGRATIONS: Final[dict[int, Sequence[str]]] = {}
 """From version n to n + 1: what to execute."""
 
 
-def open_connection(path: Path, *, writer: bool) -> sqlite3.Connection:
+Check = Callable[[sqlite3.Connection, Path], None]
+
+
+def open_connection(path: Path, *, writer: bool, check: Check | None = None) -> sqlite3.Connection:
+    """`check` sees the file before anything is written to it, and refuses it by raising."""
     connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
     try:
         connection.execute(f"PRAGMA busy_timeout={BUSY_MS}")
         connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         connection.execute("PRAGMA temp_store=MEMORY")
+        if check is not None:
+            check(connection, path)
         if not writer:
             connection.execute("PRAGMA query_only=ON")
             return connection
-        _require_ours(connection, path)  # first: what isn't ours stays as it is
         (mode,) = connection.execute("PRAGMA journal_mode=WAL").fetchone()
         if mode != "wal":
             raise sqlite3.OperationalError(f"the file system does not allow a write-ahead log (mode {mode})")
@@ -62,7 +67,8 @@ def open_connection(path: Path, *, writer: bool) -> sqlite3.Connection:
     return connection
 
 
-def _require_ours(connection: sqlite3.Connection, path: Path) -> None:
+def require_ours(connection: sqlite3.Connection, path: Path) -> None:
+    """Raises FAILED_PRECONDITION if the file is another program's, or a newer one's."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if application != APPLICATION_ID:
@@ -90,7 +96,7 @@ class StoreFile:
                 self._create()
             elif path.stat().st_size == 0:
                 raise UStatusError(UCode.DATA_LOSS, f"the store {path} is empty (0 bytes): restore it, or delete it to begin anew")
-            self.db = open_connection(path, writer=True)
+            self.db = open_connection(path, writer=True, check=require_ours)
             self._check(self.db)
         except (sqlite3.Error, OSError) as error:
             self.close()

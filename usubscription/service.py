@@ -53,6 +53,7 @@ class USubscriptionService:
         *,
         check: RequestCheck | None = None,
         page_entries_max: int = PAGE_ENTRIES_MAX,
+        v3_only_extends: bool = True,
         remote_majors: dict[str, int] | None = None,
         remote_timeout_ms: int = TIMEOUT_MS,
         remote_repeat_ms: int = REPEAT_FIRST_MS,
@@ -61,7 +62,9 @@ class USubscriptionService:
         now_ms: Callable[[], int] = uuids.now_ms,
         random: Callable[[], float] = random.random,
     ) -> None:
+        """`v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
         self.authority = authority
+        self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
         self._answers = AnswersFirst(transport)
         self._store = Store(
@@ -156,7 +159,7 @@ class USubscriptionService:
     # -- requests ---------------------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Awaitable[Message]]:
-        codec, handle = CODECS[major], getattr(self, f"_{method}")
+        codec, handle = self._codecs[major], getattr(self, f"_{method}")
         name = f"{method}_v{major}"
 
         async def handler(request: UMessage) -> Message:

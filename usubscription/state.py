@@ -75,6 +75,7 @@ class Subscribe:
     expires_ms: int | None = None
     sample_period_ms: int | None = None
     details: bytes = b""
+    only_extends: bool = False  # an earlier expiry than the current one is not taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,12 +319,12 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
     return machine.step
 
 
-def next_expiry(major: int, current: int | None, asked: int | None, now_ms: int) -> int | None:
+def next_expiry(current: int | None, asked: int | None, *, only_extends: bool) -> int | None:
     """When a subscription that has `current` expires after a repeated Subscribe that asks for `asked` (both in Unix ms, None: never).
 
-    Version 3 only ever extends (it says "exceeds"), version 4 takes what differs; a result in the past ends the subscription.
+    The seed's version 3 only ever extends (it says "exceeds"), all later texts take what differs; what results may be past.
     """
-    if major >= 4 or asked is None:
+    if not only_extends or asked is None:
         return asked
     return current if current is None or asked <= current else asked
 
@@ -351,7 +352,7 @@ class _Machine:
     def subscribe(self, event: Subscribe) -> None:
         known = self.records.get(event.subscriber)
         asked = event.expires_ms
-        expires_ms = asked if known is None else next_expiry(event.major, known.expires_ms, asked, self.now_ms)
+        expires_ms = asked if known is None else next_expiry(known.expires_ms, asked, only_extends=event.only_extends)
         if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
             self.remove(event.subscriber, R.EXPIRE)
             return

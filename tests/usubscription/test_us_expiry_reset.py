@@ -111,8 +111,8 @@ CASES = [  # current, asked -> in version 3, in version 4 (spec-facts 10.5)
 
 @pytest.mark.parametrize(("current", "asked", "three", "four"), CASES)
 def test_the_expiry_after_a_repeated_subscribe(current: int | None, asked: int | None, three: int | None, four: int | None) -> None:
-    assert next_expiry(3, current, asked, 0) == three
-    assert next_expiry(4, current, asked, 0) == four
+    assert next_expiry(current, asked, only_extends=True) == three
+    assert next_expiry(current, asked, only_extends=False) == four
     assert [is_past(expiry, 0) for expiry in (None, 0, 1, -1)] == [False, False, False, True]
 
 
@@ -135,6 +135,18 @@ async def test_v3_only_extends_and_v4_may_shorten(world: Any, clock: Clock) -> N
     assert await expiry_after(4, NOW + 7_000) == NOW + 7_000
     assert await expiry_after(3, None) is None
     assert await expiry_after(3, NOW + 5_000) is None
+
+
+@spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-today")
+async def test_v3_may_shorten_where_todays_text_is_chosen(world: Any, clock: Clock) -> None:
+    service = await world.service(now_ms=clock, v3_only_extends=False)
+    raw = await world.raw()
+    for asked in (NOW + 20_000, NOW + 5_000, NOW + 7_000, None, NOW + 1):
+        assert await subscribe(raw, 3, asked) is Status.SUBSCRIBED
+        (row,) = await service.subscriptions()
+        assert row.expires_ms == asked
+    assert await subscribe(raw, 3, NOW - 1) is Status.UNSUBSCRIBED
+    assert await service.subscriptions() == []
 
 
 async def test_what_expired_while_the_service_was_down_ends_at_start_in_the_order_of_expiry(world: Any, clock: Clock) -> None:

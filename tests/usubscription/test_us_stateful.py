@@ -109,7 +109,7 @@ class Subscriptions(RuleBasedStateMachine):
     )
     def subscribe(self, topic: Key, subscriber: Key, major: int, lifetime: int | None, period: int | None) -> None:
         asked = None if lifetime is None else self.now + lifetime
-        (outcome,) = self.apply(Subscribe(topic, subscriber, major, asked, period))
+        (outcome,) = self.apply(Subscribe(topic, subscriber, major, asked, period, only_extends=major == 3))
         expires = asked
         if (topic, subscriber) in self.model:
             current = self.model[topic, subscriber]

@@ -1,0 +1,139 @@
+"""A look into a store, while its service runs or not: list, filter, watch. Reads only, and blocks.
+
+store.db --Reader--> subscriptions(filters) -> entries as they are printed        watch() -> what was added, changed, removed, as it happens
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription.codec import Row, to_uri
+from usubscription.reader import Reader
+from usubscription.schema import require_ours
+from usubscription.state import Command, Key, Link
+
+WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
+
+Entry = dict[str, Any]
+"""One line for the operator: plain values, fit for JSON."""
+
+
+class StoreView:
+    """The store at `path`. Raises UStatusError: NOT_FOUND, FAILED_PRECONDITION (not ours, newer), DATA_LOSS."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise UStatusError(UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with")
+        self._reader = Reader(self.path, check=require_ours)
+
+    def close(self) -> None:
+        self._reader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Entry]:
+        """Those that match both patterns (None: any), in the order in which they came."""
+        links = dict(self._reader.links())
+        return [_entry(row, links.get(row.topic)) for row in self._rows(topic, subscriber)]
+
+    def links(self) -> list[Entry]:
+        """What this service has agreed, or has yet to agree, with others: one entry for each remote topic."""
+        return [
+            {
+                "topic": _text(topic),
+                "state": link.state.name,
+                "command": link.command.name if link.command is not None else None,
+                "attempt": link.attempt,
+                "version": link.major,
+                "sample_period_ms": link.sample_period_ms,
+            }
+            for topic, link in self._reader.links()
+        ]
+
+    def registrations(self) -> list[Entry]:
+        """Who is told of changes; topic None: of all."""
+        found = self._reader.registrations()
+        return [{"client": _text(client), "version": major, "topic": _text(topic) if topic else None} for client, major, topic in found]
+
+    def summary(self) -> Entry:
+        """Counts."""
+        links = self._reader.links()
+        return {
+            "authority": self._reader.authority(),
+            "subscriptions": self._reader.count(),
+            "remote_topics": len(links),
+            "remote_commands_pending": sum(link.command is not None for _, link in links),
+            "registrations": len(self._reader.registrations()),
+            "changes_not_told": self._reader.outbox_count(),
+        }
+
+    def watch(
+        self,
+        topic: UUri | None = None,
+        subscriber: UUri | None = None,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> Iterator[Entry]:
+        """First all that there is, then each change, until `stop()`: entries with "event" known, added, changed or removed."""
+        known = {(row.topic, row.subscriber): row for row in self._rows(topic, subscriber)}
+        for row in known.values():
+            yield {"event": "known", **_entry(row)}
+        version = self._reader.data_version()
+        while not stop():
+            sleep(WATCH_MS / 1000)
+            now = self._reader.data_version()
+            if now == version:
+                continue
+            version = now
+            fresh = {(row.topic, row.subscriber): row for row in self._rows(topic, subscriber)}
+            for key, row in known.items():
+                if key not in fresh:
+                    yield {"event": "removed", **_entry(row), "status": "UNSUBSCRIBED"}
+            for key, row in fresh.items():
+                if known.get(key) != row:
+                    yield {"event": "changed" if key in known else "added", **_entry(row)}
+            known = fresh
+
+    def _rows(self, topic: UUri | None, subscriber: UUri | None) -> list[Row]:
+        own = self._reader.authority()
+        filters = [uris.key(uris.with_authority(pattern, own)) if pattern is not None else None for pattern in (topic, subscriber)]
+        rows, _ = self._reader.subscriptions(filters[0], filters[1], uuids.now_ms())
+        return rows
+
+
+def _text(key: Key) -> str:
+    return uris.format(to_uri(key))
+
+
+def _entry(row: Row, link: Link | None = None) -> Entry:
+    entry = {
+        "topic": _text(row.topic),
+        "subscriber": _text(row.subscriber),
+        "status": row.status.name,
+        "expires": _time(row.expires_ms) if row.expires_ms is not None else None,
+        "sample_period_ms": row.sample_period_ms,
+    }
+    if link is not None and link.command is Command.SUBSCRIBE:
+        entry["waiting_for"] = f"{row.topic[0]} (attempt {link.attempt + 1})"
+    return entry
+
+
+def _time(milliseconds: int) -> str:
+    """ISO 8601 with milliseconds, in UTC."""
+    return datetime.fromtimestamp(milliseconds / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
