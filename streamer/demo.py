@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -83,12 +84,10 @@ class Outcome:
     published: Counter[str] = field(default_factory=Counter)  # by topic
     wanted: set[str] = field(default_factory=set)  # topics
     received: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
-    cloud_duplicates: int = 0
     cloud_disorder: int = 0
-    unsubscribed: int = 0
     parquet: Counter[str] = field(default_factory=Counter)  # by topic, distinct ids
-    parquet_rows: int = 0
-    forwarded: dict[str, int] = field(default_factory=dict)  # by endpoint
+    rows: Counter[str] = field(default_factory=Counter)  # by topic, all of them
+    forwarded: Counter[str] = field(default_factory=Counter)  # by topic: everything heard on the cloud's network
     dropped: dict[str, int] = field(default_factory=dict)
     problems: int = 0
     seconds: float = 0.0
@@ -98,23 +97,36 @@ class Outcome:
     def subscribed(self) -> int:
         return sum(count for topic, count in self.published.items() if topic in self.wanted)
 
+    def gaps_of(self, topic: str) -> int:
+        """Published messages that are missing where they should be, in Parquet or in the cloud."""
+        published = self.published[topic]
+        in_cloud = max(0, published - self.received[topic]) if topic in self.wanted else 0
+        return max(0, published - self.parquet[topic]) + in_cloud
+
+    def duplicates_of(self, topic: str) -> int:
+        """Messages that came more than once, to Parquet or to the cloud."""
+        in_cloud = self.forwarded[topic] - self.received[topic] if topic in self.wanted else 0
+        return self.rows[topic] - self.parquet[topic] + in_cloud
+
     @property
     def gaps(self) -> int:
-        """Published messages that are missing where they should be, in Parquet or in the cloud."""
-        in_parquet = sum(max(0, count - self.parquet[topic]) for topic, count in self.published.items())
-        in_cloud = sum(max(0, self.published[topic] - self.received[topic]) for topic in self.wanted)
-        return in_parquet + in_cloud
+        return sum(map(self.gaps_of, self.published))
 
     @property
     def duplicates(self) -> int:
-        return self.cloud_duplicates + self.parquet_rows - self.parquet.total()
+        return sum(map(self.duplicates_of, self.published | self.rows | self.forwarded))
+
+    @property
+    def unsubscribed(self) -> int:
+        """Messages that reached the cloud's network though nobody there subscribed to their topic."""
+        return sum(count for topic, count in self.forwarded.items() if topic not in self.wanted)
 
     def as_dict(self) -> dict[str, int | float]:
         return {
             "published": self.published.total(),
             "subscribed": self.subscribed,
             "cloud_received": self.received.total(),
-            "parquet_rows": self.parquet_rows,
+            "parquet_rows": self.rows.total(),
             "gaps": self.gaps,
             "duplicates": self.duplicates,
             "unsubscribed_forwarded": self.unsubscribed,
@@ -192,6 +204,10 @@ class Child:
         """Raises UStatusError(ABORTED) with its last words if it has ended."""
         if self._process.returncode is not None:
             raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def tail(self) -> str:
@@ -426,12 +442,9 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     def on_receive(self, message: UMessage) -> None:
         """The cloud application hears something."""
         topic, id = uris.format(message.attributes.source), (message.attributes.id.msb, message.attributes.id.lsb)
-        if topic not in self._outcome.wanted:
-            self._outcome.unsubscribed += 1
-            return
+        self._outcome.forwarded[topic] += 1
         seen = self._ids.setdefault(topic, set())
-        if id in seen:
-            self._outcome.cloud_duplicates += 1
+        if topic not in self._outcome.wanted or id in seen:
             return
         if id < self._last.get(topic, (0, 0)):
             self._outcome.cloud_disorder += 1
@@ -480,7 +493,7 @@ processing_time_ms = {TRIGGER_MS}
         distinct: dict[str, set[str]] = {}
         for topic, id in zip(topics, ids, strict=True):
             distinct.setdefault(topic, set()).add(id)
-        self._outcome.parquet_rows = len(ids)
+        self._outcome.rows = Counter(topics)
         self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
 
     def _plot(self) -> Path:
@@ -547,9 +560,7 @@ processing_time_ms = {TRIGGER_MS}
     def _read_gateway(self, metrics: str) -> None:
         for name, labels, value in re.findall(r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
             given = dict(re.findall(r'(\w+)="(.*?)"', labels))
-            if name == "forwarded":
-                self._outcome.forwarded[given["endpoint"]] = int(float(value))
-            elif name == "dropped":
+            if name == "dropped":
                 self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
 
 
@@ -605,27 +616,21 @@ def _toml(settings: dict[str, Any]) -> str:
 
 def show(outcome: Outcome, console: Console) -> None:
     """The table at the end."""
-    table = Table(title="what crossed the gateway")
-    for column in ("network", "published", "forwarded to", "received in the cloud", "rows in Parquet"):
-        table.add_column(column, justify="left" if column == "network" else "right")
-    for network, authority, endpoint in (("DDS", drives.MCU, "mcu"), ("Zenoh", drives.VEHICLE, "vehicle"), ("MQTT 5", CLOUD, "cloud")):
-        those = [topic for topic in outcome.published if topic.startswith(f"up://{authority}/")]
-        received = sum(outcome.received[topic] for topic in those) if authority != CLOUD else outcome.received.total()
-        rows = sum(outcome.parquet[topic] for topic in those)
-        table.add_row(
-            f"{network} ({authority})",
-            f"{sum(outcome.published[topic] for topic in those):,}",
-            f"{outcome.forwarded.get(endpoint, 0):,}",
-            f"{received:,}",
-            f"{rows:,}" if authority != CLOUD else "-",
-        )
+    table = Table(title="what crossed the gateway to the cloud", box=SIMPLE_HEAD)
+    for column in ("network", "published", "forwarded", "received", "Parquet", "gaps", "duplicates"):
+        table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
+    networks = {"DDS: mcu1": drives.MCU, "Zenoh: vehicle1": drives.VEHICLE, "together": ""}
+    for name, authority in networks.items():
+        topics = [topic for topic in outcome.published if topic.startswith(f"up://{authority}")]
+        counts = (outcome.published, outcome.forwarded, outcome.received, outcome.rows)
+        sums = [sum(count[topic] for topic in topics) for count in counts]
+        sums += [sum(map(outcome.gaps_of, topics)), sum(map(outcome.duplicates_of, topics))]
+        table.add_row(name, *(f"{number:,}" for number in sums), end_section=name.startswith("Zenoh"))
     console.print(table)
-    counts = outcome.as_dict()
     console.print(
-        f"gaps {counts['gaps']}, duplicates {counts['duplicates']}, out of order {outcome.cloud_disorder}, "
-        f"forwarded though not subscribed {counts['unsubscribed_forwarded']}, unreadable cells {outcome.problems}"
+        f"subscribed to {len(outcome.wanted)} of {len(outcome.published)} topics; forwarded though not subscribed {outcome.unsubscribed}, "
+        f"out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
     )
-    console.print("(forwarded to a network includes requests, responses and notifications)")
     if outcome.dropped:
         console.print("dropped at the gateway: " + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items())))
     if outcome.plot is not None:

@@ -58,7 +58,7 @@ async def replay(
     iterator = iter(samples)
     while batch := list(itertools.islice(iterator, BATCH_MAX)):
         messages = [drives.message(sample) for sample in batch]
-        await _send_all(transport, messages)
+        await send_all(transport, messages)
         for message in messages:
             counts[uris.format(message.attributes.source)] += 1
         published += len(messages)
@@ -70,7 +70,8 @@ async def replay(
     return counts
 
 
-async def _send_all(transport: UTransport, messages: list[UMessage]) -> None:
+async def send_all(transport: UTransport, messages: list[UMessage]) -> None:
+    """Until the network has taken each of them. Raises the UStatusError of one that it refuses for good."""
     backoff = Backoff(RETRY_MIN_MS, RETRY_MAX_MS)
     while messages:
         statuses = await transport.send_batch(messages)
