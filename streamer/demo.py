@@ -616,7 +616,7 @@ def _toml(settings: dict[str, Any]) -> str:
 
 def show(outcome: Outcome, console: Console) -> None:
     """The table at the end."""
-    table = Table(title="what crossed the gateway to the cloud", box=SIMPLE_HEAD)
+    table = Table(title="what crossed the gateway to the cloud", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("network", "published", "forwarded", "received", "Parquet", "gaps", "duplicates"):
         table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
     networks = {"DDS: mcu1": drives.MCU, "Zenoh: vehicle1": drives.VEHICLE, "together": ""}
