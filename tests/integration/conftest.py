@@ -147,7 +147,6 @@ settings = {{ listen = ["tcp/127.0.0.1:{zenoh}"] }}
 name = "cloud"
 transport = "mqtt5"
 authorities = ["cloud"]
-usubscription = "none"
 settings = {{ host = "127.0.0.1", port = {mqtt}, {cloud} }}
 """,
     "mcu": """
@@ -155,7 +154,6 @@ settings = {{ host = "127.0.0.1", port = {mqtt}, {cloud} }}
 name = "mcu"
 transport = "dds"
 authorities = ["mcu1"]
-usubscription = "none"
 settings = {{ domain_id = {domain}, interface = "lo", multicast = false, peers = ["127.0.0.1"], tag = "{tag}" }}
 """,
 }
@@ -163,7 +161,10 @@ settings = {{ domain_id = {domain}, interface = "lo", multicast = false, peers =
 
 @pytest.fixture
 async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
-    """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})`: endpoints by name; `cloud` are more settings of that one."""
+    """`await make_gateway(broker, "vehicle cloud", {topic: [subscribers]})`: endpoints by name.
+
+    `cloud` are more settings of that one, `extra` is more TOML, `usubscription` is the mode of endpoints.
+    """
     async with AsyncExitStack() as stack:
 
         async def make(
@@ -173,6 +174,8 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
             *,
             more: str = "",
             cloud: str = "",
+            extra: str = "",
+            usubscription: dict[str, str] | None = None,
             domain: int = 0,
             start: bool = True,
         ) -> Gateway:
@@ -183,7 +186,9 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
                 text += f'[usubscription]\nstatic_file = "{tmp_path}/subscriptions.json"\n'
             parts = "".join(ENDPOINTS[name] for name in endpoints.split())
             text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, cloud=cloud).replace(",  }", " }")
-            (tmp_path / "gateway.toml").write_text(text)
+            for name, mode in ({"cloud": "none", "mcu": "none"} | (usubscription or {})).items():
+                text = text.replace(f'name = "{name}"\n', f'name = "{name}"\nusubscription = "{mode}"\n')
+            (tmp_path / "gateway.toml").write_text(text + extra)
             gateway = Gateway(tmp_path / "gateway.toml", stack, broker, port, tag)
             if start:
                 await gateway.start()
