@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, NamedTuple, Self, TypeVar
 from xml.sax.saxutils import escape, quoteattr
 
 import structlog
@@ -29,11 +27,11 @@ from transports.inbox import MESSAGES_MAX, Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
 from transports.plugin import TransportPlugin
+from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -133,10 +131,19 @@ class _Session:
         self.participant.close()
 
 
+class _Lane(NamedTuple):
+    """Where and how messages of one stamp are written."""
+
+    partition: str
+    priority: int
+    lifespan_ms: int | None
+
+
 class DdsTransport(UTransport):
     """A DDS participant that carries UMessages. `dropped` counts what arrived and was thrown away: malformed, invalid, expired."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    takes_encoded = True
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         self._config, self._local = config, local
@@ -146,6 +153,7 @@ class DdsTransport(UTransport):
         )
         self._outbox = Outbox()
         self._partitions: dict[Any, str] = {}  # by (source, sink); the sender's thread only
+        self._lanes: dict[Stamp, _Lane] = {}  # the sender thread's alone
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._readers: dict[Filter, asyncio.Task[int]] = {}
@@ -246,32 +254,45 @@ class DdsTransport(UTransport):
 
     # sending
 
-    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+    async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         try:
             session = self._require_session()
         except UStatusError as error:
             return stopped([], len(messages), error.status)
         return await asyncio.get_running_loop().run_in_executor(self._sender, self._send, session.writers, messages)
 
-    def _send(self, writers: Writers, messages: Sequence[UMessage]) -> list[UStatus]:
+    def _send(self, writers: Writers, messages: Sequence[Carried]) -> list[UStatus]:
         statuses: list[UStatus] = []
+        now_ms = self._outbox.now_ms()
         for message in messages:
-            attributes = message.attributes
-            refusal = self._outbox.refusal(message, self._outbox.now_ms())
-            if refusal is not None:
-                statuses.append(refusal)
-                continue
+            stamp = message.stamp if type(message) is EncodedMessage else None
+            lane = self._lanes.get(stamp) if stamp is not None else None
+            if lane is None or stamp is None or stamp.ttl:
+                refusal = self._outbox.refusal(decoded(message), now_ms)
+                if refusal is not None:
+                    statuses.append(refusal)
+                    continue
+                lane = lane or self._lane(decoded(message).attributes, stamp)
+            if stamp is not None:
+                sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
+            else:
+                sample = mapping.encode(decoded(message))
             try:
-                writers.write(
-                    self._partition(attributes),
-                    mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0),
-                    mapping.lifespan_ms(attributes.ttl),
-                    mapping.encode(message),
-                )
+                writers.write(*lane, sample)
             except UStatusError as error:
                 return stopped(statuses, len(messages), error.status)
             statuses.append(OK)
         return statuses
+
+    def _lane(self, attributes: UAttributes, stamp: Stamp | None) -> _Lane:
+        lane = _Lane(
+            self._partition(attributes), mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0), mapping.lifespan_ms(attributes.ttl)
+        )
+        if stamp is not None:
+            if len(self._lanes) >= ROUTES_CACHED_MAX:
+                self._lanes.clear()
+            self._lanes[stamp] = lane
+        return lane
 
     def _partition(self, attributes: UAttributes) -> str:
         addresses = (attributes.source.SerializeToString(), attributes.sink.SerializeToString() if attributes.HasField("sink") else None)
@@ -290,20 +311,27 @@ class DdsTransport(UTransport):
             self._inbox.put((filter, sample))
 
     def _deliver(self, items: list[tuple[Filter, bytes]]) -> Awaitable[None] | None:
-        pending = []
-        for filter, group in itertools.groupby(items, key=itemgetter(0)):
-            messages = []
-            for _, sample in group:
-                try:
-                    messages.append(mapping.decode(sample))
-                except UStatusError:
-                    self.dropped["malformed"] += 1
-            result = self._table.deliver(messages, only=filter)
-            if result is not None:
-                pending.append(result)
-        if not pending:
+        """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a UMessage."""
+        pending: list[Awaitable[None] | None] = []
+        encoded: list[tuple[Filter, bytes, bytes]] = []
+        for filter, sample in items:
+            try:
+                attributes, payload = mapping.unpack(sample)
+                if payload and attributes:
+                    encoded.append((filter, payload, attributes))
+                    continue
+                message = mapping.decode(sample)
+            except UStatusError:
+                self.dropped["malformed"] += 1
+                continue
+            pending.append(self._table.deliver_encoded(encoded))
+            encoded = []
+            pending.append(self._table.deliver([message], only=filter))
+        pending.append(self._table.deliver_encoded(encoded))
+        waiting = [one for one in pending if one is not None]
+        if not waiting:
             return None
-        return pending[0] if len(pending) == 1 else _all(pending)
+        return waiting[0] if len(waiting) == 1 else _all(waiting)
 
     # listening
 
