@@ -1,0 +1,143 @@
+"""A uSubscription service of somebody else, version 3, that can't list: it is asked topic by topic, and messages wait for its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from streamer import egress
+from transports.local import LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcServer
+from uprotocol.core.usubscription.v3.usubscription_pb2 import (
+    FetchSubscribersRequest,
+    FetchSubscribersResponse,
+    NotificationsRequest,
+    NotificationsResponse,
+    SubscriberInfo,
+    SubscriptionStatus,
+    Update,
+)
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+MakeWorld = Any
+Publish = Callable[..., UMessage]
+
+SPEED = uris.parse("//vehicle1/8001/1/8001")
+DOOR = uris.parse("//vehicle1/8001/1/8002")
+CLOUD_APP = uris.parse("//cloud/9001/1/0")
+
+FOREIGN = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+usubscription = "none"
+settings = {{ network = "{n}-vehicle" }}
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud"]
+usubscription = "remote"
+settings = {{ network = "{n}-cloud" }}
+"""
+
+
+class ForeignV3:
+    """FetchSubscribers and RegisterForNotifications of version 3, and nothing else."""
+
+    def __init__(self, node: LocalTransport) -> None:
+        self._node = node
+        self._server = InMemoryRpcServer(node, LocalUriProvider("cloud", 0, 3))
+        self.subscribers: dict[tuple[str, int, int, int], list[UUri]] = {}
+        self.asked: Counter[str] = Counter()
+        self.registered: dict[tuple[str, int, int, int], UUri] = {}
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def start(self) -> None:
+        await self._server.register_request_handler(6, self._register)
+        await self._server.register_request_handler(8, self._fetch)
+
+    async def stop(self) -> None:
+        await self._server.close()
+
+    async def _register(self, request: UMessage) -> NotificationsResponse:
+        topic = UPayload.of(request).unpack(NotificationsRequest).topic
+        self.registered[uris.key(topic)] = request.attributes.source
+        return NotificationsResponse()
+
+    async def _fetch(self, request: UMessage) -> FetchSubscribersResponse:
+        await self.answering.wait()
+        topic = UPayload.of(request).unpack(FetchSubscribersRequest).topic
+        if topic.authority_name == "vehicle1":  # not the question by which a client finds out the version
+            self.asked[uris.format(topic)] += 1
+        return FetchSubscribersResponse(subscribers=[SubscriberInfo(uri=one) for one in self.subscribers.get(uris.key(topic), [])])
+
+    async def change(self, topic: UUri, subscriber: UUri, state: SubscriptionStatus.State.ValueType) -> None:
+        """Somebody subscribes or unsubscribes, and who has registered for that topic is told."""
+        self.subscribers[uris.key(topic)] = [subscriber] if state == SubscriptionStatus.SUBSCRIBED else []
+        update = Update(topic=topic, subscriber=SubscriberInfo(uri=subscriber), status=SubscriptionStatus(state=state))
+        sink = self.registered[uris.key(topic)]
+        await self._node.send(UMessageBuilder.notification(uris.uri("cloud", 0, 3, 0x8000), sink).pack(update))
+
+
+async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(FOREIGN, start=False)
+    service = ForeignV3(await world.node("cloud", "cloud", 0))
+    service.subscribers[uris.key(SPEED)] = [CLOUD_APP]
+    await service.start()
+    await world.start()
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, uris.pattern("vehicle1"))
+    assert world.streamer.problems() == []
+    service.answering.clear()
+    for number in range(5):
+        await vehicle.send_batch([publish(SPEED, f"speed {number}"), publish(DOOR, f"door {number}")])
+    await world.until(lambda: uris.key(SPEED) in service.registered)
+    assert heard.messages == []
+    service.answering.set()
+    await heard.count(5)
+    assert heard.texts == [f"speed {number}" for number in range(5)]
+    await vehicle.send_batch([publish(SPEED, "speed 5"), publish(DOOR, "door 5")])
+    await heard.count(6)
+    await world.until(lambda: uris.key(DOOR) in service.registered and service.asked[uris.format(DOOR)])
+    assert service.asked == {uris.format(SPEED): 1, uris.format(DOOR): 1}  # once per topic, and then it tells by itself
+
+    await service.change(DOOR, CLOUD_APP, SubscriptionStatus.SUBSCRIBED)
+    await world.until(lambda: world.streamer.interest.wants(DOOR))
+    await service.change(SPEED, CLOUD_APP, SubscriptionStatus.UNSUBSCRIBED)
+    await world.until(lambda: not world.streamer.interest.wants(SPEED))
+    await vehicle.send_batch([publish(SPEED, "nobody"), publish(DOOR, "door 6")])
+    await heard.count(7)
+    assert heard.texts[-1] == "door 6"
+    assert service.asked.total() == 2
+    await service.stop()
+
+
+async def test_one_topic_without_answer_does_not_stop_the_others_for_good(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(egress, "UNDECIDED_WAIT_S", 0.2)
+    world = await make_world(FOREIGN, start=False)
+    service = ForeignV3(await world.node("cloud", "cloud", 0))
+    service.subscribers[uris.key(SPEED)] = [CLOUD_APP]
+    await service.start()
+    await world.start()
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, uris.pattern("vehicle1"))
+    await vehicle.send(publish(SPEED, "known"))
+    await heard.count(1)
+    service.answering.clear()
+    await vehicle.send_batch([publish(DOOR, "unknown"), publish(SPEED, "still served")])
+    await heard.count(2)
+    assert heard.texts == ["known", "still served"]
+    service.answering.set()
+    await service.stop()
