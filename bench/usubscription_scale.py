@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,8 +28,10 @@ from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
-from uprotocol.message import UPayload
-from uprotocol.transport import LocalUriProvider
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.database import Database
 from usubscription.state import Status
@@ -116,40 +119,72 @@ async def fetch_until(endpoint: str, end: float, topics: int) -> list[float]:
     return found
 
 
+class Subscribers:
+    """Callers of Subscribe. They take the answers as they come, in batches: a call of its own for each would cost more than the service."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._sent: dict[int, float] = {}
+        self._numbers = itertools.count()
+        self.latencies: list[float] = []
+        self.news = asyncio.Event()
+
+    def requests(self, count: int) -> list[UMessage]:
+        sink, source, made = uris.uri(AUTHORITY, 0, 4, 1), uris.uri(AUTHORITY, 0xF001, 1, 0), []
+        for number in itertools.islice(self._numbers, count):
+            at = uris.uri(AUTHORITY, 0x100_0000 * self._seed + 0x8000 + number // 0x7000, 1, 0x8000 + number % 0x7000)
+            request = UMessageBuilder.request(source, sink, OPTIONS.timeout_ms).pack(v4.SubscribeRequest(topic=at))
+            self._sent[request.attributes.id.msb] = 0.0
+            made.append(request)
+        return made
+
+    async def send(self, transport: UTransport, requests: list[UMessage]) -> None:
+        now = time.perf_counter()
+        for request in requests:
+            self._sent[request.attributes.id.msb] = now
+        assert all(status.code == UCode.OK for status in await transport.send_batch(requests))
+
+    @property
+    def waiting(self) -> int:
+        return len(self._sent)
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        now = time.perf_counter()
+        for message in messages:
+            assert message.attributes.commstatus == UCode.OK, message
+            self.latencies.append((now - self._sent.pop(message.attributes.reqid.msb)) * 1000)
+        self.news.set()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.on_receive_batch([message])
+
+
 async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -> dict[str, Any]:
     """Subscribe at `rate` per second, whatever the service does (0: as fast as SUBSCRIBERS_AT_ONCE callers can)."""
-    local = LocalUriProvider(AUTHORITY, 0xF001, 1)
-    latencies: list[float] = []
-    async with create("zenoh", {"connect": [endpoint]}, local) as transport, InMemoryRpcClient(transport, local) as rpc:
-
-        async def subscribe(number: int) -> None:
-            at = uris.uri(AUTHORITY, 0x100_0000 * seed + 0x8000 + number // 0x7000, 1, 0x8000 + number % 0x7000)
-            started = time.perf_counter()
-            request = UPayload.pack(v4.SubscribeRequest(topic=at))
-            answer = await rpc.invoke_method(uris.uri(AUTHORITY, 0, 4, 1), request, OPTIONS)
-            latencies.append((time.perf_counter() - started) * 1000)
-            assert answer.unpack(v4.SubscribeResponse).status == v4.SubscriptionStatus.STATUS_SUBSCRIBED
-
-        numbers = itertools.count()
+    local, callers = LocalUriProvider(AUTHORITY, 0xF001, 1), Subscribers(seed)
+    async with create("zenoh", {"connect": [endpoint]}, local) as transport:
+        await transport.register_listener(uris.uri(AUTHORITY, 0, 4, 1), callers, local.get_source())
+        ready = callers.requests(int(seconds * rate)) if rate else []
         began = time.monotonic()
-        end = began + seconds
-
-        async def without_pause() -> None:
-            while time.monotonic() < end:
-                await subscribe(next(numbers))
-
-        async with asyncio.TaskGroup() as group:
-            if not rate:
-                for _ in range(SUBSCRIBERS_AT_ONCE):
-                    group.create_task(without_pause())
-            started = 0
-            while rate and (now := time.monotonic()) < end:
-                for _ in range(int((now - began) * rate) - started):
-                    group.create_task(subscribe(next(numbers)))
-                    started += 1
-                await asyncio.sleep(0.001)
+        started = 0
+        while (now := time.monotonic()) < began + seconds:
+            if rate:
+                due = min(int((now - began) * rate), len(ready))
+                await callers.send(transport, ready[started:due])
+                started = due
+                await asyncio.sleep(0.002)
+            else:
+                callers.news.clear()
+                await callers.send(transport, callers.requests(SUBSCRIBERS_AT_ONCE - callers.waiting))
+                await callers.news.wait()
         took = time.monotonic() - began
-    return {"subscribe_per_s": round(len(latencies) / took), "p50_ms": percentile(latencies, 0.5), "p99_ms": percentile(latencies, 0.99)}
+        answered = len(callers.latencies)
+        async with asyncio.timeout(30):
+            while callers.waiting > len(ready) - started:
+                callers.news.clear()
+                await callers.news.wait()
+    found = callers.latencies
+    return {"subscribe_per_s": round(answered / took), "p50_ms": percentile(found, 0.5), "p99_ms": percentile(found, 0.99)}
 
 
 def load(endpoint: str, seconds: float, rate: float, seed: int) -> subprocess.Popen[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -83,6 +84,8 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
             audit_ms=config.audit_ms,
         )
         await service.start()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
         try:
             if ready is not None:
                 ready({"ready": True, "service": "core.usubscription", "authority": config.authority, "transport": config.transport})

@@ -32,7 +32,7 @@ from usubscription.reader import StoredChange
 from usubscription.store import Store
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
-CHANGES_BATCH_MAX: Final = 32  # some 100 messages at once, 1 to 2 ms of the loop: what waits for it is answers
+CHANGES_BATCH_MAX: Final = 16  # some 50 messages at once, 1 ms of the loop: what waits for it is answers
 GATHER_MS: Final = 5  # while changes follow one another, so that they leave together: a message alone costs ten times as much
 NOTE_MS: Final = 200  # between notes of what was told: each is a commit, and after a crash only what came since is told twice
 ANSWER_WAIT_MS_MAX: Final = 1_000  # for the response to leave first; a response that the RPC server had to drop never does

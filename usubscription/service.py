@@ -23,12 +23,14 @@ from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
 from usubscription.database import Database, Outcome, Register, Reset, Unregister
+from usubscription.entry import CommandEntry
 from usubscription.outbox import AnswersFirst, Pump
 from usubscription.reader import Reader
 from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
-from usubscription.state import Change, Expire, Key
+from usubscription.state import Change, Expire, Key, Subscribe, Unsubscribe
 from usubscription.store import Store
 
 PAGE_ENTRIES_MAX: Final = 50_000  # of a version 3 listing (A-37): some 4 MB, which every transport takes as one message
@@ -91,12 +93,13 @@ class USubscriptionService:
             )
             for major in CODECS
         }
+        self._entries = {(major, method): self._entry(major, method, check) for major in CODECS for method in ("subscribe", "unsubscribe")}
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
         self._next_expiry_ms: int | None = None
         self._expiry_news = asyncio.Event()
         self._started = False
-        self.requests: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
@@ -107,11 +110,18 @@ class USubscriptionService:
         return self._store.healthy
 
     @property
+    def requests(self) -> Counter[str]:
+        """Requests by method and version, as `subscribe_v4`."""
+        return self._calls + Counter({f"{method}_v{major}": entry.requests for (major, method), entry in self._entries.items()})
+
+    @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not taken, by reason."""
         total = Counter(self._pump.dropped)
         for server in self._servers.values():
             total.update(server.dropped)
+        for entry in self._entries.values():
+            total.update(entry.dropped)
         total["outbox_full"] += self._store.database.outbox_dropped
         return total
 
@@ -123,7 +133,10 @@ class USubscriptionService:
             await self._remote.start()
             for major, server in self._servers.items():
                 for method, resource in CODECS[major].methods.items():
-                    await server.register_request_handler(resource, self._handler(major, method))
+                    if (major, method) not in self._entries:
+                        await server.register_request_handler(resource, self._handler(major, method))
+            for entry in self._entries.values():
+                await entry.open()
         except BaseException:
             await self.stop()
             raise
@@ -134,6 +147,8 @@ class USubscriptionService:
         """Answer what is being handled, then close the store. May be called twice."""
         for server in self._servers.values():
             await server.close()
+        for entry in self._entries.values():
+            await entry.close()
         if self._expirer is not None:
             self._expirer.cancel()
             await asyncio.gather(self._expirer, return_exceptions=True)
@@ -141,6 +156,8 @@ class USubscriptionService:
         await self._remote.stop()
         await self._pump.stop()
         await self._store.stop()
+        for entry in self._entries.values():
+            await entry.drain()
         self._started = False
 
     def on_change(self, hook: Hook) -> None:
@@ -163,20 +180,31 @@ class USubscriptionService:
         name = f"{method}_v{major}"
 
         async def handler(request: UMessage) -> Message:
-            self.requests[name] += 1
+            self._calls[name] += 1
             answer: Message = await handle(codec, request)
             return answer
 
         return handler
 
-    async def _subscribe(self, codec: V3 | V4, request: UMessage) -> Message:
-        event, topic = codec.subscribe(request, self.authority)
-        outcome = await self._store.submit(event, _tag(request))
-        return codec.subscribed(topic, outcome.answer)
+    def _entry(self, major: int, method: str, check: RequestCheck | None) -> CommandEntry:
+        codec, own = self._codecs[major], self.authority
 
-    async def _unsubscribe(self, codec: V3 | V4, request: UMessage) -> Message:
-        await self._store.submit(codec.unsubscribe(request, self.authority), _tag(request))
-        return codec.unsubscribed()
+        def subscribe(request: UMessage) -> tuple[Subscribe, UUri]:
+            return codec.subscribe(request, own)
+
+        def unsubscribe(request: UMessage) -> tuple[Unsubscribe, None]:
+            return codec.unsubscribe(request, own), None
+
+        def subscribed(topic: UUri, outcome: Outcome) -> Message:
+            return codec.subscribed(topic, outcome.answer)
+
+        def unsubscribed(_: None, outcome: Outcome) -> Message:
+            return codec.unsubscribed()
+
+        local, resource = LocalUriProvider(own, ENTITY_TYPE, major), codec.methods[method]
+        if method == "subscribe":
+            return CommandEntry(self._answers, local, resource, self._store, subscribe, subscribed, check)
+        return CommandEntry(self._answers, local, resource, self._store, unsubscribe, unsubscribed, check)
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.registration(request, self.authority)

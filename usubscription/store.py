@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -24,12 +24,22 @@ from usubscription.reader import Reader
 WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
 BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
 GATHER_MS: Final = 4  # from one commit to the next while requests keep coming: the more share a commit, the less each costs
-ANSWERS_AT_ONCE: Final = 32  # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
+ANSWERS_AT_ONCE: Final = 8  # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
 
 Q = TypeVar("Q")
 A = TypeVar("A")
+B = TypeVar("B", contravariant=True)
 
 log = structlog.get_logger()
+
+
+class Reply(Protocol[B]):
+    """Somebody who is told the answer without a future: on the loop, in the order of the questions."""
+
+    def answered(self, answer: B | BaseException) -> None: ...
+
+
+Waiting = asyncio.Future[A] | Reply[A]
 
 
 class Lane(Generic[Q, A]):
@@ -39,7 +49,7 @@ class Lane(Generic[Q, A]):
         self,
         name: str,
         work: Callable[[list[Q]], Sequence[A | BaseException]],
-        answered: Callable[[list[tuple[Q, asyncio.Future[A]]], Sequence[A | BaseException]], None],
+        answered: Callable[[list[tuple[Q, Waiting[A]]], Sequence[A | BaseException]], None],
         *,
         waiting_max: int = WAITING_MAX,
         batch_max: int = BATCH_MAX,
@@ -48,7 +58,7 @@ class Lane(Generic[Q, A]):
         self._loop = asyncio.get_running_loop()
         self._name, self._work, self._answered = name, work, answered
         self._waiting_max, self._batch_max, self._gather_s = waiting_max, batch_max, gather_ms / 1000
-        self._queue: deque[tuple[Q, asyncio.Future[A]]] = deque()
+        self._queue: deque[tuple[Q, Waiting[A]]] = deque()
         self._wake = threading.Condition()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -57,17 +67,22 @@ class Lane(Generic[Q, A]):
     def __repr__(self) -> str:
         return f"Lane({self._name}, waiting={len(self._queue)})"
 
-    def put(self, question: Q) -> asyncio.Future[A]:
+    def ask(self, question: Q) -> asyncio.Future[A]:
+        """`put`, with a future for the answer."""
+        future: asyncio.Future[A] = self._loop.create_future()
+        self.put(question, future)
+        return future
+
+    def put(self, question: Q, waiting: Waiting[A]) -> None:
         """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
         if self._closing:
             raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
         if len(self._queue) >= self._waiting_max:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._waiting_max} requests wait for the store, which is the limit: try later")
-        future: asyncio.Future[A] = self._loop.create_future()
         with self._wake:
-            self._queue.append((question, future))
-            self._wake.notify()
-        return future
+            self._queue.append((question, waiting))
+            if len(self._queue) == 1:
+                self._wake.notify()
 
     def _run(self) -> None:
         last = 0.0
@@ -100,6 +115,10 @@ class Lane(Generic[Q, A]):
             self._closing = True
             self._wake.notify()
         await self._loop.run_in_executor(None, self._thread.join)
+
+
+class Command(Reply[Outcome], Protocol):
+    tag: Any
 
 
 class Store:
@@ -154,13 +173,19 @@ class Store:
         """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
         if self._writer is None:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
-        return self._writer.put((event, tag))
+        return self._writer.ask((event, tag))
+
+    def command(self, event: StoreEvent, asked: Command) -> None:
+        """Apply `event`, and tell `asked` once it is on disk. Raises as `submit`."""
+        if self._writer is None:
+            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        self._writer.put((event, asked.tag), asked)
 
     def read(self, question: Callable[[Reader], A]) -> asyncio.Future[A]:
         """`question(reader)` on the reader's thread."""
         if self._reader is None:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
-        return self._reader.put(question)
+        return self._reader.ask(question)
 
     def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
         """On the writer's thread."""
@@ -205,12 +230,14 @@ class Store:
                 self._batches.task_done()
 
 
-def _give(batch: list[tuple[Any, asyncio.Future[Any]]], answers: Sequence[Any]) -> None:
-    for (_, future), answer in zip(batch, answers, strict=True):
-        if future.done():
+def _give(batch: list[tuple[Any, Any]], answers: Sequence[Any]) -> None:
+    for (_, waiting), answer in zip(batch, answers, strict=True):
+        if not isinstance(waiting, asyncio.Future):
+            waiting.answered(answer)
+        elif waiting.done():
             continue
-        if isinstance(answer, BaseException):
-            future.set_exception(answer)
-            future.exception()  # seen, even if nobody waits
+        elif isinstance(answer, BaseException):
+            waiting.set_exception(answer)
+            waiting.exception()  # seen, even if nobody waits
         else:
-            future.set_result(answer)
+            waiting.set_result(answer)

@@ -265,17 +265,17 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
             future.set_result(answer)
 
     lane: Lane[int, int] = Lane("test", work, answered, waiting_max=3, batch_max=2)
-    futures = [lane.put(0)]
+    futures = [lane.ask(0)]
     await asyncio.sleep(0.05)  # taken, and stuck
-    futures += [lane.put(number) for number in range(1, 4)]
+    futures += [lane.ask(number) for number in range(1, 4)]
     with pytest.raises(UStatusError) as error:
-        lane.put(9)
+        lane.ask(9)
     assert error.value.code == UCode.RESOURCE_EXHAUSTED
     gate.set()
     assert await asyncio.gather(*futures) == [0, 1, 2, 3]
     await lane.close()
     with pytest.raises(UStatusError):
-        lane.put(1)
+        lane.ask(1)
 
 
 async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any) -> None:
