@@ -185,7 +185,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
     for column in ("endpoint", "transport", "authorities", "uSubscription"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for one in loaded.endpoint:
         home = " (home)" if one.name == loaded.home.name else ""
         table.add_row(one.name + home, one.transport, ", ".join(one.authorities), loaded.usubscription_of(one))
@@ -456,10 +456,52 @@ def _show_description(description: Any, as_json: bool) -> None:
     for title, rows in (("logs", logs), ("topics", topics)):
         table = Table(title=title)
         for column in rows[0] if rows else []:
-            table.add_column(column)
+            table.add_column(column, overflow="fold")
         for row in rows:
             table.add_row(*(str(value) for value in row.values()))
         out.print(table)
+
+
+@app.command()
+def subscriptions(
+    store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")] = None,
+    topic: Annotated[str | None, typer.Option(help="Only topics that match this pattern.")] = None,
+    subscriber: Annotated[str | None, typer.Option(help="Only subscribers that match this pattern.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, and print each change as it happens.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who is subscribed to what, from the store of a uSubscription service, while it runs or not.
+
+    Example: [bold]up-streamer subscriptions --config vehicle.toml --topic //vehicle1/FFFFFFFF/FF/FFFF --watch[/]
+    """
+    from usubscription.view import StoreView
+
+    _log_to_stderr()
+    with _errors():
+        if (store is None) == (config is None):
+            raise invalid("say either --store FILE or --config FILE")
+        path = store if store is not None else configs.load(config or Path()).streamer.data_dir / "usubscription.db"
+        filters = [uris.parse(text) if text is not None else None for text in (topic, subscriber)]
+        with StoreView(path) as view, contextlib.suppress(KeyboardInterrupt):
+            if watch:
+                for entry in view.watch(*filters):
+                    _print(as_json, entry, f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}")
+                return
+            entries, summary = view.subscriptions(*filters), view.summary()
+    if as_json:
+        for entry in entries:
+            print(json.dumps(entry))
+        return
+    table = Table(
+        title=f"{summary['subscriptions']} subscriptions at {summary['authority']}, {summary['remote_commands_pending']} commands pending"
+    )
+    columns = ("topic", "subscriber", "status", "expires", "sample_period_ms", "waiting_for")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for entry in entries:
+        table.add_row(*(str(entry.get(column) or "") for column in columns))
+    out.print(table)
 
 
 @app.command(name="dead-letters")
@@ -484,7 +526,7 @@ def dead_letters(
         return
     table = Table(title=f"{len(letters)} dead letters")
     for column in ("time", "code", "endpoint", "source", "sink", "reason"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     for letter in letters:
         row = letter.as_dict()
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.time_ms / 1000))
