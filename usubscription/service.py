@@ -31,7 +31,7 @@ from usubscription.outbox import AnswersFirst, Pump
 from usubscription.reader import Reader
 from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
 from usubscription.state import Change, Expire, Key, Subscribe, Unsubscribe
-from usubscription.store import Store
+from usubscription.store import LONG, Store
 
 PAGE_ENTRIES_MAX: Final = 50_000  # of a version 3 listing (A-37): some 4 MB, which every transport takes as one message
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
@@ -166,7 +166,7 @@ class USubscriptionService:
 
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
         """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not run."""
-        rows, _ = await self._store.read(lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()))
+        rows, _ = await self._store.read(lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG)
         return rows
 
     async def read(self, question: Callable[[Reader], Any]) -> Any:
@@ -228,7 +228,7 @@ class USubscriptionService:
         def fetch(reader: Reader) -> Message:
             return codec.fetched(*reader.subscriptions(asked.topic, asked.subscriber, now_ms, asked.offset, limit))
 
-        return await self._store.read(fetch)
+        return await self._store.read(fetch, lane=LONG)
 
     async def _fetch_subscribers(self, _: V3, request: UMessage) -> Message:
         asked, now_ms = V3_CODEC.fetch_subscribers(request, self.authority), self._now_ms()

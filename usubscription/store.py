@@ -7,6 +7,7 @@ read(question) -> queue -> reader thread: whatever has come -> loop: the answers
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections import deque
@@ -25,6 +26,8 @@ WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; bey
 BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
 GATHER_MS: Final = 4  # from one commit to the next while requests keep coming: the more share a commit, the less each costs
 ANSWERS_AT_ONCE: Final = 8  # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
+
+QUICK, LONG = "quick", "long"  # the lanes of questions: those about one topic don't wait behind a listing of everything
 
 Q = TypeVar("Q")
 A = TypeVar("A")
@@ -135,8 +138,8 @@ class Store:
         self.database = database
         self._committed, self._tell, self._now_ms = committed, answered, now_ms
         self._writer: Lane[tuple[StoreEvent, Any], Outcome] | None = None
-        self._reader: Lane[Callable[[Reader], Any], Any] | None = None
-        self._reading: Reader | None = None
+        self._readers: dict[str, Lane[Callable[[Reader], Any], Any]] = {}
+        self._reading: dict[str, Reader] = {}
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
         self._answering: asyncio.Task[None] | None = None
         self.healthy = True
@@ -145,7 +148,8 @@ class Store:
         """Open the file. Raises UStatusError as Database.open."""
         await asyncio.to_thread(self._open)
         self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS)
-        self._reader = Lane("usubscription-reader", self._answer_reads, _give)
+        for name, reader in self._reading.items():
+            self._readers[name] = Lane(f"usubscription-{name}", functools.partial(_answer_reads, reader), _give)
         self._answering = asyncio.ensure_future(self._answer())
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
@@ -153,20 +157,21 @@ class Store:
 
     def _open(self) -> None:
         self.database.open()
-        self._reading = self.database.reader()
+        self._reading = {name: self.database.reader() for name in (QUICK, LONG)}
 
     async def stop(self) -> None:
         """Commit and answer what waits, then close the file. May be called twice."""
-        writer, reader, self._writer, self._reader = self._writer, self._reader, None, None
-        if writer is not None and reader is not None and self._answering is not None:
+        writer, readers, self._writer, self._readers = self._writer, self._readers, None, {}
+        if writer is not None and self._answering is not None:
             await writer.close()
-            await reader.close()
+            for lane in readers.values():
+                await lane.close()
             await self._batches.join()
             self._answering.cancel()
             await asyncio.gather(self._answering, return_exceptions=True)
-        if self._reading is not None:
-            self._reading.close()
-            self._reading = None
+        for reader in self._reading.values():
+            reader.close()
+        self._reading = {}
         await asyncio.to_thread(self.database.close)
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
@@ -181,11 +186,11 @@ class Store:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
         self._writer.put((event, asked.tag), asked)
 
-    def read(self, question: Callable[[Reader], A]) -> asyncio.Future[A]:
-        """`question(reader)` on the reader's thread."""
-        if self._reader is None:
+    def read(self, question: Callable[[Reader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
+        """`question(reader)` on a reader's thread; what may look at the whole store goes to the LONG one."""
+        if lane not in self._readers:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
-        return self._reader.ask(question)
+        return self._readers[lane].ask(question)
 
     def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
         """On the writer's thread."""
@@ -194,17 +199,6 @@ class Store:
             if isinstance(outcome, Outcome):
                 outcome.tag = tag
         return outcomes
-
-    def _answer_reads(self, questions: list[Callable[[Reader], Any]]) -> list[Any]:
-        """On the reader's thread."""
-        assert self._reading is not None
-        answers: list[Any] = []
-        for question in questions:
-            try:
-                answers.append(question(self._reading))
-            except Exception as error:
-                answers.append(error)
-        return answers
 
     async def _answer(self) -> None:
         """Batches one after the other: hook, answers, consequences."""
@@ -228,6 +222,17 @@ class Store:
                 _give(batch, answers)
             finally:
                 self._batches.task_done()
+
+
+def _answer_reads(reader: Reader, questions: list[Callable[[Reader], Any]]) -> list[Any]:
+    """On a reader's thread."""
+    answers: list[Any] = []
+    for question in questions:
+        try:
+            answers.append(question(reader))
+        except Exception as error:
+            answers.append(error)
+    return answers
 
 
 def _give(batch: list[tuple[Any, Any]], answers: Sequence[Any]) -> None:
