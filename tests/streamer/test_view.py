@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -92,14 +93,14 @@ def test_rules_are_a_table_whose_version_rises_with_each_change(steps: list[tupl
     rules, model = Rules(), set()
     for add, ingress, egress in steps:
         version, possible = rules.version, ((ingress, egress) in model) is not add
-        try:
-            rules.add(Rule(ingress, egress)) if add else rules.remove(ingress, egress)
-        except UStatusError as error:
-            assert not possible
-            assert error.code == (UCode.ALREADY_EXISTS if add else UCode.NOT_FOUND)
-        else:
-            assert possible
+        change = functools.partial(rules.add, Rule(ingress, egress)) if add else functools.partial(rules.remove, ingress, egress)
+        if possible:
+            change()
             (model.add if add else model.discard)((ingress, egress))
+        else:
+            with pytest.raises(UStatusError) as caught:
+                change()
+            assert caught.value.code == (UCode.ALREADY_EXISTS if add else UCode.NOT_FOUND)
         assert (rules.version != version) is possible
         assert {(rule.ingress, rule.egress) for rule in rules} == model
         assert sorted(rules.egresses(ingress)) == sorted(to for since, to in model if since == ingress)
