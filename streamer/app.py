@@ -19,7 +19,7 @@ from history.service import HistoryService
 from streamer.admin import Admin
 from streamer.config import Config, EndpointSection, RuleSection, patterns
 from streamer.dead_letter import DeadLetters
-from streamer.egress import Pump
+from streamer.egress import CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
@@ -193,6 +193,10 @@ class Streamer:
 
         for section in self.config.rules:
             self.rules.add(_rule(section))
+        for one in self.logs:
+            for name in one.cursors().keys() - {pump.name for pump in self.pumps}:
+                if name.startswith(CURSOR_PREFIX):  # of an endpoint that is configured no more: it would hold retention for ever
+                    one.drop_cursor(name)
         for pump in self.pumps:
             pump.begin()  # before anything is listened to: what comes from now on is theirs
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}

@@ -25,6 +25,7 @@ from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.retry import Backoff
 from streamer.view import Target, Version, View
 from uprotocol import attributes as attrs
+from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
 from uprotocol.status import OK, RETRYABLE, UStatusError, code_name
@@ -37,6 +38,7 @@ WINDOW_MESSAGES_MAX: Final = 2_000  # read ahead of the peer: two seconds of the
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
+CURSOR_PREFIX: Final = "egress:"
 UNDECIDED_WAIT_S: Final = 5.0  # how long a record waits for a uSubscription that is being asked about its topic
 
 log = structlog.get_logger()
@@ -74,7 +76,7 @@ class Pump:
     ) -> None:
         self.peer, self.log = peer, source
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
-        self._name = f"egress:{peer.name}"
+        self.name = CURSOR_PREFIX + peer.name
         self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]  # by priority class
         self._waiting = 0
         self._plans: dict[int, Plan | None] = {}
@@ -117,10 +119,10 @@ class Pump:
 
     def begin(self) -> None:
         """Find the place to go on from. Before anything is listened to: what is taken from then on may be for this peer."""
-        stored = self.log.cursor(self._name)
+        stored = self.log.cursor(self.name)
         if stored is None:  # a new peer: what was there before it is not for it
             stored = self.log.newest_seq
-            self.log.set_cursor(self._name, stored)
+            self.log.set_cursor(self.name, stored)
         self.cursor = self._read = stored
 
     async def run(self) -> None:
@@ -180,6 +182,8 @@ class Pump:
                             self._wake.clear()
                             await self._wake.wait()
                 except TimeoutError:
+                    topic = uris.format(self.log.stream(stream).source)
+                    log.warning("passed over until a uSubscription says who wants it", peer=self.peer.name, topic=topic)
                     plan = SKIP
                 if self._plans_version != self._view.version:
                     return False
@@ -306,7 +310,7 @@ class Pump:
         cursor = min((queue[0][0] - 1 for queue in self._lanes if queue), default=self._read)
         if cursor > self.cursor:
             self.cursor = cursor
-            self.log.set_cursor(self._name, cursor)
+            self.log.set_cursor(self.name, cursor)
 
 
 def _is_expired(message: Carried, now_ms: int) -> bool:

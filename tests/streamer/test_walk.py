@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from history.log import Log
 from streamer import dead_letter
 from streamer.rules import Rule
 from uprotocol import uri as uris
@@ -508,3 +509,13 @@ async def test_the_last_known_interest_serves_over_a_restart_without_the_service
     await vehicle.send(publish(SPEED, "after"))
     await heard.count(2)
     assert heard.texts == ["before", "after"]
+
+
+async def test_a_peer_that_is_configured_no_more_holds_nothing_back(make_world: MakeWorld) -> None:
+    world = await make_world(start=False)
+    world.config.streamer.data_dir.mkdir()
+    async with await Log.open(world.config.streamer.data_dir / "history.db", name="durable") as log:
+        log.set_cursor("egress:long gone", 3)
+        log.set_cursor("a consumer", 4)
+    await world.start()
+    assert set(world.streamer.logs.durable.cursors()) == {"egress:vehicle", "egress:mcu", "egress:cloud", "a consumer"}
