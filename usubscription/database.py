@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -278,28 +278,35 @@ class Database:
 
     def _reset(self, db: sqlite3.Connection) -> Outcome:
         """Spec-facts 10.7: everything goes, then everybody who was subscribed or registered is told."""
-        told: set[tuple[Key, int]] = set()
-        outcome = Outcome(many_changes=True)
-        rows = db.execute(
-            "SELECT topic, subscriber, status, major, expires_ms, sample_period_ms, details FROM subscription ORDER BY seq"
-        ).fetchall()
-        for topic, subscriber, _, major, expires_ms, period, details in rows:
-            change = Change(self._key(db, topic), self._key(db, subscriber), Status.UNSUBSCRIBED, major, expires_ms, period, details or b"")
-            for stored in self._tell(db, topic, [change]):
-                told.update(stored.recipients)
-        for topic, client, major in db.execute("SELECT topic, client, major FROM registration").fetchall():
-            who = (self._key(db, client), major)
-            if who not in told:
-                told.add(who)
-                change = Change(self._key(db, topic) if topic else UNSEEN, who[0], Status.UNSUBSCRIBED, major)
-                db.execute("INSERT INTO outbox(change) VALUES(?)", (write_change(change, [who]),))
+        keys: dict[int, Key] = {row[0]: row[1:5] for row in db.execute("SELECT id, authority, ue_id, version, resource FROM uri")}
+        registered: dict[int, list[tuple[Key, int]]] = {}
+        for topic, client, major in db.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major"):
+            registered.setdefault(topic, []).append((keys[client], major))
+        for_all, told = registered.get(0, []), set[tuple[Key, int]]()
+
+        def changes() -> Iterator[tuple[str]]:
+            query = "SELECT topic, subscriber, major, expires_ms, sample_period_ms, details FROM subscription ORDER BY seq"
+            for topic, subscriber, major, expires_ms, period, details in db.execute(query).fetchall():
+                change = Change(keys[topic], keys[subscriber], Status.UNSUBSCRIBED, major, expires_ms, period, details or b"")
+                recipients = [(change.subscriber, major)]
+                recipients += [client for client in (*for_all, *registered.get(topic, ())) if client != recipients[0]]
+                told.update(recipients)
+                yield (write_change(change, recipients),)
+            for topic, clients in registered.items():
+                for client in clients:
+                    if client not in told:
+                        told.add(client)
+                        change = Change(keys[topic] if topic else UNSEEN, client[0], Status.UNSUBSCRIBED, client[1])
+                        yield (write_change(change, [client]),)
+
+        db.executemany("INSERT INTO outbox(change) VALUES(?)", changes())
         for table in ("subscription", "link", "registration", "uri"):
             db.execute(f"DELETE FROM {table}")
         self._ids.clear()
         self._keys.clear()
         self._unused.clear()
         self._count = self._registrations = 0
-        return outcome
+        return Outcome(many_changes=True)
 
     # -- URIs -------------------------------------------------------------------------------------------------------------------------
 

@@ -223,10 +223,11 @@ class USubscriptionService:
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
         asked, now_ms = codec.fetch(request, self.authority), self._now_ms()
-        limit = self._page_max if codec.major == 3 else None  # version 4 has no pages
 
         def fetch(reader: Reader) -> Message:
-            return codec.fetched(*reader.subscriptions(asked.topic, asked.subscriber, now_ms, asked.offset, limit))
+            if codec.major == 4:  # has no pages
+                return codec.fetched(reader.each(asked.topic, asked.subscriber, now_ms), more=False)
+            return codec.fetched(*reader.subscriptions(asked.topic, asked.subscriber, now_ms, asked.offset, self._page_max))
 
         return await self._store.read(fetch, lane=LONG)
 

@@ -28,6 +28,7 @@ from usubscription_client import wire
 from usubscription_client.wire import Status, Subscription
 
 CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under load needs well under a second
+LIST_FACTOR: Final = 6  # a listing may take that many times as long as other calls: a million subscriptions are 40 MB and some seconds
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
 COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left yet
 COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
@@ -322,7 +323,8 @@ class USubscriptionClient:
 
     async def _call(self, method: int, request: Message) -> UPayload:
         self._require_open()
-        return await self._invoke(await self._version(), method, request, self._call_ms)
+        timeout_ms = self._call_ms * (LIST_FACTOR if method == wire.FETCH_SUBSCRIPTIONS else 1)
+        return await self._invoke(await self._version(), method, request, timeout_ms)
 
     def _invoke(self, version: int, method: int, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
         sink = self._service(wire.METHODS[version][method], version)
