@@ -1,0 +1,256 @@
+"""A pump under random failures: the cursor never passes what was not confirmed, order holds within a class, a slow peer harms nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history.log import Log
+from streamer.egress import Pump
+from streamer.endpoint import Endpoint
+from streamer.retry import Backoff
+from streamer.view import Leg, Target
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.message import UMessageBuilder
+from uprotocol.transport import Capability
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+MakeWorld = Any
+Publish = Callable[..., UMessage]
+
+TOPICS = [uris.parse(f"//vehicle1/8001/1/{resource:X}") for resource in range(0x8001, 0x8004)]
+PRIORITIES = [UPriority.UPRIORITY_CS0, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS4]
+
+
+class Network:
+    """A transport that takes, refuses or is away as drawn; `taken` is what has left, in order."""
+
+    capabilities = Capability.PUBLISH_WITHOUT_SINK
+    takes_encoded = False
+
+    def __init__(self, draw: random.Random, *, away: float, refused: float) -> None:
+        self._draw, self._away, self._refused = draw, away, refused
+        self.taken: list[UMessage] = []
+        self.refused: list[UMessage] = []
+        self.batches: list[int] = []
+        self.after_batch: Callable[[], None] = lambda: None
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        self.batches.append(len(messages))
+        statuses: list[UStatus] = []
+        for message in messages:
+            if self._draw.random() < self._away:
+                break
+            if self._draw.random() < self._refused:
+                self.refused.append(message)
+                statuses.append(UStatus(code=UCode.PERMISSION_DENIED, message="no"))
+            else:
+                self.taken.append(message)
+                statuses.append(UStatus(code=UCode.OK))
+        statuses += [UStatus(code=UCode.UNAVAILABLE, message="away")] * (len(messages) - len(statuses))
+        await asyncio.sleep(0)
+        self.after_batch()
+        return statuses
+
+
+class EverythingFor:
+    """A view by which a peer wants some topics."""
+
+    version = (0, 0)
+
+    def __init__(self, peer: Endpoint, topics: Sequence[UUri], period_ms: int | None = None) -> None:
+        self._peer, self._topics, self._period_ms = peer, [uris.key(topic) for topic in topics], period_ms
+
+    def legs(self, source: UUri, sink: UUri | None, newest_seq: int) -> tuple[Leg, ...]:
+        return (Leg(self._peer, (Target("cloud", 0, self._period_ms),)),) if uris.key(source) in self._topics else ()
+
+
+def seq_by_id(messages: Sequence[UMessage]) -> dict[int, int]:
+    return {message.attributes.id.msb << 64 | message.attributes.id.lsb: seq for seq, message in enumerate(messages, 1)}
+
+
+def id_of(message: UMessage) -> int:
+    return int(message.attributes.id.msb << 64 | message.attributes.id.lsb)
+
+
+@pytest.mark.spec("local~disp-queue")
+@pytest.mark.spec("local~disp-order")
+@pytest.mark.spec("local~disp-batch")
+@given(seed=st.integers(0, 1 << 30), away=st.sampled_from([0.0, 0.02, 0.3]), refused=st.sampled_from([0.0, 0.1]), count=st.integers(1, 700))
+def test_the_cursor_never_passes_what_was_not_confirmed(seed: int, away: float, refused: float, count: int) -> None:
+    asyncio.run(_pump(seed, away, refused, count))
+
+
+async def _pump(seed: int, away: float, refused: float, count: int) -> None:
+    draw = random.Random(seed)
+    log = await Log.open(None, name="test")
+    network, letters = Network(draw, away=away, refused=refused), []
+    peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
+    dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append(message))
+    wanted = TOPICS[:2]
+    pump = Pump(peer, log, EverythingFor(peer, wanted), dead_letters, Backoff(1, 1))  # type: ignore[arg-type]
+    pump.begin()
+    messages = [UMessageBuilder.publish(draw.choice(TOPICS)).with_priority(draw.choice(PRIORITIES)).build() for _ in range(count)]
+    keys = [uris.key(topic) for topic in wanted]
+    mine = [message for message in messages if uris.key(message.attributes.source) in keys]
+    seqs = seq_by_id(messages)
+    cursors = [0]
+
+    def check() -> None:
+        """At any time: what the cursor has passed has left, or is a dead letter."""
+        assert pump.cursor >= cursors[-1]
+        cursors.append(pump.cursor)
+        gone = {id_of(message) for message in (*network.taken, *letters)}
+        assert all(id_of(message) in gone for message in mine if seqs[id_of(message)] <= pump.cursor)
+
+    network.after_batch = check
+    running = asyncio.create_task(pump.run())
+    for begin in range(0, count, 100):
+        part = messages[begin : begin + 100]
+        await log.append([log.stream_id(message.attributes.source, None) for message in part], part)
+    async with asyncio.timeout(30):
+        while pump.cursor < count:
+            assert not running.done()
+            await asyncio.sleep(0.001)
+    check()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert {id_of(message) for message in network.taken} | {id_of(message) for message in letters} == {id_of(message) for message in mine}
+    assert [id_of(message) for message in letters] == [id_of(message) for message in network.refused]
+    lanes: dict[tuple[Any, int], list[int]] = {}
+    for message in network.taken:
+        lanes.setdefault((uris.key(message.attributes.source), message.attributes.priority), []).append(seqs[id_of(message)])
+    assert all(seqs_ == sorted(set(seqs_)) for seqs_ in lanes.values())  # in order within a class, and each once
+    assert log.cursor("egress:cloud") == count
+    if not away:
+        assert len(network.batches) <= 1 + count // 8  # batches, not messages
+    await log.close()
+
+
+@pytest.mark.spec("local~disp-sample-period")
+@given(
+    steps=st.lists(st.integers(0, 400), min_size=1, max_size=60),
+    period_ms=st.integers(1, 300),
+    jump=st.integers(0, 59),
+    back_ms=st.integers(0, 5_000),
+)
+def test_a_thinned_topic_has_one_message_per_period_whatever_the_clock_does(
+    steps: list[int], period_ms: int, jump: int, back_ms: int
+) -> None:
+    asyncio.run(_thin(steps, period_ms, jump, back_ms))
+
+
+async def _thin(steps: list[int], period_ms: int, jump: int, back_ms: int) -> None:
+    log = await Log.open(None, name="test")
+    network = Network(random.Random(0), away=0, refused=0)
+    peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
+    pump = Pump(peer, log, EverythingFor(peer, TOPICS[:1], period_ms), Any, Backoff(1, 1))  # type: ignore[arg-type]
+    pump.begin()
+    now, times = uuids.now_ms(), []
+    for number, step in enumerate(steps):
+        now += step - (back_ms if number == jump else 0)
+        times.append(now)
+    messages = []
+    for time_ms in times:
+        message = UMessageBuilder.publish(TOPICS[0]).build()
+        message.attributes.id.msb = time_ms << 16 | 0x7000
+        messages.append(message)
+    stream = log.stream_id(TOPICS[0], None)
+    await log.append([stream] * len(messages), messages)
+    running = asyncio.create_task(pump.run())
+    async with asyncio.timeout(30):
+        while pump.cursor < len(messages):  # noqa: ASYNC110 - the pump tells nobody
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await log.close()
+    sent = [uuids.time_ms(message.attributes.id) for message in network.taken]
+    assert sent[0] == times[0]
+    forward = [later - earlier for earlier, later in zip(sent, sent[1:], strict=False) if later >= earlier]
+    assert all(gap >= period_ms for gap in forward)
+    if jump >= len(times) or not back_ms:  # the clock only went on: nothing was held back for longer than a period
+        left_out = set(times) - set(sent)
+        assert all(any(0 <= time_ms - one < period_ms for one in sent) for time_ms in left_out)
+
+
+@pytest.mark.spec("local~disp-payload-opaque")
+async def test_what_a_payload_holds_is_nobodys_business(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, TOPICS[0])
+    sent = []
+    for payload in (b"", b"\xff" * 100_000, b"\x00", None):
+        message = publish(TOPICS[0])
+        if payload is None:
+            message.ClearField("payload")
+            message.attributes.ClearField("payload_format")
+        else:
+            message.payload = payload
+        sent.append(message)
+    await vehicle.send_batch(sent)
+    assert await heard.count(len(sent)) == sent
+
+
+@pytest.mark.spec("local~disp-at-least-once")
+async def test_a_slow_peer_disturbs_nobody_else(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//mcu1/9/1/0"]})
+    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1", 9)
+    neighbour = await world.hear(mcu, TOPICS[0])
+    slowly: list[UMessage] = []
+    release = asyncio.Event()
+
+    class Slow:
+        async def on_receive(self, message: UMessage) -> None:
+            slowly.append(message)
+            await release.wait()
+
+    await cloud.register_listener(TOPICS[0], Slow())  # type: ignore[arg-type]
+    count = 12_000  # more than the slow one's queue holds
+    for begin in range(0, count, 500):
+        await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in range(begin, begin + 500)])
+    await neighbour.count(count)
+    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    assert pump.backlog > 0
+    assert len(slowly) < count
+    release.set()
+    await world.until(lambda: len(slowly) >= count)
+    assert [message.payload for message in slowly] == [str(number).encode() for number in range(count)]
+    await world.until(lambda: pump.backlog == 0)
+
+
+@pytest.mark.spec("local~disp-policies")
+async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(
+        subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"], "//vehicle1/8001/1/8002": ["//cloud/9001/1/0"]},
+        more='[history]\nvolatile = ["//vehicle1/FFFFFFFF/FF/8002"]\nvolatile_mib = 8\n',
+    )
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    durable, volatile = await world.hear(cloud, TOPICS[0]), await world.hear(cloud, TOPICS[1])
+    world.streamer.endpoints["cloud"].transport.disconnect()
+    count, filling = 5_000, "x" * 6_000  # 30 MB: more than the ring and what has been read ahead
+    for begin in range(0, count, 200):
+        part = range(begin, begin + 200)
+        await vehicle.send_batch([publish(TOPICS[1], f"{number} {filling}") for number in part])
+        await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in part])
+    await world.until(lambda: world.streamer.logs.volatile.newest_seq == count and world.streamer.logs.durable.newest_seq == count)
+    world.streamer.endpoints["cloud"].transport.reconnect()
+    await durable.count(count)
+    await world.until(lambda: volatile.messages and volatile.messages[-1].payload.startswith(b"4999 "))
+    assert [int(text) for text in durable.texts] == list(range(count))
+    numbers = [int(text.split()[0]) for text in volatile.texts]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) < count
+    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and not pump.log.durable)
+    assert pump.gaps == count - len(numbers)  # counted, never silent
