@@ -86,9 +86,14 @@ class Store:
 
     def write(self, letters: Sequence[tuple[int, int, str, str, bytes]]) -> None:
         self._db.execute("begin")
-        self._db.executemany("insert into letter(time_ms, code, reason, endpoint, message) values(?,?,?,?,?)", letters)
-        self._db.execute("delete from letter where number <= (select max(number) from letter) - ?", (STORED_MAX,))
-        self._db.execute("commit")
+        try:
+            self._db.executemany("insert into letter(time_ms, code, reason, endpoint, message) values(?,?,?,?,?)", letters)
+            self._db.execute("delete from letter where number <= (select max(number) from letter) - ?", (STORED_MAX,))
+            self._db.execute("commit")
+        except sqlite3.Error:
+            if self._db.in_transaction:  # a full disk may have ended it already
+                self._db.execute("rollback")
+            raise
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """The newest letters, oldest first."""
@@ -126,6 +131,7 @@ class DeadLetters:
         self._queue: deque[DeadLetter] = deque()
         self._arrived = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, "dead-letters")
+        self._flushing: asyncio.Future[None] | None = None
         self.total = 0
         self.lost = 0  # not stored: queue full, disk refused, or a dead letter of a dead letter
         self.by_code: dict[str, int] = {}
@@ -150,7 +156,8 @@ class DeadLetters:
             await self._arrived.wait()
             self._arrived.clear()
             while self._queue:
-                await self._flush()
+                self._flushing = asyncio.ensure_future(self._flush())
+                await asyncio.shield(self._flushing)  # what has left the queue is stored, though we are cancelled
 
     async def _flush(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MAX))]
@@ -170,6 +177,8 @@ class DeadLetters:
                 log.debug("a dead letter could not be published; it is stored", error=str(error))
 
     async def close(self) -> None:
+        if self._flushing is not None:
+            await self._flushing
         while self._queue:
             await self._flush()
         self._executor.shutdown()
