@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -178,7 +179,7 @@ async def _thin(steps: list[int], period_ms: int, jump: int, back_ms: int) -> No
     await log.close()
     sent = [uuids.time_ms(message.attributes.id) for message in network.taken]
     assert sent[0] == times[0]
-    forward = [later - earlier for earlier, later in zip(sent, sent[1:], strict=False) if later >= earlier]
+    forward = [later - earlier for earlier, later in itertools.pairwise(sent) if later >= earlier]
     assert all(gap >= period_ms for gap in forward)
     if jump >= len(times) or not back_ms:  # the clock only went on: nothing was held back for longer than a period
         left_out = set(times) - set(sent)

@@ -1,0 +1,132 @@
+"""Dead letters: kept, bounded, told to who subscribed, never about themselves, and no trouble when the disk is."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamer import dead_letter
+from streamer.dead_letter import DeadLetters, Store
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+TOPIC = uris.parse("//vehicle1/8001/1/8001")
+
+
+def publication(text: str = "x") -> UMessage:
+    return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
+
+
+class Desk:
+    """Dead letters with a store, and what they publish."""
+
+    def __init__(self, path: Path) -> None:
+        self.published: list[tuple[str, DeadLetter]] = []
+        self.refuse = False
+        self.letters = DeadLetters(path, "vehicle1", self._publish, now_ms=lambda: 1_700_000_000_000)
+
+    async def _publish(self, topic: UUri, letter: DeadLetter) -> None:
+        if self.refuse:
+            raise UStatusError(UCode.UNAVAILABLE, "the network is away")
+        self.published.append((uris.format(topic), letter))
+
+
+@pytest.mark.spec("local~disp-dlt-reason")
+@pytest.mark.spec("local~disp-dlt-full")
+async def test_a_letter_is_stored_and_published_with_all_that_is_known(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "letters.db")
+    message = publication("lost")
+    desk.letters.add(message, UCode.PERMISSION_DENIED, "not this one", "cloud")
+    await desk.letters.close()
+    ((topic, letter),) = desk.published
+    assert topic == "up://vehicle1/4/1/8001"
+    assert (letter.message, letter.code, letter.reason, letter.endpoint) == (message, UCode.PERMISSION_DENIED, "not this one", "cloud")
+    assert letter.time.ToMilliseconds() == 1_700_000_000_000
+    (stored,) = dead_letter.open_read_only(tmp_path / "letters.db").read()
+    assert stored.message == message
+    shown = stored.as_dict()
+    assert (shown["code"], shown["reason"], shown["source"]) == ("PERMISSION_DENIED", "not this one", "up://vehicle1/8001/1/8001")
+
+
+async def test_there_is_no_dead_letter_of_a_dead_letter(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "letters.db")
+    letter = UMessageBuilder.publish(dead_letter.topic("vehicle1")).build()
+    desk.letters.add(letter, UCode.UNAVAILABLE, "away", "cloud")
+    assert (desk.letters.total, desk.letters.lost) == (1, 1)
+    await desk.letters.close()
+    assert desk.published == []
+
+
+async def test_a_flood_costs_no_memory_and_is_counted(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "letters.db")
+    message = publication()
+    for _ in range(dead_letter.QUEUED_MAX + 100):
+        desk.letters.add(message, UCode.UNAVAILABLE, "away", "cloud")
+    assert (desk.letters.total, desk.letters.lost) == (dead_letter.QUEUED_MAX + 100, 100)
+    assert desk.letters.by_code == {"UNAVAILABLE": dead_letter.QUEUED_MAX + 100}
+    await desk.letters.close()
+    assert len(desk.published) == dead_letter.QUEUED_MAX
+
+
+async def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "STORED_MAX", 5)
+    desk = Desk(tmp_path / "letters.db")
+    for number in range(8):
+        desk.letters.add(publication(str(number)), UCode.UNAVAILABLE, "away", "cloud")
+    await desk.letters.close()
+    store = dead_letter.open_read_only(tmp_path / "letters.db")
+    assert [one.message.payload for one in store.read()] == [b"3", b"4", b"5", b"6", b"7"]
+    assert [one.message.payload for one in store.read(2)] == [b"6", b"7"]
+
+
+async def test_a_disk_or_a_network_that_refuses_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(tmp_path / "letters.db")
+    running = asyncio.create_task(desk.letters.run())
+    with monkeypatch.context() as patch:
+
+        def full(self: Store, rows: Any) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        patch.setattr(Store, "write", full)
+        desk.letters.add(publication("not stored"), UCode.UNAVAILABLE, "away", "cloud")
+        async with asyncio.timeout(10):
+            while not desk.published:  # noqa: ASYNC110 - nothing tells when
+                await asyncio.sleep(0.005)
+    assert desk.letters.lost == 1
+    desk.refuse = True
+    desk.letters.add(publication("not published"), UCode.UNAVAILABLE, "away", "cloud")
+    await asyncio.sleep(0)  # it is being stored when the streamer ends
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await desk.letters.close()
+    stored = dead_letter.open_read_only(tmp_path / "letters.db").read()
+    assert [one.message.payload for one in stored] == [b"not published"]
+
+
+def test_a_write_that_failed_does_not_stop_the_next_one(tmp_path: Path) -> None:
+    store = Store(tmp_path / "letters.db")
+    good = (1, 14, "away", "cloud", publication().SerializeToString())
+    with pytest.raises(sqlite3.Error):
+        store.write([good, (1, 14, "away", object(), b"")])  # type: ignore[list-item]
+    store.write([good])
+    assert len(store.read()) == 1
+    store.close()
+
+
+async def test_what_is_no_store_is_said(tmp_path: Path) -> None:
+    (tmp_path / "letters.db").write_bytes(b"something else entirely" * 100)
+    for make in (lambda: Desk(tmp_path / "letters.db"), lambda: dead_letter.open_read_only(tmp_path / "letters.db")):
+        with pytest.raises(UStatusError, match="check it, or move it away"):
+            make()
+    with pytest.raises(UStatusError, match="has run"):
+        dead_letter.open_read_only(tmp_path / "nowhere.db")
