@@ -27,6 +27,7 @@ SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe a
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
 REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
 OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 
 UNSEEN: Final[Key] = ("", 0, 0, 0)
@@ -98,6 +99,9 @@ class Database:
         self._keys: dict[int, Key] = {}
         self._unused: set[int] = set()
         self._count = self._registrations = 0
+        self._number = 0  # of the last change
+        self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
+        self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
         self.outbox_dropped = 0
         self._file: StoreFile | None = None
         self._db: sqlite3.Connection | None = None
@@ -114,6 +118,12 @@ class Database:
         (self._registrations,) = self._db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
         (last,) = self._db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
+        self._number = self._last_number(self._db)
+        self._clients = None
+
+    def _last_number(self, db: sqlite3.Connection) -> int:
+        row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
+        return int(row[0]) if row is not None else 0
 
     def close(self) -> None:
         """May be called twice."""
@@ -131,15 +141,19 @@ class Database:
         """
         db = self._db
         assert db is not None, "open() comes first"
-        counts = self._count, self._registrations
+        counts = self._count, self._registrations, self._number
         try:
             db.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(db, event, now_ms) for event in events]
+            if self._telling:
+                self._store_changes(db)
             if self._unused:
                 self._sweep(db)
             db.execute("COMMIT")
         except BaseException as error:
-            self._count, self._registrations = counts
+            self._count, self._registrations, self._number = counts
+            self._telling.clear()
+            self._clients = None
             self._ids.clear()
             self._keys.clear()
             self._unused.clear()
@@ -237,18 +251,28 @@ class Database:
             for client in registered:
                 if client not in recipients and (client[1] >= 4 or change.status_changed):
                     recipients.append(client)
-            cursor = db.execute("INSERT INTO outbox(change) VALUES(?)", (write_change(change, recipients),))
-            assert cursor.lastrowid is not None
-            stored.append(StoredChange(cursor.lastrowid, change, tuple(recipients)))
-        last = stored[-1].number
-        if last % 1024 < len(stored):  # now and then
-            dropped = db.execute("DELETE FROM outbox WHERE id <= ?", (last - self._outbox_max,)).rowcount
-            self.outbox_dropped += max(dropped, 0)
+            self._number += 1
+            self._telling += (self._number, write_change(change, recipients))
+            stored.append(StoredChange(self._number, change, tuple(recipients)))
         return stored
 
+    def _store_changes(self, db: sqlite3.Connection) -> None:
+        """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it again."""
+        for start in range(0, len(self._telling), 2 * OUTBOX_ROWS_AT_ONCE):
+            part = self._telling[start : start + 2 * OUTBOX_ROWS_AT_ONCE]
+            db.execute(f"INSERT INTO outbox(id, change) VALUES {', '.join(['(?, ?)'] * (len(part) // 2))}", part)
+        if self._number % 1024 < len(self._telling) // 2:  # now and then
+            dropped = db.execute("DELETE FROM outbox WHERE id <= ?", (self._number - self._outbox_max,)).rowcount
+            self.outbox_dropped += max(dropped, 0)
+        self._telling.clear()
+
     def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
-        rows = db.execute("SELECT client, major FROM registration WHERE topic IN (0, ?)", (topic,)).fetchall()
-        return [(self._key(db, client), major) for client, major in rows]
+        """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask the disk."""
+        if self._clients is None:
+            self._clients = {}
+            for at, client, major in db.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major").fetchall():
+                self._clients.setdefault(at, []).append((self._key(db, client), major))
+        return [*self._clients.get(0, ()), *self._clients.get(topic, ())]
 
     def _register(self, db: sqlite3.Connection, event: Register) -> Outcome | UStatusError:
         topic = 0 if event.topic is None else self._id(db, event.topic)
@@ -256,6 +280,7 @@ class Database:
         done = db.execute("INSERT OR IGNORE INTO registration VALUES(?, ?, ?)", (topic, client, event.major))
         if not done.rowcount:
             return Outcome()  # it was registered already
+        self._clients = None
         if topic:
             count, limit = self._registrations, REGISTRATIONS_MAX
         else:
@@ -274,10 +299,12 @@ class Database:
         if topic is not None and client is not None:
             done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
             self._registrations -= done.rowcount if topic else 0
+            self._clients = None
             self._unused.update((topic, client))
 
     def _reset(self, db: sqlite3.Connection) -> Outcome:
         """Spec-facts 10.7: everything goes, then everybody who was subscribed or registered is told."""
+        self._store_changes(db)  # of earlier events of this batch
         keys: dict[int, Key] = {row[0]: row[1:5] for row in db.execute("SELECT id, authority, ue_id, version, resource FROM uri")}
         registered: dict[int, list[tuple[Key, int]]] = {}
         for topic, client, major in db.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major"):
@@ -306,6 +333,8 @@ class Database:
         self._keys.clear()
         self._unused.clear()
         self._count = self._registrations = 0
+        self._clients = None
+        self._number = self._last_number(db)
         return Outcome(many_changes=True)
 
     # -- URIs -------------------------------------------------------------------------------------------------------------------------

@@ -48,13 +48,16 @@ class Reader:
 
     def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool]:
         """Those subscribed to exactly `topic`, in the order in which they came, and whether there are more behind them."""
-        rows = self._db.execute(
-            """SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
+        # one row for all of them: SQLite gives up Python's lock at each row, and while the writer works each return waits for it
+        (text,) = self._db.execute(
+            """SELECT json_group_array(json_array(authority, ue_id, version, resource)) FROM (
+               SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
                WHERE s.topic = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)
-               AND (s.expires_ms IS NULL OR s.expires_ms >= ?) ORDER BY s.seq LIMIT ? OFFSET ?""",
+               AND (s.expires_ms IS NULL OR s.expires_ms >= ?) ORDER BY s.seq LIMIT ? OFFSET ?)""",
             (*topic, now_ms, limit + 1, offset),
-        ).fetchall()
-        return rows[:limit], len(rows) > limit
+        ).fetchone()
+        found = [_to_key(parts) for parts in json.loads(text)]
+        return found[:limit], len(found) > limit
 
     def subscriptions(
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
