@@ -63,6 +63,8 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
     settings = dict(section.settings)
     if section.transport == "zenoh" and settings.get("listen"):
         settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
+        if settings.get("mode") == "router":  # it is the streamer that brings its guests together; we are one
+            settings["mode"] = "client"
     for own in ("client_id", "clean_start", "session_expiry_s"):
         settings.pop(own, None)
     named = [one for one in section.authorities if one != uris.WILDCARD_AUTHORITY]

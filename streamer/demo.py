@@ -213,6 +213,13 @@ class Child:
     def tail(self) -> str:
         return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
 
+    def interrupt(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Its exit code, when it has one."""
+        return await self._process.wait()
+
     async def kill(self) -> None:
         """SIGKILL, as a power cut would."""
         self._process.kill()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,13 @@ MakeWorld = Any
 
 
 @pytest.fixture
-async def port(make_world: MakeWorld) -> AsyncIterator[int]:
+async def port(make_world: MakeWorld) -> int:
     world = await make_world(start=False)
     section = world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})
     world.config = world.config.model_copy(update={"streamer": section})
     await world.start()
-    yield world.streamer.admin.port
+    opened: int = world.streamer.admin.port
+    return opened
 
 
 async def ask(port: int, request: bytes) -> bytes:
