@@ -29,7 +29,7 @@ from usubscription.codec import ENTITY_TYPE
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import USubscriptionService
 
-SWITCH_INTERVAL_S: Final = 0.001  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
+SWITCH_INTERVAL_S: Final = 0.0002  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
 
 Ready = Callable[[dict[str, Any]], None]
 
