@@ -240,7 +240,15 @@ def subscribe(
     with _errors():
         network = _network(transport, settings, authority, config, endpoint, entity)
         filters = [uris.parse(topic) for topic in topics]
-    _run(client.listen(network, filters, lambda message: _show(message, as_json), count=count, subscribe=usubscription))
+
+    def on_listening() -> None:  # on standard error, so that standard output holds messages only
+        said = json.dumps({"listening": [uris.format(topic) for topic in filters]}) if as_json else f"listening to {', '.join(topics)}"
+        print(said, file=sys.stderr, flush=True)
+
+    def each(message: UMessage) -> None:
+        _show(message, as_json)
+
+    _run(client.listen(network, filters, each, count=count, subscribe=usubscription, on_listening=on_listening))
 
 
 @app.command()

@@ -200,7 +200,15 @@ class Collector:
         return None
 
 
-async def listen(network: Network, topics: Sequence[UUri], each: Callable[[UMessage], None], *, count: int | None, subscribe: bool) -> int:
+async def listen(
+    network: Network,
+    topics: Sequence[UUri],
+    each: Callable[[UMessage], None],
+    *,
+    count: int | None,
+    subscribe: bool,
+    on_listening: Callable[[], None] = lambda: None,
+) -> int:
     """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription is told."""
     from usubscription_client.client import USubscriptionClient
 
@@ -215,6 +223,7 @@ async def listen(network: Network, topics: Sequence[UUri], each: Callable[[UMess
                 await client.open()
                 for topic in topics:
                     await client.subscribe(topic)
+            on_listening()
             while count is None or received < count:
                 each(await collector.queue.get())
                 received += 1

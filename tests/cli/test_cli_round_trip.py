@@ -108,6 +108,7 @@ async def terminal(tmp_path: Path) -> AsyncIterator[Terminal]:
 async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     # subscribe, publish
     subscriber = await terminal.background("subscribe", TOPIC, *terminal.cloud, "--count", "3")
+    await subscriber.say("listening")
     await terminal.until("interest_version", 1)
     published, _ = await terminal.run("publish", TOPIC, *terminal.config, "--text", "hello", "--count", "3", "--json")
     heard = [await subscriber.say("source") for _ in range(3)]
@@ -120,6 +121,7 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     _, told = await terminal.run("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.cloud, code=1)
     assert "INVALID_ARGUMENT" in told
     every = await terminal.background("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.vehicle, "-a", "vehicle1", "--no-usubscription")
+    await every.say("listening")
 
     # call, across the gateway
     (answer,), _ = await terminal.run("call", "up://vehicle1/4/1/1", *terminal.cloud, "--json")
