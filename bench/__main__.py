@@ -8,8 +8,6 @@ Exit code 0 only if every message arrived, once and in order, and a soak's memor
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import os
 import shutil
@@ -120,11 +118,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _scale() -> int:
-    if importlib.util.find_spec("bench.usubscription_scale") is None:
-        _say("error: there is no bench/usubscription_scale.py")
-        return 2
-    return int(importlib.import_module("bench.usubscription_scale").main() or 0)
+def _scale() -> dict[str, Any]:
+    """What bench.usubscription_scale measures, in a process of its own; its table goes to standard error."""
+    _say("usubscription_scale ...")
+    done = subprocess.run([sys.executable, "-m", "bench.usubscription_scale"], stdout=subprocess.PIPE, text=True, check=False)
+    *table, last = done.stdout.splitlines() or [""]
+    for line in table:
+        _say(f"  {line}")
+    if done.returncode != 0:
+        raise BenchError(f"usubscription_scale ended with code {done.returncode}: {last}")
+    figures: dict[str, Any] = json.loads(last)
+    return figures
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -144,7 +148,14 @@ def run(arguments: argparse.Namespace) -> int:
                 _say(f"warning: {name}: the rounds disagree, something else was running: measure again")
         if not arguments.json_only:
             Console(width=None if sys.stdout.isatty() else 140).print(_table(results))
-        print(json.dumps({"legs": {name: result.json() for name, result in results.items()}}))
+        figures: dict[str, Any] = {"legs": {name: result.json() for name, result in results.items()}}
+        if arguments.legs is None:
+            try:
+                figures |= _scale()
+            except BenchError as error:
+                _say(f"error: {error}")
+                whole = False
+        print(json.dumps(figures))
         return 0 if whole else 1
 
 
@@ -152,7 +163,13 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is closed as after Ctrl-C
     arguments = _arguments()
     try:
-        return _scale() if arguments.scale else run(arguments)
+        if arguments.scale:
+            print(json.dumps(_scale()))
+            return 0
+        return run(arguments)
+    except BenchError as error:
+        _say(f"error: {error}")
+        return 1
     except KeyboardInterrupt:
         _say("stopped")
         return 130

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from bench.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -232,7 +233,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="usubscription-scale-") as directory:
         path = Path(directory) / "store.db"
         fill(path, options.subscriptions, options.topics, options.subscribers)
-        endpoint = "tcp/127.0.0.1:17447"
+        endpoint = f"tcp/127.0.0.1:{free_port()}"
         service = Service(path, endpoint)
         try:
             figures = {"subscriptions": options.subscriptions, "topics": options.topics, "subscribers": options.subscribers}
