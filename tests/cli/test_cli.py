@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from streamer import cli
 
-COMMANDS = ["run", "check", "usubscription", "subscribe", "publish", "call", "replay", "history", "dead-letters", "demo"]
+COMMANDS = ["run", "check", "usubscription", "subscribe", "publish", "call", "replay", "history", "subscriptions", "dead-letters", "demo"]
 TOPIC = "//vehicle1/8001/1/8001"
 ON_LOCAL = ["-t", "local", "-a", "vehicle1"]
 
@@ -132,6 +132,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["history", "*", *ON_LOCAL], "wildcards"),
     (["history", "vehicle1", "nonsense", *ON_LOCAL], "expected up://"),
     (["history", "vehicle1", *ON_LOCAL, "--poll", "--limit", "0"], "--limit"),
+    (["subscriptions"], "either --store FILE or --config FILE"),
+    (["subscriptions", "--store", "nowhere.db"], "there is no store at nowhere.db"),
+    (["subscriptions", "-c", "one.toml"], "name the file that the service was started with"),
+    (["subscriptions", "--store", "damaged/dead-letters.db"], "can't be read as a store"),
     (["dead-letters"], "either --data-dir DIR or --config FILE"),
     (["dead-letters", "--data-dir", ".", "-c", "one.toml"], "either --data-dir DIR or --config FILE"),
     (["dead-letters", "--data-dir", "nowhere"], "is this the data_dir of a streamer that has run?"),

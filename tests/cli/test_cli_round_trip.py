@@ -84,7 +84,7 @@ class Terminal:
     async def until(self, name: str, value: float) -> None:
         """Until a metric of the gateway is at least so much."""
         async with asyncio.timeout(WAIT_S):
-            while await asyncio.to_thread(self._metric, name) < value:
+            while await asyncio.to_thread(self._metric, name) < value:  # noqa: ASYNC110 - it is another process
                 await asyncio.sleep(0.1)
 
 
@@ -110,6 +110,8 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     subscriber = await terminal.background("subscribe", TOPIC, *terminal.cloud, "--count", "3")
     await subscriber.say("listening")
     await terminal.until("interest_version", 1)
+    (entry,), _ = await terminal.run("subscriptions", "--store", str(terminal.folder / "cloud.db"), "--json")
+    assert entry["topic"] == TOPIC
     published, _ = await terminal.run("publish", TOPIC, *terminal.config, "--text", "hello", "--count", "3", "--json")
     heard = [await subscriber.say("source") for _ in range(3)]
     assert [message["id"] for message in heard] == [message["id"] for message in published]
