@@ -33,7 +33,14 @@ ALLOWED: dict[str, set[str]] = {  # module or package -> what it may import besi
     "pyspark_uprotocol": {"spark_ingest"},
 }
 
-UPROTOCOL_LAYERS = (("status",), ("uri", "uuid"), ("attributes",), ("message", "permissions", "encoded"), ("transport",), ("communication",))
+UPROTOCOL_LAYERS = (
+    ("status",),
+    ("uri", "uuid"),
+    ("attributes",),
+    ("message", "permissions", "encoded"),
+    ("transport",),
+    ("communication",),
+)
 COMMUNICATION_LAYERS = (("api",), ("pubsub", "rpc_client", "rpc_server"))
 
 NOT_IN_UPROTOCOL = {

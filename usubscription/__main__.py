@@ -30,6 +30,7 @@ from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import USubscriptionService
 
 SWITCH_INTERVAL_S: Final = 0.0002  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
 
 Ready = Callable[[dict[str, Any]], None]
 
@@ -97,6 +98,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
 def run(config: ServiceConfig, ready: Ready | None = None) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    gc.set_threshold(*GC_THRESHOLDS)
 
     async def main() -> None:
         stop = asyncio.Event()

@@ -156,6 +156,7 @@ async def test_a_claimed_authority_is_dropped_and_the_rest_goes_on(make_world: M
     assert world.streamer.home.dropped["spoofed"] == 2
 
 
+@pytest.mark.spec("local~l1-idempotent")
 async def test_an_id_is_forwarded_once(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")

@@ -105,6 +105,7 @@ def firsts(numbers: list[int]) -> list[int]:
 
 
 @spec("req~up-transport-mqtt5-reconnection~1")
+@pytest.mark.spec("local~l1-send-complete")
 async def test_a_broker_that_restarts_mid_stream_loses_nothing_that_it_acknowledged(own_broker: Broker) -> None:
     heard = Heard()
     async with end(own_broker, "sender") as sender, end(own_broker, "receiver") as receiver:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,11 @@ def test_key_expressions(source: str, sink: str | None, key: str) -> None:
 def test_a_publish_has_no_sink_in_its_key_not_even_a_streamers() -> None:
     expected = "up/alpha/10AB/3/4/9A01/{}/{}/{}/{}/{}"
     assert mapping.message_key(publish(), "x") == mapping.message_key(streamed(), "x") == expected
+
+
+@pytest.mark.spec("dsn~up-transport-zenoh-protocol-version~1")
+def test_zenoh_is_of_major_version_1() -> None:
+    assert version("eclipse-zenoh").startswith("1.")
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-priority-mapping~1")

@@ -100,6 +100,8 @@ async def raw(world: Any) -> Any:
 @spec("dsn~usubscription-unregister-notifications-invalid-topic~1", doc="v3")
 @spec("dsn~usubscription-uri-version-major~1", doc="v3")
 @spec("dsn~usubscription-subscribe-valid-topic-uuris~1", doc="v4")
+@spec("req~usubscription-subscribe-request-signature~1", doc="v4")
+@spec("req~usubscription-unsubscribe-request-signature~1", doc="v4")
 @spec("dsn~usubscription-unsubscribe-valid-topic-uuris~1", doc="v4")
 @pytest.mark.parametrize(("major", "method", "request_"), topic_requests())
 async def test_bad_topics(world: Any, raw: Any, major: int, method: int, request_: Any) -> None:

@@ -201,6 +201,20 @@ async def test_v3_fetch_subscriptions_of_a_topic_gives_all_of_each(world: Any) -
     assert second.subscriber.uri == other.local.get_source()
 
 
+@spec("dsn~usubscription-fetch-subscriptions-protobuf~1", doc="v3-today")
+async def test_a_peer_of_todays_version_3_gets_the_whole_list_at_once(world: Any) -> None:
+    """Its messages have no offset and no has_more_records: it sends none, and skips field 2 as unknown."""
+    await world.service()
+    raw = await world.raw()
+    for number in range(120):
+        await subscribe3(raw, topic(number))
+    request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=raw.local.get_source()))
+    assert not request.HasField("offset")
+    response = (await raw.call(3, 3, request)).unpack(v3.FetchSubscriptionsResponse)
+    assert len(response.subscriptions) == 120
+    assert not response.has_more_records
+
+
 @spec("dsn~usubscription-register-notifications-protobuf~1", doc="v3")
 @spec("req~usubscription-register-notifications~1", doc="v3")
 @spec("dsn~usubscription-unregister-notifications-protobuf~1", doc="v3")

@@ -199,6 +199,7 @@ class DeliveryConformance(TransportHarness):
         expected = UCode.NOT_FOUND if Capability.PULL in self.capabilities else UCode.UNIMPLEMENTED
         assert raised.value.code == expected
 
+    @spec("local~l1-receive-result")
     @spec("dsn~utransport-receive-error-notfound~2")
     async def test_receive_answers_the_oldest_that_matches(self, pair: Pair) -> None:
         self.needs(Capability.PULL)
@@ -208,6 +209,7 @@ class DeliveryConformance(TransportHarness):
             await pair[1].receive(topic(), reply())
         assert raised.value.code == UCode.NOT_FOUND
 
+    @spec("local~l1-receive-result")
     @spec("dsn~up-attributes-ttl-timeout~1")
     async def test_receive_never_answers_what_has_expired(self, pair: Pair) -> None:
         self.needs(Capability.PULL)
@@ -215,6 +217,7 @@ class DeliveryConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"fresh")])
         assert (await self.pulled(pair[1])).payload == b"fresh"
 
+    @spec("local~l1-nosink")
     async def test_receive_without_sink_filter_answers_messages_without_sink(self, pair: Pair) -> None:
         self.needs(Capability.PULL | Capability.PUBLISH_WITHOUT_SINK)
         await self.send_all(pair[0], [notification(b"with sink"), publish(b"without")])
