@@ -163,13 +163,9 @@ class Service:
 
 async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, own_broker: Broker) -> None:
     """Only the cloud's service knows who wants what here: the vehicle has none."""
-    gateway = await make_gateway(
-        own_broker,
-        "vehicle cloud",
-        more="[usubscription]\nrefresh_s = 1\n",
-        usubscription={"vehicle": "none", "cloud": "remote"},
-        start=False,
-    )
+    modes = {"vehicle": "none", "cloud": "remote"}
+    more = '[usubscription]\nrefresh_s = 1\n[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n'  # so that it listens before it is asked to
+    gateway = await make_gateway(own_broker, more=more, usubscription=modes, start=False)
     service = Service(gateway, own_broker, gateway.stack)
     await service.start()
     await gateway.start()
