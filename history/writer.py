@@ -37,6 +37,7 @@ class Append:
     streams: list[int]
     messages: list[Carried]
     done: asyncio.Future[int]
+    failures_heard: int = 0  # failed transactions that the loop knew of when this was submitted
 
 
 @dataclass(slots=True)
@@ -107,6 +108,9 @@ class Writer:
         self._unsaved: tuple[list[Stream], dict[str, Cursor | None]] = ([], {})
         self._stopping = False
         self._failing = False  # the last transaction did not get through
+        self._failures_heard = 0  # on the loop
+        self._failures = 0  # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
+        self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
         self._next_retention = 0.0
         self._stopped: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._run, name=f"history-{name}", daemon=True)
@@ -115,6 +119,7 @@ class Writer:
     # -- loop side
 
     def submit(self, append: Append) -> None:
+        append.failures_heard = self._failures_heard
         self._queue.put(append)
 
     def save_stream(self, stream: Stream) -> None:
@@ -140,6 +145,9 @@ class Writer:
         try:
             while True:
                 batch, flush = self._gather()
+                if behind := [append for append in batch if append.failures_heard < self._failures]:
+                    batch = [append for append in batch if append.failures_heard == self._failures]
+                    self._refuse(behind)
                 if batch or flush:
                     self._write(batch)
                 self._retain()
@@ -190,10 +198,26 @@ class Writer:
             error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
         self._failing = error is not None
         if self._failing:
-            chunks = []
+            assert error is not None
+            self._error = error
+            self._failures += 1
             self._store.reset()
+            self._refuse(batch, self._hear_failure)
+            return
         extent = replace(self._store.extent)
-        self._tell(lambda: self._on_written(batch, chunks, extent, error))
+        self._tell(lambda: self._on_written(batch, chunks, extent, None))
+
+    def _hear_failure(self) -> None:
+        self._failures_heard += 1
+
+    def _refuse(self, batch: list[Append], first: Callable[[], None] = lambda: None) -> None:
+        extent, error = replace(self._store.extent), self._error
+
+        def tell() -> None:
+            first()
+            self._on_written(batch, [], extent, error)
+
+        self._tell(tell)
 
     def _commit(self, batch: list[Append]) -> list[Chunk]:
         with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now

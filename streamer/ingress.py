@@ -34,6 +34,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) whose way is known; the cache starts anew when it is full
+COMES_AGAIN_S: Final = 5.0  # within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
 WINDOW_IDS_MAX: Final = 131_072  # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 
 log = structlog.get_logger()
@@ -132,6 +133,7 @@ class Ingress:
         self._sync_lock = asyncio.Lock()
         self._turn = asyncio.Lock()  # of batches that wait for the flow
         self._deferred = 0  # so many of them
+        self._comes_again: tuple[bytes, float] | None = None  # the id that nothing may overtake, and until when (loop time)
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
@@ -147,6 +149,9 @@ class Ingress:
         """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is committed."""
         endpoint, routes, take = self.endpoint, self._routes, self._window.take
         endpoint.received += len(messages)
+        if self._comes_again is not None and self._is_ahead(messages):
+            endpoint.dropped["refused"] += len(messages)
+            return _refused()
         version = self._view.version
         appends: dict[Log, tuple[list[int], list[Carried]]] = {}
         pending: list[Awaitable[Any]] = []
@@ -188,6 +193,15 @@ class Ingress:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
+    def _is_ahead(self, messages: Sequence[Carried]) -> bool:
+        """True if `messages` would overtake what the log has refused and the network has not yet delivered again."""
+        assert self._comes_again is not None
+        id, until = self._comes_again
+        if asyncio.get_running_loop().time() < until and all(_id(message) != id for message in messages):
+            return True
+        self._comes_again = None
+        return False
+
     async def _append_in_turn(self, target: Log, streams: list[int], batch: list[Carried]) -> None:
         """Once the volatile log's readers have caught up, and after what arrived before."""
         async with self._turn:  # first come, first served
@@ -203,6 +217,8 @@ class Ingress:
             if done.cancelled() or done.exception() is None:
                 return
             self.endpoint.dropped["refused"] += len(batch)  # not acknowledged: whoever can will send it again
+            if self._comes_again is None and not self._trusted and Capability.ACK in self.endpoint.transport.capabilities:
+                self._comes_again = (_id(batch[0]), asyncio.get_running_loop().time() + COMES_AGAIN_S)
             for message in batch:
                 self._window.forget(_id(message))
 
@@ -349,6 +365,10 @@ def _key(attributes: UAttributes) -> tuple[int, bytes, bytes | None]:
 
 def _id(message: Carried) -> bytes:
     return message.id_key if type(message) is EncodedMessage else message.attributes.id.SerializeToString()
+
+
+async def _refused() -> None:
+    raise UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first")
 
 
 async def _all(pending: list[Awaitable[Any]]) -> None:

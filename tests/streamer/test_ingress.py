@@ -1,0 +1,107 @@
+"""What arrives, when the log does not take it: nothing is lost, and nothing overtakes what failed."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from history.store import Store
+from streamer import ingress as ingresses
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+MakeWorld = Any
+Publish = Callable[..., UMessage]
+
+SPEED = uris.parse("//vehicle1/8001/1/8001")
+SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
+
+
+def failing(error: UStatusError) -> asyncio.Future[int]:
+    """An append that fails soon."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[int] = loop.create_future()
+    loop.call_soon(future.set_exception, error)
+    return future
+
+
+@pytest.mark.spec("local~disp-order")
+async def test_what_waits_behind_a_failure_fails_with_it(make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full while one batch is written, and has room again for the next one: both come again, in order."""
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    writing, fail = threading.Event(), threading.Event()
+    commit = Store.commit
+
+    def full(self: Store, columns: Any, *more: Any, **options: Any) -> None:
+        if columns and not fail.is_set():
+            writing.set()
+            assert fail.wait(20)
+            raise sqlite3.OperationalError("database or disk is full")
+        commit(self, columns, *more, **options)
+
+    monkeypatch.setattr(Store, "commit", full)
+    await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10)])
+    await asyncio.to_thread(writing.wait, 20)
+    await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10, 20)])
+    await world.until(lambda: world.streamer.home.received == 20)  # the second batch is behind the first one now
+    fail.set()
+    await heard.count(20)
+    assert heard.texts == [str(number) for number in range(20)]
+    await world.until(lambda: not world.streamer.problems())
+    assert world.streamer.home.dropped["refused"] >= 20
+
+
+@pytest.mark.spec("local~disp-order")
+async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    cloud = await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    with monkeypatch.context() as patch:
+
+        def refuse(self: Any, streams: Any, messages: Any) -> Any:
+            return failing(UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full"))
+
+        patch.setattr(type(log), "append", refuse)
+        first, second = [publish(SPEED, "1"), publish(SPEED, "2")], [publish(SPEED, "3")]
+        with pytest.raises(UStatusError, match="full"):
+            await ingress.on_receive_batch(first)
+    with pytest.raises(UStatusError, match="comes again"):  # the network has not heard of the failure yet
+        await ingress.on_receive_batch(second)
+    await ingress.on_receive_batch(first)
+    await ingress.on_receive_batch(second)
+    await heard.count(3)
+    assert heard.texts == ["1", "2", "3"]
+    assert world.streamer.home.dropped["refused"] == 3
+
+
+async def test_nothing_waits_for_ever_for_what_never_comes_again(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingresses, "COMES_AGAIN_S", 0.0)
+    world = await make_world(subscriptions=SUBSCRIBED)
+    cloud = await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    with monkeypatch.context() as patch:
+
+        def refuse(self: Any, streams: Any, messages: Any) -> Any:
+            return failing(UStatusError(UCode.UNAVAILABLE, "I/O error"))
+
+        patch.setattr(type(log), "append", refuse)
+        with pytest.raises(UStatusError):
+            await ingress.on_receive_batch([publish(SPEED, "gone")])
+    await ingress.on_receive_batch([publish(SPEED, "goes on")])
+    await heard.count(1)
+    assert heard.texts == ["goes on"]
