@@ -140,8 +140,8 @@ class ExpressLane:
             for entry, status in zip(batch, statuses, strict=True):
                 if status.code == UCode.OK:
                     self.peer.forwarded += 1
-                elif status.code in RETRYABLE and not attrs.is_expired(entry[0].attributes, self._now_ms()):
-                    again.append(entry)
+                elif status.code in RETRYABLE:
+                    again.append(entry)  # the ttl is looked at when it is its turn again
                 else:
                     self._express.fail(
                         entry[0], status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}", self.peer
