@@ -18,7 +18,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
 STAMPS_MAX: Final = 65_536  # streams whose stamp is known, some 1 KB each
-_ATTRIBUTES, _PAYLOAD = b"\x0a", b"\x12"  # the fields of UMessage
+_ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
 
 def suffix(encoded: bytes) -> bytes | None:
@@ -99,8 +99,9 @@ class EncodedMessage:
 
     def SerializeToString(self) -> bytes:
         encoded, payload = self.encoded, self.payload
-        head = _ATTRIBUTES + _varint(len(encoded)) + encoded
-        return head + _PAYLOAD + _varint(len(payload)) + payload if self.HasField("payload") else head
+        if payload or self.stamp.payload_format:
+            return b"\x0a%b%b\x12%b%b" % (_varint(len(encoded)), encoded, _varint(len(payload)), payload)
+        return b"\x0a%b%b" % (_varint(len(encoded)), encoded)
 
     def decoded(self) -> UMessage:
         """The UMessage; parsed once."""
@@ -133,42 +134,52 @@ class Stamps:
         Raises google.protobuf.message.DecodeError.
         """
         begin, end = _field(data, 0, _ATTRIBUTES)
-        payload = b""
+        encoded, payload = data[begin:end], b""
         if 0 < end < len(data):
             payload_begin, payload_end = _field(data, end, _PAYLOAD)
             if payload_end != len(data):
                 return UMessage.FromString(data)
             payload = data[payload_begin:]
-        encoded = data[begin:end]
-        mark = suffix(encoded)
-        if mark is None:
-            return UMessage.FromString(data)
-        stamp = self._known.get(mark)
-        if stamp is None:
-            message = UMessage.FromString(data)
-            if not is_shared(message.attributes):
-                return message
-            if len(self._known) >= STAMPS_MAX:
-                self._known.clear()
-            stamp = self._known[mark] = Stamp(message.attributes)
+        stamp = self._known.get(encoded[_ID_SIZE:])
+        if stamp is None or suffix(encoded) is None:
+            stamp = self._meet(encoded, data)
+            if stamp is None:
+                return UMessage.FromString(data)
         if not payload and (end < len(data)) != (stamp.payload_format != 0):
             return UMessage.FromString(data)  # an empty payload without a format, which an EncodedMessage can't say
         return EncodedMessage(encoded, payload, stamp)
 
+    def _meet(self, encoded: bytes, data: bytes) -> Stamp | None:
+        """A new stamp; None if the message has none that others may share."""
+        mark, message = suffix(encoded), UMessage.FromString(data)
+        if mark is None or not is_shared(message.attributes):
+            return None
+        if len(self._known) >= STAMPS_MAX:
+            self._known.clear()
+        stamp = self._known[mark] = Stamp(message.attributes)
+        return stamp
 
-def _field(data: bytes, at: int, tag: bytes) -> tuple[int, int]:
+
+def _field(data: bytes, at: int, tag: int) -> tuple[int, int]:
     """Where the content of the length-delimited field `tag` at `at` begins and ends; (0, 0) if there is none."""
-    if data[at : at + 1] != tag:
-        return 0, 0
-    length, shift, at = 0, 0, at + 1
-    while at < len(data):
-        byte = data[at]
-        length |= (byte & 0x7F) << shift
+    try:
+        if data[at] != tag:
+            return 0, 0
         at += 1
-        if byte < 0x80:
-            return (at, at + length) if at + length <= len(data) else (0, 0)
-        shift += 7
-    return 0, 0
+        length = data[at]
+        if length > 0x7F:
+            length &= 0x7F
+            shift = 7
+            at += 1
+            while (byte := data[at]) > 0x7F:
+                length |= (byte & 0x7F) << shift
+                shift += 7
+                at += 1
+            length |= byte << shift
+    except IndexError:
+        return 0, 0
+    begin, end = at + 1, at + 1 + length
+    return (begin, end) if end <= len(data) else (0, 0)
 
 
 def _varint(value: int) -> bytes:
