@@ -35,6 +35,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WINDOW_MESSAGES_MAX: Final = 2_000  # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
+WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small computer
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
@@ -78,7 +79,7 @@ class Pump:
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
         self.name = CURSOR_PREFIX + peer.name
         self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]  # by priority class
-        self._waiting = 0
+        self._waiting = self._waiting_bytes = 0
         self._plans: dict[int, Plan | None] = {}
         self._plans_version: Version | None = None
         self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
@@ -139,9 +140,12 @@ class Pump:
 
     # Reading ahead
 
+    def _is_full(self) -> bool:
+        return self._waiting >= WINDOW_MESSAGES_MAX or self._waiting_bytes >= WINDOW_BYTES_MAX
+
     async def _fill(self) -> None:
         """Read until the window is full or the log is at its end."""
-        while self._waiting < WINDOW_MESSAGES_MAX and self._read < self.log.newest_seq:
+        while not self._is_full() and self._read < self.log.newest_seq:
             if self._plans_version != (version := self._view.version):
                 self._plans.clear()
                 self._plans_version = version
@@ -150,7 +154,7 @@ class Pump:
                 if not await self._plan_all(chunk.streams):
                     return
                 self._take(chunk)
-                if self._waiting >= WINDOW_MESSAGES_MAX:
+                if self._is_full():
                     return
             self._read = max(self._read, covered)
 
@@ -206,7 +210,7 @@ class Pump:
         return Plan(leg.targets, since, not (add_sink or drop_sink or thinned), add_sink, drop_sink)
 
     def _take(self, chunk: Chunk) -> None:
-        plans, lanes, taken = self._plans, self._lanes, 0
+        plans, lanes, taken, size = self._plans, self._lanes, 0, 0
         for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
             plan = plans[stream]
             assert plan is not None
@@ -215,11 +219,14 @@ class Pump:
             if plan.as_is:
                 lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message))
                 taken += 1
+                size += len(message.payload)
                 continue
             for copy in self._copies(plan, stream, seq, decoded(message)):
                 lanes[lane(copy.attributes)].append((seq, copy))
                 taken += 1
+                size += len(copy.payload)
         self._waiting += taken
+        self._waiting_bytes += size
         self._read = chunk.last_seq
         if self._flow is not None:
             self._flow.moved()
@@ -264,6 +271,7 @@ class Pump:
         for item in reversed(again):
             self._lanes[lane(item[1].attributes)].appendleft(item)
         self._waiting += len(again)
+        self._waiting_bytes += sum(len(message.payload) for _, message in again)
         self._confirm()
         self._failing = bool(again)
         if again:
@@ -281,6 +289,7 @@ class Pump:
             while queue and len(batch) < BATCH_MESSAGES_MAX:
                 item = queue.popleft()
                 self._waiting -= 1
+                self._waiting_bytes -= len(item[1].payload)
                 if _is_expired(item[1], now):
                     self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
                 else:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from history.log import Log
-from streamer.egress import Pump
+from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint
 from streamer.retry import Backoff
 from streamer.view import Leg, Target
@@ -255,3 +255,21 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(ma
     assert len(numbers) < count
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and not pump.log.durable)
     assert pump.gaps == count - len(numbers)  # counted, never silent
+
+
+async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: Any) -> None:
+    world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]})
+    vehicle = await world.node("vehicle", "vehicle1")
+    world.streamer.endpoints["cloud"].transport.disconnect()
+    pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
+    large = bytes(1 << 20)
+    for _ in range(40):
+        message = publish("//vehicle1/8001/1/8001")
+        message.payload = large
+        await vehicle.send(message)
+    await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
+    assert pump._waiting_bytes <= WINDOW_BYTES_MAX + (8 << 20)
+    hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
+    world.streamer.endpoints["cloud"].transport.reconnect()
+    await hearer.count(40)
+    assert pump._waiting_bytes == 0
