@@ -409,8 +409,14 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
         await streamer.run()
-    except* UStatusError as group:
-        raise group.exceptions[0] from None
+    except BaseExceptionGroup as group:
+        ours, others = group.split(UStatusError)
+        if ours is None or others is not None:
+            raise
+        first: BaseException = ours
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
     finally:
         for helper in helpers:
             helper.cancel()

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,8 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each; beyond it the one unused for longest is undeclared
+SETTLE_POLL_S: Final = 0.005
+SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
 LANES_MAX: Final = 16_384  # stamps whose publisher is known; the cache starts anew when it is full
 DRAIN_S_MAX: Final = 2.0  # how long `close` waits for listeners to take what has arrived
 SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
@@ -169,6 +172,7 @@ class ZenohTransport(UTransport):
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: set[str] = set()
+        self._settled_at = 0.0  # by then who has just linked us has declared its subscriptions; time.monotonic()
         self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
@@ -234,6 +238,8 @@ class ZenohTransport(UTransport):
             self._peers.discard(peer)
         if bool(self._peers) == before:
             return
+        if not before:
+            self._settled_at = time.monotonic() + SETTLE_S_MAX
         for callback in self._connection_callbacks:
             try:
                 callback(not before)
@@ -262,6 +268,7 @@ class ZenohTransport(UTransport):
         """On the sender thread. Messages of a stream that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
         now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
+        settling = time.monotonic() < self._settled_at
         for message in messages:
             mark: Any
             if type(message) is EncodedMessage:
@@ -279,11 +286,19 @@ class ZenohTransport(UTransport):
                     lane = lane or self._lane(session, decoded(message), mark)
                 if not peers:
                     return stopped(statuses, len(messages), _NO_PEER)
+                if settling:
+                    settling = self._await_match(lane.publisher)
                 lane.publisher.put(message.payload, attachment=version + encoded)
             except zenoh.ZError as error:
                 return stopped(statuses, len(messages), translate(error, "sending").status)
             statuses.append(OK)
         return statuses
+
+    def _await_match(self, publisher: zenoh.Publisher) -> bool:
+        """On the sender thread, just after the first link: wait until somebody listens, or SETTLE_S_MAX is over. True while it is not."""
+        while (settling := time.monotonic() < self._settled_at) and not _matches(publisher):
+            time.sleep(SETTLE_POLL_S)
+        return settling
 
     def _lane(self, session: zenoh.Session, message: UMessage, mark: Any) -> _Lane:
         """The declared publisher for a message that is valid, remembered by its stamp."""
@@ -359,6 +374,11 @@ class ZenohTransport(UTransport):
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 _NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
+
+
+def _matches(publisher: zenoh.Publisher) -> bool:
+    status: Any = publisher.matching_status  # the stub says bool
+    return bool(status.matching)
 
 
 def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
