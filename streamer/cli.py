@@ -42,7 +42,6 @@ PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
 EXIT_FAILED: Final = 1
-EXIT_USAGE: Final = 2
 
 app = typer.Typer(
     name="up-streamer",

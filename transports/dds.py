@@ -24,7 +24,7 @@ from transports import dds_mapping as mapping
 from transports.dds_link import Participant, Readers, Writers
 from transports.dds_roll_call import RollCall, Seen
 from transports.inbox import MESSAGES_MAX, Inbox
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, all_of
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
 from transports.plugin import TransportPlugin
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
@@ -331,7 +331,7 @@ class DdsTransport(UTransport):
         waiting = [one for one in pending if one is not None]
         if not waiting:
             return None
-        return waiting[0] if len(waiting) == 1 else _all(waiting)
+        return waiting[0] if len(waiting) == 1 else all_of(waiting)
 
     # listening
 
@@ -418,10 +418,6 @@ def _discard(making: Future[_Session]) -> None:
     """What an open that was given up has made. Runs behind it on the same thread, so it is done."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()
-
-
-async def _all(pending: list[Awaitable[None]]) -> None:
-    await asyncio.gather(*pending)
 
 
 PLUGIN: Final = TransportPlugin("dds", DdsConfig, DdsTransport, DdsTransport.capabilities)

@@ -231,7 +231,7 @@ class ListenerTable:
             pending.extend(self._call(listener, messages))
         if not pending:
             return None
-        return pending[0] if len(pending) == 1 else _all(pending)
+        return pending[0] if len(pending) == 1 else all_of(pending)
 
     def _valid(self, message: UMessage) -> _Found | None:
         """The filters that match; None, and counted, if the message is invalid."""
@@ -314,8 +314,9 @@ def _of(found: _Found, only: Filter) -> list[UListener]:
     return next((listeners for filter, listeners in found if filter is only), _NOBODY)
 
 
-async def _all(pending: list[Awaitable[None]]) -> None:
+async def all_of(pending: list[Awaitable[None]]) -> None:
+    """Completes when all of them have; raises if one has failed."""
     await asyncio.gather(*pending)
 
 
-__all__ = ["Filter", "ListenerTable"]
+__all__ = ["Filter", "ListenerTable", "all_of"]
