@@ -2,7 +2,7 @@
 
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
-             +--------- fail ----------+--> a request's originator gets a response that says why; both are dead letters
+             +--------- fail ----------+--> a request's originator gets a response that says why, and it is a dead letter
 """
 
 from __future__ import annotations
@@ -64,18 +64,23 @@ class Express:
         queue.put(message, origin)
 
     def fail(self, message: UMessage, code: UCode.ValueType, reason: str, endpoint: Endpoint) -> None:
-        """`message` can't be dispatched: answer its originator if it is a request, and keep it as a dead letter."""
-        self._dead_letters.add(message, code, reason, endpoint.name)
-        if message.attributes.type != attrs.REQUEST:
-            return
-        response = error_response(message.attributes, UStatus(code=code, message=reason))
-        if self._hosted.owns(response.attributes.sink):
-            taken = self._hosted.deliver([response])
+        """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
+
+        Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network that is
+        away for a day would push out those that nobody else knows of.
+        """
+        is_request = message.attributes.type == attrs.REQUEST
+        if is_request and self._hosted.owns(message.attributes.source):
+            taken = self._hosted.deliver([error_response(message.attributes, UStatus(code=code, message=reason))])
             if taken is not None:
                 future = asyncio.ensure_future(taken)
                 self._inside.add(future)
                 future.add_done_callback(self._inside.discard)
             return
+        self._dead_letters.add(message, code, reason, endpoint.name)
+        if not is_request:
+            return
+        response = error_response(message.attributes, UStatus(code=code, message=reason))
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
         if origin is not None and len(self.lanes[origin.name]) < self._messages_max:
             self.lanes[origin.name].put(response, None)

@@ -149,8 +149,9 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     assert [message["id"] for message in polled] == [message["id"] for message in published]
 
     # dead letters
-    (letter,), _ = await terminal.run("dead-letters", "-c", str(terminal.folder / "gateway.toml"), "--json")
-    assert letter["code"] == "PERMISSION_DENIED"
+    letters, _ = await terminal.run("dead-letters", "-c", str(terminal.folder / "gateway.toml"), "--json")
+    assert [letter["code"] for letter in letters] == ["PERMISSION_DENIED"], letters
+    (letter,) = letters
     assert uris.parse(letter["sink"]) == uris.parse("up://vehicle1/8001/1/66")
 
 

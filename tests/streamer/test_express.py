@@ -21,6 +21,7 @@ from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 CALLER = uris.parse("//cloud/9001/1/0")
@@ -44,12 +45,25 @@ class Network:
         return [UStatus(code=UCode.OK if self.there else UCode.UNAVAILABLE) for _ in messages]
 
 
+class Inside:
+    """core.ustreamer of vehicle1."""
+
+    def __init__(self) -> None:
+        self.told: list[UMessage] = []
+
+    def owns(self, uri: UUri) -> bool:
+        return uris.matches(uris.parse("//vehicle1/4/FF/FFFF"), uri)
+
+    def deliver(self, messages: Sequence[UMessage]) -> None:
+        self.told += messages
+
+
 def express(limit: int) -> tuple[Express, Endpoints, dict[str, Network], list[tuple[UMessage, int]]]:
     networks = {"cloud": Network(), "vehicle1": Network()}
     endpoints = Endpoints([Endpoint(name, [name], network) for name, network in networks.items()])  # type: ignore[arg-type]
     letters: list[tuple[UMessage, int]] = []
     dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append((message, code)))
-    hosted: Any = SimpleNamespace(owns=lambda sink: False)
+    hosted: Any = Inside()
     return Express(endpoints, hosted, dead_letters, messages_max=limit, backoff=lambda: Backoff(1, 2)), endpoints, networks, letters
 
 
@@ -127,3 +141,15 @@ async def test_a_response_that_cannot_be_dispatched_is_a_dead_letter_and_answers
     assert len(lanes.lanes["cloud"]) == 1
     assert len(lanes.lanes["vehicle1"]) == 0
     assert [code for _, code in letters] == [UCode.RESOURCE_EXHAUSTED] * 2
+
+
+async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None:
+    """While a network is away for a day, what the streamer itself asks there must not push out the letters of others."""
+    lanes, endpoints, _, letters = express(1)
+    for _ in range(3):
+        asked = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/0/3/8"), 1_000).build()
+        lanes.put(endpoints["cloud"], asked, None)
+    inside: Any = lanes._hosted
+    assert [message.attributes.commstatus for message in inside.told] == [UCode.RESOURCE_EXHAUSTED] * 2
+    assert inside.told[-1].attributes.reqid == asked.attributes.id
+    assert letters == []
