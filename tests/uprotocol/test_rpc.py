@@ -418,7 +418,7 @@ async def test_close_waits_for_running_handlers(bench: Bench) -> None:
     await closing
     assert (await call).unpack(Timestamp).seconds == 3
     await bench.server.close()
-    assert "running=0, outbox=0" in repr(bench.server)
+    assert "running=0, responses=0" in repr(bench.server)
 
 
 async def test_close_ends_handlers_that_take_too_long(bench: Bench) -> None:
@@ -449,7 +449,7 @@ async def test_close_does_not_wait_for_a_network_that_takes_nothing(bench: Bench
     async with unanswered(bench):
         await stuck.wait()
         await asyncio.wait_for(server.close(), 10)
-    assert "outbox=0" in repr(server)
+    assert "responses=0" in repr(server)
     assert server.dropped["response_not_sent"] == 1
 
 

@@ -4,6 +4,7 @@ api.py         what each role offers: Publisher Notifier Subscriber RpcClient Rp
 pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
+responses.py   Responses             the outbox of whoever serves
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1, dsn~communication-layer-impl-error-handling~1).
 """
@@ -22,6 +23,7 @@ from uprotocol.communication.api import (
     SubscriptionService,
 )
 from uprotocol.communication.pubsub import InMemorySubscriber, SimpleNotifier, SimplePublisher
+from uprotocol.communication.responses import Responses
 from uprotocol.communication.rpc_client import InMemoryRpcClient
 from uprotocol.communication.rpc_server import InMemoryRpcServer
 
@@ -36,6 +38,7 @@ __all__ = [
     "Publisher",
     "RequestCheck",
     "RequestHandler",
+    "Responses",
     "RpcClient",
     "RpcServer",
     "SimpleNotifier",

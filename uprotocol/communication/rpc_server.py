@@ -1,6 +1,6 @@
 """Serves own methods: each request to its handler, each result back as the response.
 
-request -> checks -> handler -> result -> outbox -> transport        sync: at once; async: a task, many side by side
+request -> checks -> handler -> result -> responses -> transport     sync: at once; async: a task, many side by side
              |          '-> UStatusError -> its code and a UStatus
              '-> expired: dropped; too many at once: RESOURCE_EXHAUSTED
 """
@@ -10,11 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
-import structlog
 from google.protobuf.message import Message
 
 from uprotocol import attributes as attrs
@@ -22,22 +20,18 @@ from uprotocol import message as messages_
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.api import RequestCheck, RequestHandler, RpcServer
+from uprotocol.communication.responses import Responses
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.ustatus_pb2 import UStatus
 
 REQUESTS_RUNNING_MAX: Final = 1_000  # a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
-RESPONSES_WAITING_MAX: Final = 4_096  # for the network to take them: the refusals of a burst must find room too
-RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer falls
 DRAIN_MS_MAX: Final = 5_000  # close() gives running handlers this long; a caller's own timer has rarely more left
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 Result = UPayload | Message | None
-
-log = structlog.get_logger()
 
 
 class InMemoryRpcServer(RpcServer):
@@ -63,12 +57,12 @@ class InMemoryRpcServer(RpcServer):
         self._running_max, self._drain_ms_max = requests_running_max, drain_ms_max
         self._methods: dict[int, _Method] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._outbox: deque[UMessage] = deque()
-        self._sender: asyncio.Task[None] | None = None
-        self.dropped: Counter[str] = Counter()
+        self._responses = Responses(transport)
+        self.dropped = self._responses.dropped
 
     def __repr__(self) -> str:
-        return f"InMemoryRpcServer({self._local}, methods={len(self._methods)}, running={len(self._running)}, outbox={len(self._outbox)})"
+        counts = f"methods={len(self._methods)}, running={len(self._running)}, responses={len(self._responses)}"
+        return f"InMemoryRpcServer({self._local}, {counts})"
 
     async def register_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
         """Serve own method `resource_id`. Doing it again changes nothing.
@@ -106,18 +100,12 @@ class InMemoryRpcServer(RpcServer):
         for resource_id, method in list(self._methods.items()):
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
                 await self.unregister_request_handler(resource_id, method.handler)
-        await self._finish(self._running)
-        if self._sender is not None:
-            await self._finish({self._sender})
-        self.dropped["response_not_sent"] += len(self._outbox)
-        self._outbox.clear()
-
-    async def _finish(self, tasks: set[asyncio.Task[None]]) -> None:
-        if tasks:
-            _, late = await asyncio.wait(tasks, timeout=self._drain_ms_max / 1000)
+        if self._running:
+            _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        await self._responses.drain(self._drain_ms_max)
 
     def _accept(self, request: UMessage, handler: RequestHandler) -> None:
         attributes = request.attributes
@@ -134,7 +122,7 @@ class InMemoryRpcServer(RpcServer):
                 self._check(request)
             result = handler(request)
         except Exception as error:
-            self._refuse(request, error)
+            self._responses.refuse(request.attributes, error)
             return
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(self._run(request, result))
@@ -147,10 +135,12 @@ class InMemoryRpcServer(RpcServer):
         try:
             result = await pending
         except asyncio.CancelledError:
-            self._refuse(request, UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later"))
+            self._responses.refuse(
+                request.attributes, UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later")
+            )
             raise
         except Exception as error:
-            self._refuse(request, error)
+            self._responses.refuse(request.attributes, error)
         else:
             self._answer(request, result)
 
@@ -161,52 +151,9 @@ class InMemoryRpcServer(RpcServer):
             assert payload is None or isinstance(payload, UPayload), f"a handler returned {type(payload).__name__}"
             response = UMessageBuilder.response_for_request(request.attributes).build_from_upayload(payload)
         except Exception as error:
-            self._refuse(request, error)
+            self._responses.refuse(request.attributes, error)
         else:
-            self._post(response)
-
-    def _refuse(self, request: UMessage, error: Exception) -> None:
-        """dsn~service-error-model-error-response~1."""
-        if isinstance(error, UStatusError):
-            status = error.status
-        else:
-            log.error("a request handler failed", method=uris.format(request.attributes.sink), exc_info=error)
-            status = UStatus(code=UCode.INTERNAL, message="the service failed to handle the request; its log says why")
-        try:
-            response = messages_.error_response(request.attributes, status)
-        except UStatusError:  # so malformed that no valid response to it exists
-            self.dropped["unanswerable"] += 1
-        else:
-            self._post(response)
-
-    def _post(self, response: UMessage) -> None:
-        if len(self._outbox) >= RESPONSES_WAITING_MAX:
-            self.dropped["outbox_full"] += 1
-            return
-        self._outbox.append(response)
-        if self._sender is None:
-            self._sender = asyncio.ensure_future(self._send())
-
-    async def _send(self) -> None:
-        """Until the outbox is empty, whatever has gathered in it at once."""
-        try:
-            while self._outbox:
-                batch = [self._outbox.popleft() for _ in range(min(len(self._outbox), RESPONSES_BATCH_MAX))]
-                try:
-                    statuses = await self._transport.send_batch(batch)
-                except UStatusError as error:
-                    statuses = [error.status] * len(batch)
-                except asyncio.CancelledError:
-                    self.dropped["response_not_sent"] += len(batch)
-                    raise
-                except Exception as error:  # a fault of the transport must not end the answers of this server
-                    statuses = [UStatus(code=UCode.INTERNAL, message=repr(error))] * len(batch)
-                failed = [status for status in statuses if status.code]
-                if failed:
-                    self.dropped["response_not_sent"] += len(failed)
-                    log.warning("responses were not sent, and their callers will time out", responses=len(failed), why=failed[0].message)
-        finally:
-            self._sender = None
+            self._responses.post(response)
 
 
 class _Method:
