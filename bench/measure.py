@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from bench import subject
 from bench.networks import MATCH_TIMEOUT_S, Address
-from bench.processes import BenchError, Child, free_domain, free_port
+from bench.processes import BenchError, Child, free_domain
+from streamer.processes import free_port
 
 ROUNDS: Final = 3  # pairs; the median of three lets one of them be disturbed
 RUN_SECONDS_MAX: Final = 4.0  # of one throughput run: a slow machine or library sends fewer messages instead

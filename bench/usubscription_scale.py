@@ -23,7 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.processes import free_port
+import structlog
+
+from streamer.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -249,4 +251,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for figures
     main()

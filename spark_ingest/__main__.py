@@ -7,6 +7,8 @@ import json
 import sys
 from pathlib import Path
 
+import structlog
+
 from spark_ingest import pipeline
 from uprotocol.status import UStatusError
 
@@ -37,4 +39,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for the report
     sys.exit(main())

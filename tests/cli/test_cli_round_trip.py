@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo import Child, free_port
+from streamer.processes import Child, free_port
 from uprotocol import uri as uris
 
 WAIT_S = 60

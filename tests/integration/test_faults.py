@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo import Child
+from streamer.processes import Child
 from streamer.replay import send_all
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris

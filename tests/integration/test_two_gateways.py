@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from streamer.demo import Child, free_port
+from streamer.processes import Child, free_port
 from transports import plugin as plugins
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris

@@ -11,6 +11,8 @@ import json
 import sys
 from typing import Any
 
+import structlog
+
 from history.log import Log
 from history.service import HistoryService
 from transports import plugin
@@ -49,4 +51,5 @@ async def answer(log: Log, service: HistoryService, asked: dict[str, Any]) -> di
 
 
 if __name__ == "__main__":
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for answers
     asyncio.run(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

@@ -1,0 +1,132 @@
+"""Processes that tell their state in JSON lines, and that die with us.
+
+Child.start(name, "streamer.cli", "run", ...) -> say("ready"): its next line with that key -> stop(), or kill() as a power cut would
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from typing import Any, Final
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+START_TIMEOUT_S: Final = 60.0  # for a process to say that it is ready, on a busy machine
+STOP_TIMEOUT_S: Final = 20.0  # for a process to end after SIGTERM, before it is killed
+LINES_KEPT: Final = 50  # of a process's output, to show when it fails
+_PR_SET_PDEATHSIG: Final = 1
+
+
+class Child:
+    """A process that tells its state in JSON lines, and that dies with us."""
+
+    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
+        self.name, self._process = name, process
+        self._lines: deque[str] = deque(maxlen=LINES_KEPT)
+        self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._readers = [asyncio.create_task(self._read(process.stdout)), asyncio.create_task(self._read(process.stderr))]
+
+    @classmethod
+    async def start(cls, name: str, *command: str) -> Child:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            preexec_fn=_die_with_parent,
+            start_new_session=True,
+        )
+        return cls(name, process)
+
+    async def _read(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        async for raw in stream:
+            line = raw.decode(errors="replace").rstrip()
+            self._lines.append(line)
+            if line.startswith("{"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    self.said.put_nowait(json.loads(line))
+
+    async def say(self, key: str, timeout_s: float = START_TIMEOUT_S) -> dict[str, Any]:
+        """The next thing said that has `key`. Raises UStatusError if the process ends or is silent for too long."""
+        ended = asyncio.create_task(self._process.wait())
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    saying = asyncio.create_task(self.said.get())
+                    await asyncio.wait({saying, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if not saying.done() and self._readers:  # it has ended; what it said last may still be on its way
+                        await asyncio.gather(*self._readers)
+                        await asyncio.sleep(0)
+                    if not saying.done():
+                        saying.cancel()
+                        self.require_running()
+                    if key in saying.result():
+                        return saying.result()
+        except TimeoutError:
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}") from None
+        finally:
+            ended.cancel()
+
+    def require_running(self) -> None:
+        """Raises UStatusError(ABORTED) with its last words if it has ended."""
+        if self._process.returncode is not None:
+            raise UStatusError(UCode.ABORTED, f"{self.name} ended with code {self._process.returncode}:\n{self.tail}")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def tail(self) -> str:
+        return "\n".join(f"    {line}" for line in list(self._lines)[-15:]) or "    (it said nothing)"
+
+    def interrupt(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self) -> int:
+        """Its exit code, when it has one."""
+        return await self._process.wait()
+
+    async def kill(self) -> None:
+        """SIGKILL, as a power cut would."""
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> int | None:
+        """SIGTERM, and SIGKILL if that is not heard. Reaches what the process started, too."""
+        if self._process.returncode is None:
+            self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.gather(*self._readers)
+        return self._process.returncode
+
+
+def _die_with_parent() -> None:
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
