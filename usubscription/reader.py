@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -58,6 +59,12 @@ class Reader:
         ).fetchone()
         found = [_to_key(parts) for parts in json.loads(text)]
         return found[:limit], len(found) > limit
+
+    def pairs(self) -> Iterator[tuple[Key, Key, int | None]]:
+        """(topic, subscriber, expires_ms) of all there are, in the order in which they came. Equal keys are one object."""
+        keys: dict[int, Key] = {id: (sys.intern(authority), *rest) for id, authority, *rest in self._db.execute("SELECT * FROM uri")}
+        for topic, subscriber, expires_ms in self._db.execute("SELECT topic, subscriber, expires_ms FROM subscription ORDER BY seq"):
+            yield keys[topic], keys[subscriber], expires_ms
 
     def subscriptions(
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None

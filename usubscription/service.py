@@ -175,13 +175,13 @@ class USubscriptionService:
 
     # -- requests ---------------------------------------------------------------------------------------------------------------------
 
-    def _handler(self, major: int, method: str) -> Callable[[UMessage], Awaitable[Message]]:
+    def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
         codec, handle = self._codecs[major], getattr(self, f"_{method}")
         name = f"{method}_v{major}"
 
-        async def handler(request: UMessage) -> Message:
+        def handler(request: UMessage) -> Message | Awaitable[Message]:
             self._calls[name] += 1
-            answer: Message = await handle(codec, request)
+            answer: Message | Awaitable[Message] = handle(codec, request)
             return answer
 
         return handler
@@ -231,15 +231,19 @@ class USubscriptionService:
 
         return await self._store.read(fetch, lane=LONG)
 
-    async def _fetch_subscribers(self, _: V3, request: UMessage) -> Message:
+    def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
         asked, now_ms = V3_CODEC.fetch_subscribers(request, self.authority), self._now_ms()
         topic = asked.topic
         assert topic is not None
 
+        found = self._store.index.subscribers(topic, now_ms, asked.offset, self._page_max)
+        if found is not None:
+            return V3_CODEC.subscribers(*found)
+
         def fetch(reader: Reader) -> Message:
             return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, self._page_max))
 
-        return await self._store.read(fetch)
+        return self._store.read(fetch)
 
     # -- after a commit ---------------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Outcome, StoreEvent
+from usubscription.index import Index
 from usubscription.reader import Reader
 
 WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
@@ -143,6 +144,7 @@ class Store:
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
         self._answering: asyncio.Task[None] | None = None
         self.healthy = True
+        self.index = Index()
 
     async def start(self) -> None:
         """Open the file. Raises UStatusError as Database.open."""
@@ -158,6 +160,7 @@ class Store:
     def _open(self) -> None:
         self.database.open()
         self._reading = {name: self.database.reader() for name in (QUICK, LONG)}
+        self.index.load(self._reading[LONG])
 
     async def stop(self) -> None:
         """Commit and answer what waits, then close the file. May be called twice."""
@@ -208,6 +211,7 @@ class Store:
                 outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
                 self.healthy = bool(outcomes) or not any(isinstance(answer, BaseException) for answer in answers)
                 if outcomes:
+                    self.index.apply(outcomes)
                     result = self._committed(outcomes)
                     if result is not None:
                         await result
