@@ -20,7 +20,9 @@ MESSAGES_MAX: Final = 8_192  # waiting or being taken; some 50 ms of the fastest
 BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
 
 GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
-GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. Below 2,000 messages/s nothing ever waits
+GATHER_S: Final = 0.0005  # ... so long ago, more are coming: wait for them. But only ...
+BUSY_PER_S: Final = 10_000  # ... while so many come per second, as seen ...
+SPAN_S: Final = 0.01  # ... that often: for fewer, latency is worth more than what a batch saves
 
 log = structlog.get_logger()
 
@@ -46,6 +48,7 @@ class Inbox(Generic[T]):
         self._items: deque[T] = deque()
         self._awake = False
         self._last_drain = 0.0  # loop time
+        self._span_start, self._span_messages, self._busy = 0.0, 0, False
         self._pending: deque[tuple[list[T], asyncio.Future[None]]] = deque()
         self._pending_messages = 0
         self._room = threading.Condition()
@@ -84,16 +87,21 @@ class Inbox(Generic[T]):
     def _drain(self) -> None:
         """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
         items, now = self._items, self._loop.time()
-        if len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
+        if self._busy and len(items) < GATHER_MIN and now - self._last_drain < GATHER_S:
             self._last_drain = 0.0  # once only
             self._loop.call_later(GATHER_S, self._drain)
             return
         self._last_drain = now
+        span = now - self._span_start
+        if span > SPAN_S:
+            self._busy = self._span_messages >= BUSY_PER_S * span
+            self._span_start, self._span_messages = now, 0
         self._awake = False  # first: what arrives from here on wakes us again
         if self._closed or not items:
             return
         if self._pending_messages < self._messages_max:
             batch = [items.popleft() for _ in range(min(len(items), self._batch_max))]
+            self._span_messages += len(batch)
             self._hand_over(batch)
         if items and not self._awake and self._pending_messages < self._messages_max:
             self._awake = True
