@@ -167,6 +167,9 @@ async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -
     local, callers = LocalUriProvider(AUTHORITY, 0xF001, 1), Subscribers(seed)
     async with create("zenoh", {"connect": [endpoint]}, local) as transport:
         await transport.register_listener(uris.uri(AUTHORITY, 0, 4, 1), callers, local.get_source())
+        await callers.send(transport, callers.requests(1))  # the network is there, and knows its way
+        await callers.news.wait()
+        callers.latencies.clear()
         ready = callers.requests(int(seconds * rate)) if rate else []
         began = time.monotonic()
         started = 0

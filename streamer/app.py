@@ -22,7 +22,7 @@ from streamer.dead_letter import DeadLetters
 from streamer.egress import CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
-from streamer.flow import Flow
+from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
 from streamer.retry import Backoff
@@ -71,20 +71,19 @@ class Streamer:
             self.endpoints, self.hosted, self.dead_letters, messages_max=config.express.messages_max, backoff=lambda: _backoff(config)
         )
 
-        flow = Flow()
+        flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
 
         def ingress(endpoint: Endpoint, *, trusted: bool = False) -> Ingress:
-            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, flow, trusted=trusted)
+            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, flows, trusted=trusted)
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         self.hosted.entities_changed = self._entities_changed
         self.pumps = [
-            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config), None if one.durable else flow)
-            for endpoint in self.endpoints
-            for one in logs
+            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config), flows[one]) for endpoint in self.endpoints for one in logs
         ]
-        flow.followers = [pump for pump in self.pumps if not pump.log.durable]
+        for one, flow in flows.items():
+            flow.followers = [pump for pump in self.pumps if pump.log is one]
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
         self.ready = asyncio.Event()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -118,21 +119,19 @@ class Ingress:
         express: Express,
         hosted: HostedTransport,
         window: IdWindow,
-        flow: Flow,
+        flows: Mapping[Log, Flow],
         *,
         trusted: bool = False,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self.endpoint = endpoint
         self._endpoints, self._rules, self._view, self._logs = endpoints, rules, view, logs
-        self._express, self._hosted, self._window, self._flow, self._trusted = express, hosted, window, flow, trusted
+        self._express, self._hosted, self._window, self._flows, self._trusted = express, hosted, window, flows, trusted
         self._now_ms = now_ms
         self._routes: dict[Any, Route] = {}
         self._newest_append: dict[Log, asyncio.Future[int]] = {}
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
-        self._turn = asyncio.Lock()  # of batches that wait for the flow
-        self._deferred = 0  # so many of them
         self._comes_again: tuple[bytes, float] | None = None  # the id that nothing may overtake, and until when (loop time)
 
     def __repr__(self) -> str:
@@ -149,9 +148,6 @@ class Ingress:
         """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is committed."""
         endpoint, routes, take = self.endpoint, self._routes, self._window.take
         endpoint.received += len(messages)
-        if self._comes_again is not None and self._is_ahead(messages):
-            endpoint.dropped["refused"] += len(messages)
-            return _refused()
         version = self._view.version
         appends: dict[Log, tuple[list[int], list[Carried]]] = {}
         pending: list[Awaitable[Any]] = []
@@ -181,11 +177,9 @@ class Ingress:
                 assert route.peer is not None
                 self._express.put(route.peer, decoded(message), endpoint)
         for target, (streams, batch) in appends.items():
-            if target.durable or (not self._deferred and self._flow.is_open):
-                pending.append(self._append(target, streams, batch))
-            else:
-                self._deferred += 1
-                pending.append(self._append_in_turn(target, streams, batch))
+            future = self._flows[target].append(len(batch), functools.partial(self._append, target, streams, batch))
+            self._newest_append[target] = future
+            pending.append(future)
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
             pending.extend(future for future in self._newest_append.values() if not future.done())  # the first copy may not be safe yet
@@ -202,16 +196,12 @@ class Ingress:
         self._comes_again = None
         return False
 
-    async def _append_in_turn(self, target: Log, streams: list[int], batch: list[Carried]) -> None:
-        """Once the volatile log's readers have caught up, and after what arrived before."""
-        async with self._turn:  # first come, first served
-            if not self._flow.is_open:
-                await self._flow.opened()
-            self._deferred -= 1
-            await self._append(target, streams, batch)
-
     def _append(self, target: Log, streams: list[int], batch: list[Carried]) -> asyncio.Future[int]:
-        future = target.append(streams, batch)
+        if self._comes_again is not None and self._is_ahead(batch):
+            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+            future.set_exception(UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first"))
+        else:
+            future = target.append(streams, batch)
 
         def settle(done: asyncio.Future[int]) -> None:
             if done.cancelled() or done.exception() is None:
@@ -223,7 +213,6 @@ class Ingress:
                 self._window.forget(_id(message))
 
         future.add_done_callback(settle)
-        self._newest_append[target] = future
         return future
 
     def _drop(self, route: Route, message: UMessage) -> None:
@@ -365,10 +354,6 @@ def _key(attributes: UAttributes) -> tuple[int, bytes, bytes | None]:
 
 def _id(message: Carried) -> bytes:
     return message.id_key if type(message) is EncodedMessage else message.attributes.id.SerializeToString()
-
-
-async def _refused() -> None:
-    raise UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first")
 
 
 async def _all(pending: list[Awaitable[Any]]) -> None:

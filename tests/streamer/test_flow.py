@@ -1,13 +1,16 @@
-"""The volatile log: its senders wait for peers that are merely slow, and for nobody else."""
+"""Flow control: senders wait for peers that are merely slow, and for nobody else; those of a durable log for a moment only."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from streamer.flow import ACTIVE_S, Flow
+import pytest
+
+from streamer.flow import ACTIVE_S, HELD_RECORDS, Flow
 from uprotocol import uri as uris
-from uprotocol.status import OK
+from uprotocol.status import OK, UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 
 SPEED = uris.parse("//vehicle1/8001/1/8001")
 
@@ -18,6 +21,18 @@ class Peer:
 
     def is_active(self, since: float) -> bool:
         return self.active
+
+
+def append(flow: Flow, records: int, passed: list[int], number: int) -> asyncio.Future[int]:
+    """`passed` gets `number` when it was let in."""
+
+    def let_in() -> asyncio.Future[int]:
+        passed.append(number)
+        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        done.set_result(number)
+        return done
+
+    return flow.append(records, let_in)
 
 
 async def test_the_fastest_active_peer_decides() -> None:
@@ -44,6 +59,50 @@ async def test_a_peer_that_falls_silent_lets_go() -> None:
     opened = flow.opened()
     peer.active = False
     await asyncio.wait_for(opened, 10 * ACTIVE_S)
+
+
+async def test_a_batch_waits_its_turn_behind_those_that_came_before() -> None:
+    flow, peer, passed = Flow(), Peer(2.0), list[int]()
+    flow.followers = [peer]
+
+    waiting = [append(flow, 1, passed, 1), append(flow, 1, passed, 2)]
+    peer.lag = 0.5
+    waiting.append(append(flow, 1, passed, 3))  # though it is open now: others wait already
+    assert passed == []
+    flow.moved()
+    assert await asyncio.gather(*waiting) == passed == [1, 2, 3]
+    assert append(flow, 1, passed, 4).done()
+
+
+async def test_what_the_log_refuses_is_told_to_whoever_waited() -> None:
+    flow, peer = Flow(), Peer(2.0)
+    flow.followers = [peer]
+
+    def refuse() -> asyncio.Future[int]:
+        refused: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        refused.set_exception(UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full"))
+        return refused
+
+    waiting, behind = flow.append(1, refuse), append(flow, 1, [], 2)
+    peer.lag = 0.5
+    flow.moved()
+    with pytest.raises(UStatusError, match="full"):
+        await waiting
+    assert await behind == 2
+
+
+@pytest.mark.parametrize("batch", [1, 100, HELD_RECORDS, 5 * HELD_RECORDS])
+async def test_a_durable_log_holds_its_senders_for_a_moment_at_a_time(batch: int) -> None:
+    patience_s = 0.001
+    flow, peer, passed = Flow(patience_s), Peer(2.0), list[int]()
+    flow.followers = [peer]  # lags for ever
+    batches = 4 * HELD_RECORDS // batch + 1
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await asyncio.gather(*(append(flow, batch, passed, number) for number in range(batches)))
+    assert passed == list(range(batches))
+    assert loop.time() - began >= patience_s * (batches * batch // max(batch, HELD_RECORDS) - 1), "a hold for each share"
 
 
 async def test_a_slow_peer_of_a_volatile_topic_loses_nothing(make_world: Any, publish: Any, monkeypatch: Any) -> None:
