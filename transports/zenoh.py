@@ -41,6 +41,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each; beyond it the one unused for longest is undeclared
 SETTLE_POLL_S: Final = 0.005
 SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
+SETTLE_MORE_S: Final = 0.1  # after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
 LANES_MAX: Final = 16_384  # stamps whose publisher is known; the cache starts anew when it is full
 DRAIN_S_MAX: Final = 2.0  # how long `close` waits for listeners to take what has arrived
 SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
@@ -295,10 +296,13 @@ class ZenohTransport(UTransport):
         return statuses
 
     def _await_match(self, publisher: zenoh.Publisher) -> bool:
-        """On the sender thread, just after the first link: wait until somebody listens, or SETTLE_S_MAX is over. True while it is not."""
-        while (settling := time.monotonic() < self._settled_at) and not _matches(publisher):
+        """On the sender thread, just after the first link: wait until somebody listens, or the time is over. True while it is not."""
+        while (now := time.monotonic()) < self._settled_at:
+            if _matches(publisher):
+                self._settled_at = min(self._settled_at, now + SETTLE_MORE_S)
+                return True
             time.sleep(SETTLE_POLL_S)
-        return settling
+        return False
 
     def _lane(self, session: zenoh.Session, message: UMessage, mark: Any) -> _Lane:
         """The declared publisher for a message that is valid, remembered by its stamp."""

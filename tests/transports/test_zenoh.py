@@ -327,3 +327,19 @@ async def test_a_login_that_is_refused(tmp_path: Path) -> None:
         assert (await failure(end(**where, user="me", password="wrong"))).code == UCode.UNAVAILABLE
         async with end(**{**where, "connect_timeout_ms": 10_000}, user="me", password="secret") as welcome:
             assert welcome.connected
+
+
+async def test_what_nobody_wants_holds_up_nothing_for_long_after_the_first_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transports.zenoh.SETTLE_S_MAX", 600.0)
+    port = free_port()
+    settings = ZenohConfig(connect=[f"tcp/127.0.0.1:{port}"], connect_timeout_ms=20_000)
+    async with (
+        ZenohTransport(ZenohConfig(listen=[f"tcp/127.0.0.1:{port}"]), LocalUriProvider("alpha", 0x10AB, 3)) as alpha,
+        ZenohTransport(settings, LocalUriProvider("beta", 0x10AB, 3)) as beta,
+    ):
+        heard = Sink(30)
+        await beta.register_listener(topic("alpha"), heard)
+        wanted, unwanted = publish(source=topic("alpha")), publish(source=topic("alpha", 0x9A02))
+        async with asyncio.timeout(60):
+            assert not any(status.code for status in await alpha.send_batch([wanted, unwanted]))
+        await heard.expect(1)

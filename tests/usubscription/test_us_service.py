@@ -142,7 +142,9 @@ async def test_v3_an_empty_authority_is_the_local_one(world: Any) -> None:
 @spec("req~usubscription-fetch-subscribers-stable-sorting~1", doc="v3-seed")
 @spec("req~usubscription-fetch-subscribers-has-more-records~1", doc="v3-seed")
 @spec("req~usubscription-fetch-subscribers-offset~1", doc="v3-seed")
-async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(world: Any) -> None:
+@pytest.mark.parametrize("in_memory", [0, 256])
+async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(world: Any, monkeypatch: Any, in_memory: int) -> None:
+    monkeypatch.setattr("usubscription.index.SUBSCRIBERS_MAX", in_memory)
     await world.service(page_entries_max=2)
     members = [await world.raw(ue_id=number) for number in (0x30, 0x10, 0x20, 0x15, 0x11)]
     for one in members:
