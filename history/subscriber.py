@@ -250,7 +250,8 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    `start` says where to begin without a cursor: a PollRequest of which only `start` is read (default: earliest). `consumer` names a cursor
+    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start` is read (default:
+    earliest). `consumer` names a cursor
     with the service that holds retention while we poll. A batch counts as taken when the next one is asked for.
     `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are called on the loop, and kept as
     `gaps` (counted) and `connected`. While the service is away it is asked again, with growing, random pauses; any other error ends the
@@ -263,6 +264,7 @@ class GaplessSubscriber:
         topics: Sequence[UUri] = (),
         *,
         start: PollRequest | None = None,
+        positions: Positions | None = None,
         consumer: str = "",
         lease_ms: int = 0,
         cursor_path: Path | str | None = None,
@@ -280,12 +282,12 @@ class GaplessSubscriber:
         self._wait_ms_max, self._wait_ms = wait_ms_max, min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
         self._on_gap, self._on_connected = on_gap, on_connected
         self._rng = rng if rng is not None else random.Random()
-        self._acceptor = Acceptor()
+        self._taken: Positions = dict(positions or {})
+        self._acceptor = Acceptor(self._taken)
         self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
         self._puller: asyncio.Task[None] | None = None
         self._handed: Accepted | None = None
         self._rest: deque[Record] = deque()
-        self._taken: Positions = {}
         self._saved: Positions = {}
         self._next_save = 0.0
         self._backoff_ms = BACKOFF_MS_MIN
@@ -307,9 +309,10 @@ class GaplessSubscriber:
 
     async def __aenter__(self) -> Self:
         if self._file is not None:
-            self._taken = await asyncio.to_thread(self._file.load)
-            self._saved = dict(self._taken)
-            self._acceptor = Acceptor(self._taken)
+            self._saved = await asyncio.to_thread(self._file.load)
+            if self._saved:
+                self._taken = dict(self._saved)
+                self._acceptor = Acceptor(self._taken)
         self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")
         return self
 

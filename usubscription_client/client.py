@@ -41,11 +41,11 @@ ChangeCallback = Callable[[Subscription], None]
 
 
 class HistorySource(Protocol):
-    """What `subscribe(since=...)` needs: history.subscriber offers it."""
+    """What `subscribe(since=...)` needs: history.feed.HistoryFeed is one."""
 
     async def subscribe_since(self, topic: UUri, since: Any, listener: UListener) -> Any: ...
 
-    async def unsubscribe(self, topic: UUri) -> Any: ...
+    async def unsubscribe(self, topic: UUri, listener: UListener) -> Any: ...
 
 
 @dataclass(slots=True)
@@ -87,6 +87,7 @@ class USubscriptionClient:
         self._sender: asyncio.Task[None] | None = None
         self._subscribed: dict[tuple[str, int, int, int], _Command] = {}
         self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
+        self._fed: set[tuple[tuple[str, int, int, int], int]] = set()  # (topic, id of the listener) that the history feeds
         self._registered: dict[tuple[str, int, int, int] | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
         self._ears: list[_Ear] = []
@@ -144,8 +145,9 @@ class USubscriptionClient:
     ) -> Status:
         """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and hear it with `listener`.
 
-        `since` (a sequence number, time or message id of the publisher's history) also brings what was published before. Raises
-        UStatusError: what the service answers, UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe overtook this.
+        `since` (a sequence number, time or message id; history.feed.Since) brings what was published after it, too: the listener is then
+        fed by the history alone. Raises UStatusError: what the service or the history answers, UNIMPLEMENTED for `since` without a history,
+        ABORTED if an unsubscribe overtook this.
         """
         topic = uris.with_authority(topic, self._local.get_authority())
         if since is not None and (self._history is None or listener is None):
@@ -346,6 +348,7 @@ class USubscriptionClient:
         if since is not None:
             assert self._history is not None
             await self._history.subscribe_since(topic, since, listener)
+            self._fed.add((uris.key(topic), id(listener)))
         else:
             await self._transport.register_listener(topic, listener)
         listeners.append(listener)
@@ -357,11 +360,13 @@ class USubscriptionClient:
             self._listeners[key] = rest
         else:
             self._listeners.pop(key, None)
-        try:
+        if (key, id(listener)) in self._fed:
+            assert self._history is not None
+            self._fed.remove((key, id(listener)))
+            await self._history.unsubscribe(topic, listener)
+            return
+        with contextlib.suppress(UStatusError):  # the transport may have lost it
             await self._transport.unregister_listener(topic, listener)
-        except UStatusError:
-            if self._history is not None:  # it was the history that fed this listener
-                await self._history.unsubscribe(topic)
 
     def _hear(self, version: int, message: UMessage) -> None:
         try:

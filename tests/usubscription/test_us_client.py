@@ -168,7 +168,7 @@ async def test_since_needs_a_history_and_uses_it(world: Any) -> None:
         async def subscribe_since(self, topic: Any, since: Any, listener: Any) -> None:
             self.calls.append((uris.format(topic), since))
 
-        async def unsubscribe(self, topic: Any) -> None:
+        async def unsubscribe(self, topic: Any, listener: Any) -> None:
             self.calls.append(uris.format(topic))
 
     with pytest.raises(UStatusError) as error:
