@@ -26,27 +26,17 @@ from uprotocol.v1.uri_pb2 import UUri
 WAIT_S = 20  # a test that waits longer for one thing has failed
 _numbers = itertools.count()
 
-THREE = """
-[[endpoint]]
-name = "vehicle"
-transport = "local"
-authorities = ["vehicle1"]
-settings = {{ network = "{n}-vehicle" }}
+AUTHORITIES = {"vehicle": "vehicle1", "mcu": "mcu1", "cloud": "cloud"}
+THREE = {"vehicle": "", "mcu": "none", "cloud": "none"}
 
-[[endpoint]]
-name = "mcu"
-transport = "local"
-authorities = ["mcu1"]
-usubscription = "none"
-settings = {{ network = "{n}-mcu" }}
 
-[[endpoint]]
-name = "cloud"
-transport = "local"
-authorities = ["cloud"]
-usubscription = "none"
-settings = {{ network = "{n}-cloud" }}
-"""
+def endpoints(usubscriptions: dict[str, str]) -> str:
+    """TOML of endpoints by name, each with its mode of uSubscription ("": the default), on in-process networks."""
+    return "".join(
+        f'[[endpoint]]\nname = "{name}"\ntransport = "local"\nauthorities = ["{AUTHORITIES[name]}"]\n'
+        f'settings = {{{{ network = "{{n}}-{name}" }}}}\n' + (f'usubscription = "{mode}"\n' if mode else "")
+        for name, mode in usubscriptions.items()
+    )
 
 
 class Hearer:
@@ -137,10 +127,13 @@ MakeWorld = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
-    """`await make_world(toml, {topic: [subscribers]})`: a running streamer; "{n}" in the TOML makes names of networks unique."""
+    """`await make_world(endpoints, {topic: [subscribers]})`: a running streamer; "{n}" in TOML makes names of networks unique."""
     worlds: list[World] = []
 
-    async def make(toml: str = THREE, subscriptions: dict[str, Sequence[str]] | None = None, more: str = "", start: bool = True) -> World:
+    async def make(
+        networks: str | dict[str, str] = THREE, subscriptions: dict[str, Sequence[str]] | None = None, more: str = "", start: bool = True
+    ) -> World:
+        toml = networks if isinstance(networks, str) else endpoints(networks)
         number = next(_numbers)
         head = f'[streamer]\ndata_dir = "{tmp_path}/data{number}"\n[egress]\nretry_min_ms = 1\nretry_max_ms = 20\n'
         if subscriptions is not None:

@@ -34,20 +34,7 @@ SPEED = uris.parse("//vehicle1/8001/1/8001")
 DOOR = uris.parse("//vehicle1/8001/1/8002")
 CLOUD_APP = uris.parse("//cloud/9001/1/0")
 
-FOREIGN = """
-[[endpoint]]
-name = "vehicle"
-transport = "local"
-authorities = ["vehicle1"]
-usubscription = "none"
-settings = {{ network = "{n}-vehicle" }}
-[[endpoint]]
-name = "cloud"
-transport = "local"
-authorities = ["cloud"]
-usubscription = "remote"
-settings = {{ network = "{n}-cloud" }}
-"""
+FOREIGN = {"vehicle": "none", "cloud": "remote"}
 
 
 class ForeignV3:

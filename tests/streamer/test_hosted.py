@@ -99,19 +99,7 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
 ) -> None:
     """One uSubscription does not answer, so starting takes its time; what is taken meanwhile is for the peers."""
     monkeypatch.setattr(apps, "INTEREST_WAIT_S", 0.5)
-    text = """
-[[endpoint]]
-name = "vehicle"
-transport = "local"
-authorities = ["vehicle1"]
-settings = {{ network = "{n}-vehicle" }}
-[[endpoint]]
-name = "cloud"
-transport = "local"
-authorities = ["cloud"]
-settings = {{ network = "{n}-cloud" }}
-"""
-    world = await make_world(text, start=False)
+    world = await make_world({"vehicle": "", "cloud": ""}, start=False)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     starting = asyncio.create_task(world.start())

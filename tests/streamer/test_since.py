@@ -25,25 +25,7 @@ from usubscription_client.client import USubscriptionClient
 SPEED = uris.parse("//vehicle1/8001/1/8001")
 HISTORY = uris.parse("//vehicle1/4/1/0")
 MORE = '[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n'
-STREAMER = """
-[[endpoint]]
-name = "vehicle"
-transport = "local"
-authorities = ["vehicle1"]
-usubscription = "none"
-settings = {{ network = "{n}-vehicle" }}
-[[endpoint]]
-name = "cloud"
-transport = "local"
-authorities = ["cloud"]
-settings = {{ network = "{n}-cloud" }}
-[[rule]]
-from = "vehicle"
-to = "cloud"
-[[rule]]
-from = "cloud"
-to = "vehicle"
-"""
+STREAMER = {"vehicle": "none", "cloud": "remote"}
 
 
 class Car:

@@ -34,20 +34,7 @@ SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
 METHOD = uris.parse("//vehicle1/8001/1/7")
 
 MakeWorld = Any
-CLOUD_SERVICE = """
-[[endpoint]]
-name = "vehicle"
-transport = "local"
-authorities = ["vehicle1"]
-settings = {{ network = "{n}-vehicle" }}
-
-[[endpoint]]
-name = "cloud"
-transport = "local"
-authorities = ["cloud"]
-usubscription = "remote"
-settings = {{ network = "{n}-cloud" }}
-"""
+CLOUD_SERVICE = {"vehicle": "", "cloud": "remote"}
 Publish = Callable[..., UMessage]
 
 
