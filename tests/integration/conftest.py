@@ -17,39 +17,19 @@ import pytest
 
 from streamer.processes import Child, free_port
 from transports import plugin as plugins
+from transports.conformance import Sink
 from transports.mqtt5.broker import Broker
 from uprotocol.transport import LocalUriProvider, UTransport
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 WAIT_S = 60  # a test that waits longer for one thing has failed
 
 
-class Hearer:
-    """A listener that keeps what it hears, and can be waited for."""
+class Hearer(Sink):
+    """Keeps what it hears, and can be waited for."""
 
     def __init__(self) -> None:
-        self.messages: list[UMessage] = []
-        self._more = asyncio.Event()
-
-    def on_receive(self, message: UMessage) -> None:
-        self.messages.append(message)
-        self._more.set()
-
-    async def until(self, enough: Callable[[list[UMessage]], Any]) -> list[UMessage]:
-        """Wait until `enough` of what has come holds."""
-        async with asyncio.timeout(WAIT_S):
-            while not enough(self.messages):
-                self._more.clear()
-                await self._more.wait()
-        return self.messages
-
-    async def count(self, messages: int) -> list[UMessage]:
-        return await self.until(lambda heard: len(heard) >= messages)
-
-    @property
-    def payloads(self) -> list[bytes]:
-        return [message.payload for message in self.messages]
+        super().__init__(WAIT_S)
 
     @property
     def unique(self) -> list[bytes]:

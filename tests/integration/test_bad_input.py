@@ -107,7 +107,7 @@ async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(m
         spoof = foreign()
         await put(zenoh_mapping.message_key(spoof, "streamer"), b"", zenoh_mapping.encode(spoof))
     await vehicle.send(says(SPEED, "good"))
-    await heard.count(1)
+    await heard.expect(1)
     metrics = await gateway.until(lambda m: dropped(m, "vehicle").get("spoofed"))
     assert heard.payloads == [b"good"]
     assert noted.messages == []
@@ -124,7 +124,7 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(mak
     settings = {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": gateway.dds_tag}
     mcu = await gateway.node("dds", "mcu1", settings, 0x8001)
     await mcu.send(says(RPM, "first"))
-    await heard.count(1)  # they know each other now
+    await heard.expect(1)  # they know each other now
     participant = Participant(DOMAIN, DdsConfig(**settings).configuration())
     writers = Writers(participant, writers_max=16, timeout_s=1.0)
     try:
@@ -147,7 +147,7 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(mak
         participant.close()
     assert {"expired", "spoofed"} < set(dropped(metrics, "mcu"))
     await mcu.send(says(RPM, "good"))
-    await heard.count(2)
+    await heard.expect(2)
     assert heard.payloads == [b"first", b"good"]
     assert await gateway.problems() == []
 
@@ -178,7 +178,7 @@ async def test_an_mqtt_packet_that_is_no_message_is_counted_and_the_next_one_goe
     spoof = mapping.encode(foreign(uris.parse("//vehicle1/9001/1/0")))
     await asyncio.to_thread(raw_mqtt, broker, [*packets, (spoof.topic, dict(spoof.user_properties), b"")])
     await cloud.send(says(ALARM, "good"))
-    await heard.count(1)
+    await heard.expect(1)
     counted = dropped(await gateway.metrics(), "cloud")
     assert heard.payloads == [b"good"]
     assert counted["spoofed"] == 1
@@ -226,7 +226,7 @@ async def test_a_broker_that_refuses_the_login_leaves_the_others_alone_until_it_
     heard = await gateway.hear(await gateway.mqtt(username="app", password="app"), SPEED)
     (folder / "password").write_text("right\n")
     await gateway.until_ready()
-    await heard.count(1)
+    await heard.expect(1)
     assert heard.payloads == [b"while the broker refuses"]
 
 
@@ -244,4 +244,4 @@ async def test_a_port_in_use_troubles_nobody_else(make_gateway: MakeGateway, bro
     vehicle = await gateway.zenoh()
     heard = await gateway.hear(cloud, SPEED)
     await vehicle.send(says(SPEED, "at last"))
-    await heard.count(1)
+    await heard.expect(1)

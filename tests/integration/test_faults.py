@@ -80,7 +80,7 @@ settings = {{ host = "127.0.0.1", port = {inside.port}, {SESSION} }}
         await reached(published, kill_at + 300)
         await gateway.start()
     await publishing
-    await heard.until(lambda _: heard.messages and len(set(heard.payloads)) == count)
+    await heard.until(lambda: len(set(heard.payloads)) == count, "each payload")
     assert heard.unique == numbers(0, count)
 
 
@@ -93,7 +93,7 @@ async def test_a_broker_away_mid_stream_costs_nothing_but_time(make_gateway: Mak
     vehicle = await gateway.zenoh()
     heard = await gateway.hear(cloud, SPEED)
     await vehicle.send_batch(numbered(SPEED, 0, 100))
-    await heard.count(100)
+    await heard.expect(100)
     broker.stop()  # so that the session of who hears is on its disk
     await broker.start_async()
     await gateway.until_ready()
@@ -101,7 +101,7 @@ async def test_a_broker_away_mid_stream_costs_nothing_but_time(make_gateway: Mak
     await vehicle.send_batch(numbered(SPEED, 100, 400))
     await gateway.until_problems(lambda problems: any("cloud" in problem for problem in problems))
     await broker.start_async()
-    await heard.until(lambda _: b"499" in heard.payloads)
+    await heard.expect_payload(b"499")
     await gateway.until_ready()
     published = [0]
     publishing = asyncio.create_task(publish_on(vehicle, DOOR, 40, [0]))  # nobody wants these
@@ -111,7 +111,7 @@ async def test_a_broker_away_mid_stream_costs_nothing_but_time(make_gateway: Mak
     await reached(published, 1_200)
     await broker.start_async()
     await asyncio.gather(publishing, sending)
-    await heard.until(lambda _: len(set(heard.payloads)) == 2_000)
+    await heard.until(lambda: len(set(heard.payloads)) == 2_000, "2_000 payloads")
     assert heard.unique == numbers(0, 2_000)
     assert len(heard.messages) - 2_000 <= 2 * 512  # duplicates only across the cuts: what was in flight
     await gateway.until_ready()
@@ -131,7 +131,7 @@ async def test_a_full_disk_refuses_tells_and_recovers(make_gateway: MakeGateway,
     cloud, vehicle = await gateway.mqtt(entity=0x8001), await gateway.zenoh(entity=0x9001)
     heard = await gateway.hear(vehicle, ALARM)
     await send_all(cloud, numbered(ALARM, 0, 100))
-    await heard.count(100)
+    await heard.expect(100)
     pid = gateway.child.pid
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (4_096, resource.RLIM_INFINITY))
     await send_all(cloud, numbered(ALARM, 100, 200))  # the broker takes and keeps them
@@ -141,7 +141,7 @@ async def test_a_full_disk_refuses_tells_and_recovers(make_gateway: MakeGateway,
     assert metrics['log_healthy{log="durable"}'] == 0
     gateway.child.require_running()
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    await heard.until(lambda _: len(set(heard.payloads)) == 300)
+    await heard.until(lambda: len(set(heard.payloads)) == 300, "300 payloads")
     assert heard.unique == numbers(0, 300)
     await gateway.until_ready()
 
@@ -177,17 +177,17 @@ async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, o
         await client.subscribe(SPEED)
         await gateway.until(lambda metrics: metrics["interest_version"] > version)
         await vehicle.send_batch(numbered(SPEED, 0, 10))
-        await heard.count(10)
+        await heard.expect(10)
         assert service.child is not None
         await service.child.kill()
         await gateway.until_problems(lambda problems: any("uSubscription of cloud does not answer" in problem for problem in problems))
         await vehicle.send_batch(numbered(SPEED, 10, 10))  # the last known interest serves
-        await heard.count(20)
+        await heard.expect(20)
         await service.start()
         await gateway.until_ready()
         version = (await gateway.metrics())["interest_version"]
         await client.subscribe(DOOR)
         await gateway.until(lambda metrics: metrics["interest_version"] > version)
         await vehicle.send_batch(numbered(SPEED, 20, 10) + numbered(DOOR, 30, 10))
-        await heard.count(40)
+        await heard.expect(40)
     assert sorted(heard.payloads, key=int) == numbers(0, 40)

@@ -19,6 +19,7 @@ import pytest
 
 from streamer.processes import Child, free_port
 from transports import plugin as plugins
+from transports.conformance import Sink
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
@@ -27,7 +28,6 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.wire import Status
 
@@ -41,27 +41,6 @@ CLOUD_TOPIC = uris.parse("//backend/8001/1/8001")
 CLOUD_APP = uris.parse("//backend/9001/1/0")
 
 pytestmark = [pytest.mark.broker, pytest.mark.timeout(300)]
-
-
-class Hearer:
-    def __init__(self) -> None:
-        self.messages: list[UMessage] = []
-        self._more = asyncio.Event()
-
-    def on_receive(self, message: UMessage) -> None:
-        self.messages.append(message)
-        self._more.set()
-
-    async def count(self, messages: int) -> list[UMessage]:
-        async with asyncio.timeout(WAIT_S):
-            while len(self.messages) < messages:
-                self._more.clear()
-                await self._more.wait()
-        return self.messages
-
-    @property
-    def payloads(self) -> list[bytes]:
-        return [message.payload for message in self.messages]
 
 
 def raw(text: str) -> UPayload:
@@ -123,7 +102,7 @@ async def subscribe(client: USubscriptionClient, topic: Any) -> None:
 @pytest.mark.spec("dsn~up-attributes-publish-sink~2")
 async def test_everything_goes_both_ways(stage: Stage) -> None:
     (vehicle, vehicle_local), (cloud, cloud_local) = await stage.app("vehicle", "vehicle1"), await stage.app("cloud", "backend")
-    heard, heard_in_vehicle = Hearer(), Hearer()
+    heard, heard_in_vehicle = Sink(WAIT_S), Sink(WAIT_S)
     await cloud.register_listener(uris.pattern("vehicle1", 0x8001), heard)
     await vehicle.register_listener(CLOUD_TOPIC, heard_in_vehicle)
     async with USubscriptionClient(cloud, cloud_local) as in_cloud, USubscriptionClient(vehicle, vehicle_local) as in_vehicle:
@@ -134,8 +113,8 @@ async def test_everything_goes_both_ways(stage: Stage) -> None:
             await vehicle.send(UMessageBuilder.publish(OTHER_TOPIC).build_from_upayload(raw("nobody wants this")))
             await cloud.send(UMessageBuilder.publish(CLOUD_TOPIC).build_from_upayload(raw(f"{number}")))
         expected = [str(number).encode() for number in range(50)]
-        await heard.count(50)
-        await heard_in_vehicle.count(50)
+        await heard.expect(50)
+        await heard_in_vehicle.expect(50)
         assert heard.payloads == expected
         assert heard_in_vehicle.payloads == expected
         assert not any(message.attributes.HasField("sink") for message in heard.messages + heard_in_vehicle.messages)
@@ -143,10 +122,10 @@ async def test_everything_goes_both_ways(stage: Stage) -> None:
         (vehicle, cloud, TOPIC, CLOUD_APP),
         (cloud, vehicle, CLOUD_TOPIC, vehicle_local.get_source()),
     ):
-        noted = Hearer()
+        noted = Sink(WAIT_S)
         await receiver.register_listener(uris.pattern(source.authority_name, 0x8001), noted, sink)
         await sender.send(UMessageBuilder.notification(source, sink).build_from_upayload(raw("note")))
-        assert (await noted.count(1))[0].payload == b"note"
+        assert (await noted.expect(1))[0].payload == b"note"
     for (caller, caller_local), (callee, callee_local) in (
         ((vehicle, vehicle_local), (cloud, cloud_local)),
         ((cloud, cloud_local), (vehicle, vehicle_local)),
@@ -168,8 +147,8 @@ async def test_fifty_vehicles_each_get_only_their_own(stage: Stage) -> None:
     vehicles = {"vehicle1": await stage.app("vehicle", "vehicle1")}
     for number in range(2, FLEET + 2):
         vehicles[f"vehicle{number}"] = await stage.vehicle(f"vehicle{number}")
-    hearers = {name: Hearer() for name in vehicles}
-    notes = Hearer()
+    hearers = {name: Sink(WAIT_S) for name in vehicles}
+    notes = Sink(WAIT_S)
     await cloud.register_listener(uris.pattern("*", 0x8001), notes, CLOUD_APP)
     for name, (transport, local) in vehicles.items():
         await transport.register_listener(uris.pattern("backend", 0x8001), hearers[name], local.get_source())
@@ -184,28 +163,28 @@ async def test_fifty_vehicles_each_get_only_their_own(stage: Stage) -> None:
 
     answers = await asyncio.gather(*(drive(name) for name in vehicles))
     assert answers == [name.encode() for name in vehicles]
-    await notes.count(len(vehicles))
+    await notes.expect(len(vehicles))
     assert sorted(notes.payloads) == sorted(name.encode() for name in vehicles)
     for name, hearer in hearers.items():
-        await hearer.count(1)
+        await hearer.expect(1)
         assert hearer.payloads == [name.encode()]
     await server.close()
 
 
 async def test_killed_gateways_lose_nothing_and_keep_the_order(stage: Stage) -> None:
     (vehicle, _), (cloud, cloud_local) = await stage.app("vehicle", "vehicle1"), await stage.app("cloud", "backend")
-    heard = Hearer()
+    heard = Sink(WAIT_S)
     await cloud.register_listener(TOPIC, heard)
     async with USubscriptionClient(cloud, cloud_local) as client:
         await subscribe(client, TOPIC)
         for number in range(100):
             await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
-        await heard.count(100)
+        await heard.expect(100)
         await stage.gateways["cloud"].kill()
         for number in range(100, 200):  # the vehicle's gateway takes them, the broker keeps them
             await vehicle.send(UMessageBuilder.publish(TOPIC).build_from_upayload(raw(f"{number}")))
         await stage.start("cloud")
-        await heard.count(200)
+        await heard.expect(200)
     unique = list(dict.fromkeys(heard.payloads))
     assert unique == [str(number).encode() for number in range(200)]
 

@@ -15,6 +15,7 @@ import pytest
 
 from streamer.app import Streamer
 from streamer.config import Config, loads
+from transports.conformance import Sink
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -39,24 +40,11 @@ def endpoints(usubscriptions: dict[str, str]) -> str:
     )
 
 
-class Hearer:
-    """A listener that keeps what it hears, and can be waited for."""
+class Hearer(Sink):
+    """Keeps what it hears, and can be waited for."""
 
     def __init__(self) -> None:
-        self.messages: list[UMessage] = []
-        self._more = asyncio.Event()
-
-    def on_receive(self, message: UMessage) -> None:
-        self.messages.append(message)
-        self._more.set()
-
-    async def count(self, messages: int) -> list[UMessage]:
-        """Wait until so many have come."""
-        async with asyncio.timeout(WAIT_S):
-            while len(self.messages) < messages:
-                self._more.clear()
-                await self._more.wait()
-        return self.messages
+        super().__init__(WAIT_S)
 
     @property
     def texts(self) -> list[str]:

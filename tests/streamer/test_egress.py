@@ -201,7 +201,8 @@ async def test_what_a_payload_holds_is_nobodys_business(make_world: MakeWorld, p
             message.payload = payload
         sent.append(message)
     await vehicle.send_batch(sent)
-    assert await heard.count(len(sent)) == sent
+    await heard.expect(len(sent))
+    assert heard.messages == sent
 
 
 @pytest.mark.spec("local~disp-at-least-once")
@@ -221,7 +222,7 @@ async def test_a_slow_peer_disturbs_nobody_else(make_world: MakeWorld, publish: 
     count = 12_000  # more than the slow one's queue holds
     for begin in range(0, count, 500):
         await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in range(begin, begin + 500)])
-    await neighbour.count(count)
+    await neighbour.expect(count)
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
     assert pump.backlog > 0
     assert len(slowly) < count
@@ -247,7 +248,7 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(ma
         await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in part])
     await world.until(lambda: world.streamer.logs.volatile.newest_seq == count and world.streamer.logs.durable.newest_seq == count)
     world.streamer.endpoints["cloud"].transport.reconnect()
-    await durable.count(count)
+    await durable.expect(count)
     await world.until(lambda: volatile.messages and volatile.messages[-1].payload.startswith(b"4999 "))
     assert [int(text) for text in durable.texts] == list(range(count))
     numbers = [int(text.split()[0]) for text in volatile.texts]
@@ -271,5 +272,5 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
     assert pump._waiting_bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.streamer.endpoints["cloud"].transport.reconnect()
-    await hearer.count(40)
+    await hearer.expect(40)
     assert pump._waiting_bytes == 0

@@ -91,10 +91,10 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make
     await world.until(lambda: uris.key(SPEED) in service.registered)
     assert heard.messages == []
     service.answering.set()
-    await heard.count(5)
+    await heard.expect(5)
     assert heard.texts == [f"speed {number}" for number in range(5)]
     await vehicle.send_batch([publish(SPEED, "speed 5"), publish(DOOR, "door 5")])
-    await heard.count(6)
+    await heard.expect(6)
     await world.until(lambda: uris.key(DOOR) in service.registered and service.asked[uris.format(DOOR)])
     assert service.asked == {uris.format(SPEED): 1, uris.format(DOOR): 1}  # once per topic, and then it tells by itself
 
@@ -103,7 +103,7 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make
     await service.change(SPEED, CLOUD_APP, SubscriptionStatus.UNSUBSCRIBED)
     await world.until(lambda: not world.streamer.interest.wants(SPEED))
     await vehicle.send_batch([publish(SPEED, "nobody"), publish(DOOR, "door 6")])
-    await heard.count(7)
+    await heard.expect(7)
     assert heard.texts[-1] == "door 6"
     assert service.asked.total() == 2
     await service.stop()
@@ -121,10 +121,10 @@ async def test_one_topic_without_answer_does_not_stop_the_others_for_good(
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
     await vehicle.send(publish(SPEED, "known"))
-    await heard.count(1)
+    await heard.expect(1)
     service.answering.clear()
     await vehicle.send_batch([publish(DOOR, "unknown"), publish(SPEED, "still served")])
-    await heard.count(2)
+    await heard.expect(2)
     assert heard.texts == ["known", "still served"]
     service.answering.set()
     await service.stop()

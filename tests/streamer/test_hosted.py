@@ -110,7 +110,7 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
     await world.until(lambda: world.streamer.logs.durable.newest_seq == 1)
     assert not world.streamer.ready.is_set()
     await starting
-    assert (await heard.count(1))[0].attributes.id == note.attributes.id
+    assert (await heard.expect(1))[0].attributes.id == note.attributes.id
 
 
 async def test_a_network_that_refuses_a_listener_stops_nothing(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
@@ -132,12 +132,12 @@ async def test_a_network_that_refuses_a_listener_stops_nothing(make_world: MakeW
     vehicle, cloud, mcu = (await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1"))
     heard = await world.hear(cloud, uris.pattern("*"), None)
     await vehicle.send(publish(SPEED, "goes on"))
-    await heard.count(1)
+    await heard.expect(1)
     refusing = False
     await world.until(lambda: not world.streamer.problems())  # by itself
     noted = await world.hear(cloud, uris.ANY, CLOUD_APP)
     await mcu.send(UMessageBuilder.notification(uris.parse("//mcu1/8001/1/8001"), CLOUD_APP).build())
-    assert (await noted.count(1))[0].attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
+    assert (await noted.expect(1))[0].attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
 
 async def test_stopping_while_starting_is_heard(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ async def test_what_waits_behind_a_failure_fails_with_it(make_world: MakeWorld, 
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10, 20)])
     await world.until(lambda: world.streamer.home.received == 20)  # the second batch is behind the first one now
     fail.set()
-    await heard.count(20)
+    await heard.expect(20)
     assert heard.texts == [str(number) for number in range(20)]
     await world.until(lambda: not world.streamer.problems())
     assert world.streamer.home.dropped["refused"] >= 20
@@ -81,7 +81,7 @@ async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
         await ingress.on_receive_batch(second)
     await ingress.on_receive_batch(first)
     await ingress.on_receive_batch(second)
-    await heard.count(3)
+    await heard.expect(3)
     assert heard.texts == ["1", "2", "3"]
     assert world.streamer.home.dropped["refused"] == 3
 
@@ -103,5 +103,5 @@ async def test_nothing_waits_for_ever_for_what_never_comes_again(
         with pytest.raises(UStatusError):
             await ingress.on_receive_batch([publish(SPEED, "gone")])
     await ingress.on_receive_batch([publish(SPEED, "goes on")])
-    await heard.count(1)
+    await heard.expect(1)
     assert heard.texts == ["goes on"]

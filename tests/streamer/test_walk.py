@@ -45,7 +45,7 @@ async def test_only_what_is_subscribed_is_forwarded(make_world: MakeWorld, publi
     for number in range(10):
         await vehicle.send(publish(DOOR, f"door {number}"))
         await vehicle.send(publish(SPEED, f"speed {number}"))
-    await heard.count(10)
+    await heard.expect(10)
     assert heard.texts == [f"speed {number}" for number in range(10)]
     assert world.streamer.home.dropped == {}
 
@@ -63,7 +63,7 @@ async def test_a_message_arrives_as_it_was_sent(make_world: MakeWorld) -> None:
         .build_from_upayload(UPayload(b"\x00\x01", UPayloadFormat.UPAYLOAD_FORMAT_RAW))
     )
     await vehicle.send(sent)
-    assert (await heard.count(1))[0] == sent
+    assert (await heard.expect(1))[0] == sent
 
 
 async def test_a_notification_goes_where_its_sink_lives(make_world: MakeWorld) -> None:
@@ -72,7 +72,7 @@ async def test_a_notification_goes_where_its_sink_lives(make_world: MakeWorld) -
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     other = await world.hear(mcu, uris.ANY, uris.ANY)
     await vehicle.send(UMessageBuilder.notification(SPEED, CLOUD_APP).build())
-    assert uris.format((await heard.count(1))[0].attributes.source) == uris.format(SPEED)
+    assert uris.format((await heard.expect(1))[0].attributes.source) == uris.format(SPEED)
     assert other.messages == []
 
 
@@ -109,7 +109,7 @@ async def test_a_request_that_finds_nobody_in_time_is_answered_with_deadline_exc
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     request = UMessageBuilder.request(CLOUD_APP, METHOD, 150).build()
     await cloud.send(request)
-    response = (await heard.count(1))[0]
+    response = (await heard.expect(1))[0]
     assert response.attributes.type == UMessageType.UMESSAGE_TYPE_RESPONSE
     assert response.attributes.commstatus == UCode.DEADLINE_EXCEEDED
     assert response.attributes.reqid == request.attributes.id
@@ -125,7 +125,7 @@ async def test_a_full_express_lane_answers_resource_exhausted(make_world: MakeWo
     world.streamer.home.transport.disconnect()
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     await cloud.send_batch([UMessageBuilder.request(CLOUD_APP, METHOD, 60_000).build() for _ in range(8)])
-    responses = await heard.count(3)
+    responses = await heard.expect(3)
     assert {response.attributes.commstatus for response in responses} == {UCode.RESOURCE_EXHAUSTED}
 
 
@@ -138,7 +138,7 @@ async def test_a_claimed_authority_is_dropped_and_the_rest_goes_on(make_world: M
     await vehicle.send(UMessageBuilder.notification(RPM, CLOUD_APP).build())  # mcu1 does not live on this network
     await vehicle.send(UMessageBuilder.notification(uris.parse("//cloud/1/1/8000"), CLOUD_APP).build())
     await vehicle.send(publish(SPEED, "true"))
-    await heard.count(1)
+    await heard.expect(1)
     assert forged.messages == []
     assert world.streamer.home.dropped["spoofed"] == 2
 
@@ -150,10 +150,10 @@ async def test_an_id_is_forwarded_once(make_world: MakeWorld, publish: Publish) 
     heard = await world.hear(cloud, SPEED)
     twice = publish(SPEED, "twice")
     await vehicle.send_batch([twice, twice, publish(SPEED, "once")])
-    await heard.count(2)
+    await heard.expect(2)
     await world.restart()
     await vehicle.send_batch([twice, publish(SPEED, "after")])
-    await heard.count(3)
+    await heard.expect(3)
     assert heard.texts == ["twice", "once", "after"]
 
 
@@ -168,7 +168,7 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_w
     world.networks["vehicle"].inject(UMessage())
     world.networks["vehicle"].inject(UMessage(attributes=UAttributes(type=UMessageType.UMESSAGE_TYPE_PUBLISH, source=SPEED)))
     await vehicle.send(publish(SPEED, "good"))
-    await heard.count(1)
+    await heard.expect(1)
     assert heard.texts == ["good"]
     dropped = world.streamer.dropped(world.streamer.home)
     assert dropped["expired"] >= 1
@@ -185,11 +185,11 @@ async def test_what_a_peer_missed_comes_in_order_and_nobody_else_notices(make_wo
     heard, neighbour = await world.hear(cloud, SPEED), await world.hear(mcu, SPEED)
     world.streamer.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(3_000)])
-    await neighbour.count(3_000)
+    await neighbour.expect(3_000)
     assert heard.messages == []
     assert any("cloud" in problem for problem in world.streamer.problems())
     world.streamer.endpoints["cloud"].transport.reconnect()
-    await heard.count(3_000)
+    await heard.expect(3_000)
     assert heard.texts == [str(number) for number in range(3_000)]
     await world.until(lambda: not world.streamer.problems())
 
@@ -199,12 +199,12 @@ async def test_a_restart_goes_on_where_the_peer_was(make_world: MakeWorld, publi
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(100)])
-    await heard.count(100)
+    await heard.expect(100)
     world.streamer.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(100, 200)])
     await world.until(lambda: world.streamer.logs.durable.newest_seq == 200)
     await world.restart()
-    await heard.count(200)
+    await heard.expect(200)
     assert heard.texts == [str(number) for number in range(200)]
 
 
@@ -219,7 +219,7 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
     await world.until(lambda: pump.retries >= 2 and pump.log.newest_seq == 40)
     world.streamer.endpoints["cloud"].transport.reconnect()
-    await heard.count(40)
+    await heard.expect(40)
     by_class = {kind: [int(text.split()[1]) for text in heard.texts if text[0] == kind] for kind in "0123"}
     assert all(numbers == sorted(numbers) for numbers in by_class.values())
     assert heard.texts[-1].startswith("0 ")  # bulk last
@@ -244,7 +244,7 @@ async def test_a_sample_period_thins_a_topic(make_world: MakeWorld) -> None:
             message.attributes.id.msb = (begin + number * 10) << 16 | 0x7000
             await vehicle.send(message)
         await vehicle.send(_at(SPEED, begin + 10_000))
-        await heard.count(6)
+        await heard.expect(6)
     times = [uuids.time_ms(message.attributes.id) - begin for message in heard.messages]
     assert times == [0, 100, 200, 300, 400, 10_000]
     await service.close()
@@ -267,14 +267,14 @@ async def test_the_embedded_usubscription_serves_the_own_network_and_the_others(
         await world.taken("vehicle")
         await client.subscribe(SPEED)
         await vehicle.send(publish(SPEED, "now"))  # at once: the gateway listened before it answered
-        await heard.count(1)
+        await heard.expect(1)
         await client.unsubscribe(SPEED)
         await world.until(lambda: not world.streamer.interest.wants(SPEED))
         await vehicle.send(publish(SPEED, "too late"))
         await world.taken("vehicle")
         await client.subscribe(DOOR)
         await vehicle.send(publish(DOOR, "door"))
-        await heard.count(2)
+        await heard.expect(2)
     assert heard.texts == ["now", "door"]
 
 
@@ -286,7 +286,7 @@ async def test_volatile_topics_never_touch_the_disk(make_world: MakeWorld, publi
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
     await vehicle.send_batch([publish(SPEED, "volatile") for _ in range(5)] + [publish(DOOR, "durable")])
-    await heard.count(6)
+    await heard.expect(6)
     assert world.streamer.logs.durable.newest_seq == 1
     assert world.streamer.logs.volatile.newest_seq == 5
 
@@ -304,7 +304,7 @@ async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, p
     world.streamer.endpoints["cloud"].transport.disconnect()
     doomed = publish(SPEED, "doomed", ttl=100)
     await vehicle.send(doomed)
-    letter = DeadLetter.FromString((await heard.count(1))[0].payload)
+    letter = DeadLetter.FromString((await heard.expect(1))[0].payload)
     assert letter.message == doomed
     assert letter.code == UCode.DEADLINE_EXCEEDED
     assert letter.endpoint == "cloud"
@@ -332,7 +332,7 @@ async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(make_wor
 
     monkeypatch.setattr(transport, "send_batch", picky)
     await vehicle.send_batch([publish(SPEED, "one"), publish(SPEED, "bad"), publish(SPEED, "two")])
-    await heard.count(2)
+    await heard.expect(2)
     assert heard.texts == ["one", "two"]
     await world.until(lambda: world.streamer.dead_letters.by_code == {"PERMISSION_DENIED": 1})
 
@@ -360,13 +360,13 @@ async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: P
         await world.streamer.add_rule(Rule("vehicle", "cloud"))
     assert caught.value.code == UCode.ALREADY_EXISTS
     await vehicle.send(publish(SPEED, "rule"))
-    await heard.count(1)
+    await heard.expect(1)
     await world.streamer.remove_rule("vehicle", "cloud")
     await vehicle.send(publish(SPEED, "no rule again"))
     await world.taken("vehicle")
     await world.streamer.add_rule(Rule("vehicle", "cloud"))
     await vehicle.send(publish(SPEED, "rule again"))
-    await heard.count(2)
+    await heard.expect(2)
     assert heard.texts == ["rule", "rule again"]
 
 
@@ -378,7 +378,7 @@ async def test_allow_and_deny_hold_for_topics(make_world: MakeWorld, publish: Pu
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
     await vehicle.send_batch([publish(DOOR, "denied"), publish(SPEED, "allowed")])
-    await heard.count(1)
+    await heard.expect(1)
     assert heard.texts == ["allowed"]
 
 
@@ -398,7 +398,7 @@ async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(make_world:
 
     monkeypatch.setattr(type(log), "append", full)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10)])
-    await heard.count(10)
+    await heard.expect(10)
     assert heard.texts == [str(number) for number in range(10)]
     assert world.streamer.home.dropped["refused"] >= 1
 
@@ -410,7 +410,7 @@ async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, p
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     await vehicle.send_batch([publish(SPEED) for _ in range(7)])
-    await heard.count(7)
+    await heard.expect(7)
 
     def get(path: str) -> tuple[int, str]:
         try:
@@ -486,7 +486,7 @@ async def test_the_last_known_interest_serves_over_a_restart_without_the_service
         await client.subscribe(SPEED)
         await world.until(lambda: "cloud" in world.streamer.interest.sources[1].wants(SPEED))
         await vehicle.send(publish(SPEED, "before"))
-        await heard.count(1)
+        await heard.expect(1)
     await service.stop()
     await home.close()
     await world.stop()
@@ -495,7 +495,7 @@ async def test_the_last_known_interest_serves_over_a_restart_without_the_service
     await world.start()
     assert any("uSubscription of cloud does not answer" in problem for problem in world.streamer.problems())
     await vehicle.send(publish(SPEED, "after"))
-    await heard.count(2)
+    await heard.expect(2)
     assert heard.texts == ["before", "after"]
 
 
