@@ -68,13 +68,21 @@ class HistoryFeed:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{FEEDS_MAX} topics are fed from the history, which is the limit")
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # nobody was quicker
-            self._feeds[key] = asyncio.create_task(self._feed(topic, start, positions, listener), name=f"feed of {uris.format(topic)}")
+            feed = self._feeds[key] = asyncio.create_task(
+                self._feed(topic, start, positions, listener), name=f"feed of {uris.format(topic)}"
+            )
+            feed.add_done_callback(lambda done: self._forget(key, done))
 
     async def unsubscribe(self, topic: UUri, listener: UListener) -> None:
         """End one feed; that there is none is no error."""
         feed = self._feeds.pop((uris.key(topic), id(listener)), None)
         if feed is not None:
             await _ended(feed)
+
+    def _forget(self, key: tuple[Any, int], feed: asyncio.Task[None]) -> None:
+        """One that the history refused may be asked for again."""
+        if self._feeds.get(key) is feed:
+            del self._feeds[key]
 
     async def _start(self, topic: UUri, since: Since) -> tuple[PollRequest, Positions]:
         described = await self._client.describe([topic])

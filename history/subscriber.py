@@ -250,12 +250,11 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start` is read (default:
-    earliest). `consumer` names a cursor
-    with the service that holds retention while we poll. A batch counts as taken when the next one is asked for.
-    `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are called on the loop, and kept as
-    `gaps` (counted) and `connected`. While the service is away it is asked again, with growing, random pauses; any other error ends the
-    iteration. `next_batch` and `commit` are the plain interface below. `dropped`: see Acceptor.
+    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start` is read
+    (default: earliest). `consumer` names a cursor with the service that holds retention while we poll. A batch counts as taken when the
+    next one is asked for. `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are
+    called on the loop, and kept as `gaps` (counted) and `connected`. While the service is away it is asked again, with growing, random
+    pauses; any other error ends the iteration. `next_batch` and `commit` are the plain interface below. `dropped`: see Acceptor.
     """
 
     def __init__(

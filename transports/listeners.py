@@ -315,7 +315,7 @@ def _of(found: _Found, only: Filter) -> list[UListener]:
 
 
 async def all_of(pending: list[Awaitable[None]]) -> None:
-    """Completes when all of them have; raises if one has failed."""
+    """Completes when all of them have; raises as soon as one fails."""
     await asyncio.gather(*pending)
 
 

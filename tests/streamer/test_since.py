@@ -144,6 +144,20 @@ async def test_a_history_that_does_not_answer_is_told_at_once(car: Car) -> None:
     assert await listener.until(2) == [0, 1, 2]
 
 
+async def test_a_feed_that_the_history_refused_can_be_asked_for_again(car: Car, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refuse(self: HistoryClient, request: Any = None) -> Any:
+        raise UStatusError(UCode.PERMISSION_DENIED, "not for you")
+
+    listener = Listener()
+    with monkeypatch.context() as patch:
+        patch.setattr(HistoryClient, "poll", refuse)
+        await car.feed.subscribe_since(SPEED, 0, listener)
+        await car.world.until(lambda: "feeds=0" in repr(car.feed))
+    await car.feed.subscribe_since(SPEED, 0, listener)
+    await car.publish(3)
+    assert await listener.until(2) == [0, 1, 2]
+
+
 async def test_feeds_are_bounded(car: Car, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeds, "FEEDS_MAX", 1)
     await car.feed.subscribe_since(SPEED, 0, Listener())
