@@ -6,7 +6,6 @@ Child(argv) -> ready line -> ask(command) -> answer ... close(): end of stdin, t
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
@@ -17,23 +16,20 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
+from streamer.processes import die_with_parent
+
 READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer on a busy machine
 CLOSE_TIMEOUT_S: Final = 10.0
-_PR_SET_PDEATHSIG: Final = 1
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
 _LOG_TAIL_BYTES: Final = 1_000  # the last lines say why
 
 
 class BenchError(Exception):
     """The benchmark can't go on, or its figures would be worth nothing."""
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child:
@@ -43,7 +39,12 @@ class Child:
         self.name, self._log = name, log
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, start_new_session=True, preexec_fn=_die_with_parent
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdout is not None

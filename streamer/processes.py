@@ -43,7 +43,7 @@ class Child:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
             start_new_session=True,
         )
         return cls(name, process)
@@ -119,9 +119,10 @@ class Child:
         return self._process.returncode
 
 
-def _die_with_parent() -> None:
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only; elsewhere nothing."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def free_port() -> int:

@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from spark_ingest.decode import Decoder
 from spark_ingest.offsets import Range
 from spark_ingest.source import StreamReader
 from streamer import drive
+from streamer.processes import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload
@@ -42,10 +42,7 @@ class Host:
     """The process, and how to talk to it."""
 
     def __init__(self, path: Path, retention_ms: int = 86_400_000) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
-        self.path, self.retention_ms = path, retention_ms
+        self.port, self.path, self.retention_ms = free_port(), path, retention_ms
         self.start()
 
     def start(self) -> None:

@@ -16,6 +16,7 @@ import zenoh
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer.processes import free_port
 from transports import plugin
 from transports import zenoh_mapping as mapping
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
@@ -29,12 +30,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 class TestZenoh(TransportConformance):

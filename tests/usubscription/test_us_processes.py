@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from streamer.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -27,13 +27,6 @@ WAIT_S = 60
 
 def topic(authority: str, number: int = 1) -> UUri:
     return uris.uri(authority, 0x20, 1, 0x8000 + number)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 class Process:
