@@ -76,7 +76,8 @@ class ForeignV3:
         await self._node.send(UMessageBuilder.notification(uris.uri("cloud", 0, 3, 0x8000), sink).pack(update))
 
 
-async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make_world: MakeWorld, publish: Publish) -> None:
+async def beside_a_foreign_service(make_world: MakeWorld) -> tuple[Any, ForeignV3, LocalTransport, Any]:
+    """A streamer, the cloud's service, where CLOUD_APP wants SPEED, a uEntity of the vehicle, and who hears in the cloud."""
     world = await make_world(FOREIGN, start=False)
     service = ForeignV3(await world.node("cloud", "cloud", 0))
     service.subscribers[uris.key(SPEED)] = [CLOUD_APP]
@@ -84,6 +85,11 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make
     await world.start()
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
+    return world, service, vehicle, heard
+
+
+async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make_world: MakeWorld, publish: Publish) -> None:
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     assert world.streamer.problems() == []
     service.answering.clear()
     for number in range(5):
@@ -113,13 +119,7 @@ async def test_one_topic_without_answer_does_not_stop_the_others_for_good(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(egress, "UNDECIDED_WAIT_S", 0.2)
-    world = await make_world(FOREIGN, start=False)
-    service = ForeignV3(await world.node("cloud", "cloud", 0))
-    service.subscribers[uris.key(SPEED)] = [CLOUD_APP]
-    await service.start()
-    await world.start()
-    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
-    heard = await world.hear(cloud, uris.pattern("vehicle1"))
+    _, service, vehicle, heard = await beside_a_foreign_service(make_world)
     await vehicle.send(publish(SPEED, "known"))
     await heard.expect(1)
     service.answering.clear()

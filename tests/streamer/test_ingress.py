@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+from history.log import Log
 from history.store import Store
 from streamer import ingress as ingresses
 from uprotocol import uri as uris
@@ -22,6 +24,14 @@ Publish = Callable[..., UMessage]
 
 SPEED = uris.parse("//vehicle1/8001/1/8001")
 SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
+
+
+@contextmanager
+def refusing(log: Log, monkeypatch: pytest.MonkeyPatch, error: UStatusError) -> Iterator[None]:
+    """Every append fails meanwhile."""
+    with monkeypatch.context() as patch:
+        patch.setattr(type(log), "append", lambda self, streams, messages: failing(error))
+        yield
 
 
 def failing(error: UStatusError) -> asyncio.Future[int]:
@@ -68,15 +78,10 @@ async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
-    with monkeypatch.context() as patch:
-
-        def refuse(self: Any, streams: Any, messages: Any) -> Any:
-            return failing(UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full"))
-
-        patch.setattr(type(log), "append", refuse)
-        first, second = [publish(SPEED, "1"), publish(SPEED, "2")], [publish(SPEED, "3")]
-        with pytest.raises(UStatusError, match="full"):
-            await ingress.on_receive_batch(first)
+    first, second = [publish(SPEED, "1"), publish(SPEED, "2")], [publish(SPEED, "3")]
+    full = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
+    with refusing(log, monkeypatch, full), pytest.raises(UStatusError, match="full"):
+        await ingress.on_receive_batch(first)
     with pytest.raises(UStatusError, match="comes again"):  # the network has not heard of the failure yet
         await ingress.on_receive_batch(second)
     await ingress.on_receive_batch(first)
@@ -94,14 +99,8 @@ async def test_nothing_waits_for_ever_for_what_never_comes_again(
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
-    with monkeypatch.context() as patch:
-
-        def refuse(self: Any, streams: Any, messages: Any) -> Any:
-            return failing(UStatusError(UCode.UNAVAILABLE, "I/O error"))
-
-        patch.setattr(type(log), "append", refuse)
-        with pytest.raises(UStatusError):
-            await ingress.on_receive_batch([publish(SPEED, "gone")])
+    with refusing(log, monkeypatch, UStatusError(UCode.UNAVAILABLE, "I/O error")), pytest.raises(UStatusError):
+        await ingress.on_receive_batch([publish(SPEED, "gone")])
     await ingress.on_receive_batch([publish(SPEED, "goes on")])
     await heard.expect(1)
     assert heard.texts == ["goes on"]
