@@ -115,12 +115,10 @@ class Reader:
 
     def outbox_last(self) -> int:
         """The number of the newest change that may not have been told."""
-        (last,) = self._db.execute("SELECT coalesce(max(id), 0) FROM outbox").fetchone()
-        return int(last)
+        return self._number("SELECT coalesce(max(id), 0) FROM outbox")
 
     def outbox_count(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM outbox").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM outbox")
 
     def authority(self) -> str:
         (authority,) = self._db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
@@ -128,12 +126,14 @@ class Reader:
 
     def data_version(self) -> int:
         """Differs after every commit of somebody else."""
-        (version,) = self._db.execute("PRAGMA data_version").fetchone()
-        return int(version)
+        return self._number("PRAGMA data_version")
 
     def count(self) -> int:
-        (count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
-        return int(count)
+        return self._number("SELECT count(*) FROM subscription")
+
+    def _number(self, query: str) -> int:
+        (number,) = self._db.execute(query).fetchone()
+        return int(number)
 
 
 def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
