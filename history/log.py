@@ -10,7 +10,6 @@ All methods belong to one event loop, and none blocks it.
 from __future__ import annotations
 
 import asyncio
-import os
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -26,8 +25,8 @@ from history.reader import Reader
 from history.store import Cursor, Extent, Store, Stream, is_damage
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer
+from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
-from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -97,7 +96,8 @@ class Log:
         retention_ms: int = RETENTION_MS,
         retention_bytes: int = RETENTION_BYTES,
         tail_bytes: int = TAIL_BYTES_MAX,
-        now_ms: Callable[[], int] = uuids.now_ms,
+        now_ms: Callable[[], int] | None = None,
+        runtime: Runtime = REAL,
     ) -> Log:
         """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
 
@@ -105,14 +105,15 @@ class Log:
         UNAVAILABLE on I/O errors. A damaged file is moved aside, never deleted, and a new incarnation starts.
         """
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
+        now_ms = now_ms or runtime.now_ms
         if path is None:
-            made = cls(name, os.urandom(16), retention_ms, retention_bytes, now_ms)
+            made = cls(name, runtime.random_bytes(16), retention_ms, retention_bytes, now_ms)
             made._tail.bytes_max = retention_bytes
             made._age_ring()
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
         try:
-            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path))
+            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime)
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -129,7 +130,7 @@ class Log:
         if store.moved_to is not None:
             self.dropped["damaged_file"] += 1
         self._tail = Tail(store.extent.newest_seq, tail_bytes)
-        self._executor, self._reader = executor, Reader(store.path)
+        self._executor, self._reader = executor, Reader(store.path, store.runtime.disk)
         retention = Retention(self.retention_ms, self.retention_bytes, self._keep_after)
         self._writer = Writer(store, retention, self._on_written, self._now_ms, self.name)
 

@@ -16,7 +16,8 @@ from typing import Final
 import structlog
 
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from history.store import CHUNK_COLUMNS, connect, is_damage
+from history.store import CHUNK_COLUMNS, is_damage
+from storage.disk import REAL_DISK, Disk
 
 SCAN_CHUNKS_MAX: Final = 256  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
 INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted
@@ -30,8 +31,8 @@ log = structlog.get_logger()
 class Reader:
     """Connections are pooled; every method may be called from any thread and blocks. Raises sqlite3.Error."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
+        self._path, self._disk = path, disk
         self._idle: list[sqlite3.Connection] = []
         self._lock = threading.Lock()
         self._closed = False
@@ -50,7 +51,7 @@ class Reader:
         with self._lock:
             db = self._idle.pop() if self._idle else None
         if db is None:
-            db = connect(self._path, read_only=True)
+            db = self._disk.connect(self._path, read_only=True)
         try:
             db.execute("BEGIN")
             yield db

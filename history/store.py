@@ -9,8 +9,6 @@ open: lock -> check -> load -> roll forward          commit: BEGIN, rows, COMMIT
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import sqlite3
 import struct
 import time
@@ -18,12 +16,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import structlog
 from google.protobuf.message import DecodeError
 
 from history.chunk import ID_BYTES, Columns, CorruptChunkError, decode, unpack_streams
+from storage.disk import InUseError, Lock, Mark
+from storage.runtime import REAL, Runtime
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -36,7 +36,6 @@ CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on
 RETENTION_CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass
 VACUUM_FREE_PERCENT: Final = 25  # free pages below that are the room for the next chunks
-BUSY_TIMEOUT_S: Final = 5.0  # only readers of ours share the file
 
 _SCHEMA: Final = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY) WITHOUT ROWID;
@@ -110,13 +109,6 @@ class DamagedError(Exception):
     """The file is a log, or was, and can't be used as one any more."""
 
 
-def connect(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S)
-    if read_only:
-        db.execute("PRAGMA query_only = 1")
-    return db
-
-
 @dataclass(slots=True)
 class Store:
     """Used by one thread at a time: by whoever opens it, then by the writer."""
@@ -128,9 +120,10 @@ class Store:
     cursors: dict[str, Cursor] = field(default_factory=dict)
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost with a damaged WAL
     moved_to: Path | None = None  # where a damaged predecessor is kept
+    runtime: Runtime = REAL
     _db: sqlite3.Connection | None = None
-    _lock: IO[str] | None = None
-    _mark: int = -1
+    _lock: Lock | None = None
+    _mark: Mark | None = None
     _unindexed: list[tuple[int, bytes]] = field(default_factory=list)  # chunks since the last checkpoint
     _dirty: set[int] = field(default_factory=set)  # streams that grew since
     _stream_places: dict[int, Stream] = field(default_factory=dict)
@@ -141,9 +134,9 @@ class Store:
     # -- open and close
 
     @classmethod
-    def open(cls, path: Path) -> Store:
+    def open(cls, path: Path, runtime: Runtime = REAL) -> Store:
         """Raises UStatusError: ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log), UNAVAILABLE (I/O)."""
-        store = cls(path)
+        store = cls(path, runtime=runtime)
         store._take_lock()
         try:
             try:
@@ -164,25 +157,16 @@ class Store:
     def _take_lock(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._lock = Path(f"{self.path}.lock").open("a+")  # noqa: SIM115 - held open as long as the log is
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            assert self._lock is not None
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "unknown"
-            self._lock.close()
+            self._lock = self.runtime.disk.lock(Path(f"{self.path}.lock"))  # held as long as the log is open
+        except InUseError as owner:
             raise UStatusError(
                 UCode.ALREADY_EXISTS, f"the log {self.path} is in use by process {owner}: stop that one, or configure another path"
             ) from None
         except OSError as error:
             raise UStatusError(UCode.UNAVAILABLE, f"the log {self.path} can't be opened: {error}") from error
-        with contextlib.suppress(OSError):  # a full disk must not keep us from reading; the number is for the message only
-            self._lock.truncate(0)
-            self._lock.write(f"{os.getpid()}\n")
-            self._lock.flush()
 
     def _open(self) -> None:
-        db = self._db = connect(self.path)
+        db = self._db = self.runtime.disk.connect(self.path)
         if self.path.stat().st_size == 0 and not _tables(db):
             self._create(db)
         self._verify(db)
@@ -200,7 +184,7 @@ class Store:
             db.execute(statement)
         db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-        meta = {"incarnation": os.urandom(16), "indexed_seq": 0, "newest_seq": 0, "floor_seq": 0, "stored_bytes": 0}
+        meta = {"incarnation": self.runtime.random_bytes(16), "indexed_seq": 0, "newest_seq": 0, "floor_seq": 0, "stored_bytes": 0}
         db.executemany("INSERT INTO meta VALUES (?, ?)", meta.items())
         db.execute("COMMIT")
 
@@ -258,8 +242,8 @@ class Store:
 
     def _open_mark(self, db: sqlite3.Connection) -> None:
         """The mark is a small file that says up to where was committed. SQLite cuts a damaged WAL in silence; this is how we know."""
-        self._mark = os.open(f"{self.path}.mark", os.O_RDWR | os.O_CREAT, 0o644)
-        marked = os.pread(self._mark, _MARK.size, 0)
+        self._mark = self.runtime.disk.mark(Path(f"{self.path}.mark"))
+        marked = self._mark.read(_MARK.size)
         incarnation, seq = _MARK.unpack(marked) if len(marked) == _MARK.size else (b"", 0)
         newest = self.extent.newest_seq
         if incarnation == self.incarnation and seq > max(newest, self.start_seq):
@@ -315,11 +299,11 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
             self._db = None
-        if self._mark >= 0:
-            os.close(self._mark)
-            self._mark = -1
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
         if self._lock is not None:
-            self._lock.close()
+            self._lock.release()
             self._lock = None
 
     # -- write
@@ -354,15 +338,16 @@ class Store:
             self.extent.oldest_seq = self.extent.oldest_seq or chunks[0].first_seq
             self.extent.newest_seq = chunks[-1].last_seq
             self.extent.stored_bytes += sum(c.bytes for c in chunks)
+            assert self._mark is not None
             with contextlib.suppress(OSError):  # in place, without fsync: it need not survive more than SQLite's own file does
-                os.pwrite(self._mark, _MARK.pack(self.incarnation, self.extent.newest_seq), 0)
+                self._mark.write(_MARK.pack(self.incarnation, self.extent.newest_seq))
 
     def grown(self, ids: Iterable[int]) -> None:
         self._dirty.update(ids)
 
     def _connection(self) -> sqlite3.Connection:
         if self._db is None:
-            self._db = connect(self.path)
+            self._db = self.runtime.disk.connect(self.path)
             self._db.execute("PRAGMA synchronous = FULL")
         return self._db
 

@@ -7,10 +7,8 @@ loop: submit(append) -> queue -> gather -> serialise, number -> Store.commit -> 
 from __future__ import annotations
 
 import asyncio
-import queue
 import sqlite3
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -19,6 +17,7 @@ import structlog
 
 from history.chunk import Chunk, Columns, encode
 from history.store import Cursor, Extent, Store, Stream, growth_of, status_error
+from storage.worker import Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -63,6 +62,10 @@ def cut(streams: Sequence[int], messages: Sequence[Carried], data: Sequence[byte
     return bounds
 
 
+def _weigh(job: Append | None) -> int:
+    return 0 if job is None else len(job.messages)
+
+
 class Numbering:
     """Gives out seqs and prev_seqs; `undo` takes back what was not committed."""
 
@@ -98,29 +101,27 @@ class Writer:
 
     def __init__(self, store: Store, retention: Retention, on_written: Written, now_ms: Callable[[], int], name: str) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
-        self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Append | None] = queue.SimpleQueue()
         self._numbering = Numbering(store.start_seq, store.streams)
         self._places = {stream.id: stream for stream in store.streams}
         self._shared = threading.Lock()  # guards the next two; held for a swap only
         self._new_streams: list[Stream] = []
         self._cursors: dict[str, Cursor | None] = {}
         self._unsaved: tuple[list[Stream], dict[str, Cursor | None]] = ([], {})
-        self._stopping = False
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
         self._failures = 0  # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
         self._next_retention = 0.0
-        self._stopped: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._run, name=f"history-{name}", daemon=True)
-        self._thread.start()
+        self._monotonic = store.runtime.monotonic
+        self._worker: Worker[Append | None] = store.runtime.worker(  # None: commit what was saved, though nothing is appended
+            f"history-{name}", self._turn, batch_max=TRANSACTION_RECORDS_MAX, weigh=_weigh, tick_s=IDLE_TICK_S, finish=store.close
+        )
 
     # -- loop side
 
     def submit(self, append: Append) -> None:
         append.failures_heard = self._failures_heard
-        self._queue.put(append)
+        self._worker.put(append)
 
     def save_stream(self, stream: Stream) -> None:
         with self._shared:
@@ -132,59 +133,24 @@ class Writer:
 
     def flush(self) -> None:
         """Commit what `save_*` left, without waiting for an append."""
-        self._queue.put(None)
+        self._worker.put(None)
 
     async def stop(self) -> None:
-        self._stopping = True
-        self._queue.put(None)
-        await asyncio.shield(self._stopped)
+        """Commit what waits, and close the store."""
+        self.flush()
+        await self._worker.close()
 
     # -- thread side
 
-    def _run(self) -> None:
-        try:
-            while True:
-                batch, flush = self._gather()
-                if behind := [append for append in batch if append.failures_heard < self._failures]:
-                    batch = [append for append in batch if append.failures_heard == self._failures]
-                    self._refuse(behind)
-                if batch or flush:
-                    self._write(batch)
-                self._retain()
-                if self._stopping and self._queue.empty():
-                    break
-        finally:
-            self._store.close()
-            self._tell(self._finish)
-
-    def _finish(self) -> None:
-        if not self._stopped.done():
-            self._stopped.set_result(None)
-
-    def _tell(self, call: Callable[[], object]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(call)
-        except RuntimeError:
-            log.warning("the event loop ended before the log was closed; all that was acked is safe")
-
-    def _gather(self) -> tuple[list[Append], bool]:
-        batch: list[Append] = []
-        flush = False
-        records = 0
-        try:
-            item = self._queue.get(timeout=IDLE_TICK_S)
-            while True:
-                if item is None:
-                    flush = True
-                else:
-                    batch.append(item)
-                    records += len(item.messages)
-                if records >= TRANSACTION_RECORDS_MAX:
-                    break
-                item = self._queue.get_nowait()
-        except queue.Empty:
-            pass
-        return batch, flush
+    def _turn(self, jobs: list[Append | None]) -> None:
+        batch = [job for job in jobs if job is not None]
+        flush = len(batch) < len(jobs)
+        if behind := [append for append in batch if append.failures_heard < self._failures]:
+            batch = [append for append in batch if append.failures_heard == self._failures]
+            self._refuse(behind)
+        if batch or flush:
+            self._write(batch)
+        self._retain()
 
     def _write(self, batch: list[Append]) -> None:
         chunks: list[Chunk] = []
@@ -205,7 +171,7 @@ class Writer:
             self._refuse(batch, self._hear_failure)
             return
         extent = replace(self._store.extent)
-        self._tell(lambda: self._on_written(batch, chunks, extent, None))
+        self._worker.tell(lambda: self._on_written(batch, chunks, extent, None))
 
     def _hear_failure(self) -> None:
         self._failures_heard += 1
@@ -217,7 +183,7 @@ class Writer:
             first()
             self._on_written(batch, [], extent, error)
 
-        self._tell(tell)
+        self._worker.tell(tell)
 
     def _commit(self, batch: list[Append]) -> list[Chunk]:
         with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
@@ -259,7 +225,7 @@ class Writer:
         self._store.grown(growths)
 
     def _retain(self) -> None:
-        if time.monotonic() < self._next_retention:
+        if self._monotonic() < self._next_retention:
             return
         retention, store = self._retention, self._store
         try:
@@ -269,8 +235,8 @@ class Writer:
             more = False
             log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
         # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
-        self._next_retention = 0.0 if more else time.monotonic() + RETENTION_PERIOD_MS / 1_000
+        self._next_retention = 0.0 if more else self._monotonic() + RETENTION_PERIOD_MS / 1_000
         if more:
-            self._queue.put(None)
+            self._worker.put(None)
         extent = replace(store.extent)
-        self._tell(lambda: self._on_written(None, [], extent, None))
+        self._worker.tell(lambda: self._on_written(None, [], extent, None))

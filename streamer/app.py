@@ -16,6 +16,7 @@ import structlog
 
 from history.log import Log
 from history.service import HistoryService
+from storage.runtime import REAL, Runtime
 from streamer.admin import Admin
 from streamer.config import Config, EndpointSection, RuleSection, patterns
 from streamer.dead_letter import DeadLetters
@@ -49,26 +50,32 @@ INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by the
 log = structlog.get_logger()
 
 
-def _backoff(config: Config) -> Backoff:
-    return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms)
+def _backoff(config: Config, runtime: Runtime) -> Backoff:
+    return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
 
 
 class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
-    def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow) -> None:
-        self.config, self.logs = config, logs
+    def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL) -> None:
+        self.config, self.logs, self._runtime = config, logs, runtime
         self.endpoints = Endpoints(Endpoint(one.name, one.authorities, transports[one.name]) for one in config.endpoint)
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority)
-        self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish_dead_letter)
+        self.dead_letters = DeadLetters(
+            config.streamer.data_dir / "dead-letters.db", config.authority, self._publish_dead_letter, runtime=runtime
+        )
         self.usubscription = self._embedded_service()
         self.interest = Interest(self._interest_sources())
         self.view = View(self.endpoints, self.rules, self.interest)
         self.express = Express(
-            self.endpoints, self.hosted, self.dead_letters, messages_max=config.express.messages_max, backoff=lambda: _backoff(config)
+            self.endpoints,
+            self.hosted,
+            self.dead_letters,
+            messages_max=config.express.messages_max,
+            backoff=lambda: _backoff(config, runtime),
         )
 
         flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
@@ -80,7 +87,9 @@ class Streamer:
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         self.hosted.entities_changed = self._entities_changed
         self.pumps = [
-            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config), flows[one]) for endpoint in self.endpoints for one in logs
+            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config, runtime), flows[one])
+            for endpoint in self.endpoints
+            for one in logs
         ]
         for one, flow in flows.items():
             flow.followers = [pump for pump in self.pumps if pump.log is one]
@@ -95,7 +104,7 @@ class Streamer:
         self._tasks: list[asyncio.Task[None]] = []  # what `_start` has started
 
     @classmethod
-    async def create(cls, config: Config) -> Self:
+    async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
         data_dir = config.streamer.data_dir
         try:
@@ -108,14 +117,20 @@ class Streamer:
         history = config.history
         retention_ms = int(history.retention_hours * 3_600_000)
         durable = await Log.open(
-            data_dir / "history.db", name="durable", retention_ms=retention_ms, retention_bytes=history.retention_mib << 20
+            data_dir / "history.db",
+            name="durable",
+            retention_ms=retention_ms,
+            retention_bytes=history.retention_mib << 20,
+            runtime=runtime,
         )
         try:
-            volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
+            volatile = await Log.open(
+                None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20, runtime=runtime
+            )
             window = IdWindow()
             for id in await durable.recent_ids(RECENT_IDS):
                 window.take(uuids.from_bytes(id).SerializeToString())
-            return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
+            return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window, runtime)
         except BaseException:
             await durable.close()
             raise
@@ -129,7 +144,9 @@ class Streamer:
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
             return None
-        return USubscriptionService(self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db")
+        return USubscriptionService(
+            self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db", runtime=self._runtime
+        )
 
     def _interest_sources(self) -> list[InterestSource]:
         config = self.config
@@ -148,6 +165,7 @@ class Streamer:
                             authority,
                             refresh_ms=int(config.usubscription.refresh_s * 1000),
                             memory=config.streamer.data_dir / f"interest-{authority}.json",
+                            runtime=self._runtime,
                         )
                         for authority in section.authorities
                         if authority != uris.WILDCARD_AUTHORITY
@@ -221,7 +239,7 @@ class Streamer:
 
     async def _keep_open(self, endpoint: Endpoint, tried: asyncio.Event) -> None:
         """Open the transport; try again while its network is away."""
-        backoff = _backoff(self.config)
+        backoff = _backoff(self.config, self._runtime)
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         while True:
             try:
@@ -309,7 +327,7 @@ class Streamer:
             self._changed.set()
 
     async def _follow_interest(self) -> None:
-        backoff = _backoff(self.config)
+        backoff = _backoff(self.config, self._runtime)
         while True:
             await self._changed.wait()
             self._changed.clear()

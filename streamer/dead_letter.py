@@ -16,6 +16,8 @@ from typing import Final
 
 import structlog
 
+from storage.disk import REAL_DISK, Disk
+from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
@@ -66,14 +68,13 @@ class Stored:
 class Store:
     """The SQLite file; every call blocks. Raises UStatusError(FAILED_PRECONDITION) if it can't be opened, or is no such file."""
 
-    def __init__(self, path: Path, *, read_only: bool = False) -> None:
+    def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         try:
-            self._db = sqlite3.connect(
-                f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}", uri=True, check_same_thread=False, isolation_level=None
-            )
-            if read_only:
+            if read_only:  # not even a journal is made: it may be another user's
+                self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
                 self._db.execute("select count(*) from letter")
                 return
+            self._db = disk.connect(path)
             self._db.execute("pragma journal_mode=wal")
             self._db.execute(
                 "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
@@ -124,10 +125,11 @@ class DeadLetters:
         path: Path,
         authority: str,
         publish: Callable[[UUri, DeadLetter], Awaitable[None]],
-        now_ms: Callable[[], int] = uuids.now_ms,
+        now_ms: Callable[[], int] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
-        self._store = Store(path)
-        self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms
+        self._store = Store(path, disk=runtime.disk)
+        self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._queue: deque[DeadLetter] = deque()
         self._arrived = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, "dead-letters")

@@ -1,6 +1,7 @@
 """Imports run downhill only: who may import whom, as one table.
 
-uprotocol <- transports, history, usubscription, usubscription_client <- streamer
+uprotocol <- storage (files, threads, clock, chance)
+          <- transports, history, usubscription, usubscription_client <- streamer
           <- spark_ingest (the plugin loader and the history's client side, nothing else)
 """
 
@@ -17,17 +18,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = ("uprotocol", "transports", "history", "usubscription", "usubscription_client", "streamer", "spark_ingest", "pyspark_uprotocol")
+PACKAGES = (
+    *("uprotocol", "storage", "transports", "history", "usubscription", "usubscription_client", "streamer", "spark_ingest"),
+    "pyspark_uprotocol",
+)
 SHARED = {"transports.plugin", "transports.listeners", "transports.inbox", "transports.outbox"}  # by all plugins
 
 ALLOWED: dict[str, set[str]] = {  # module or package -> what it may import beside itself; the longest name that fits counts
     "uprotocol": set(),
     "transports": {"uprotocol"},
-    "history": {"uprotocol"},
-    "usubscription": {"uprotocol"},
-    "usubscription.__main__": {"uprotocol", "transports.plugin"},  # a process of its own needs a network
-    "usubscription_client": {"uprotocol"},
-    "streamer": {"uprotocol", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},  # and never names a plugin
+    "storage": {"uprotocol"},
+    "history": {"uprotocol", "storage"},
+    "usubscription": {"uprotocol", "storage"},
+    "usubscription.__main__": {"uprotocol", "storage", "transports.plugin"},  # a process of its own needs a network
+    "usubscription_client": {"uprotocol", "storage"},
+    # and never names a plugin
+    "streamer": {"uprotocol", "storage", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},
     "streamer.demo": {"uprotocol", "usubscription_client", "spark_ingest", "transports.mqtt5.broker", *SHARED},  # but it starts a broker
     "spark_ingest": {"uprotocol", "transports.plugin", "history.subscriber"},
     "pyspark_uprotocol": {"spark_ingest"},

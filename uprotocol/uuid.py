@@ -5,11 +5,12 @@ The state is one counter, so ids of one process are unique and never go back, ev
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from uprotocol.status import invalid
@@ -22,9 +23,12 @@ _VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
 
 
+_time_ns: Callable[[], int] = time.time_ns
+
+
 def now_ms() -> int:
     """Unix milliseconds; the one clock of ids, ttl and append times."""
-    return time.time_ns() // 1_000_000
+    return _time_ns() // 1_000_000
 
 
 class _Pool:
@@ -69,8 +73,24 @@ class UUIDGenerator:
         return UUID(msb=(last >> 12) << 16 | _VERSION | last & 0xFFF, lsb=lsb)
 
 
-new = UUIDGenerator()
-"""A new id of this process."""
+_generate: Callable[[], UUID] = UUIDGenerator()
+
+
+def new() -> UUID:
+    """A new id of this process."""
+    return _generate()
+
+
+@contextlib.contextmanager
+def simulated(time_ns: Callable[[], int], generate: Callable[[], UUID]) -> Iterator[None]:
+    """Within, `now_ms` and `new` of this process ask these instead: the seam for a simulation that replays a run from its seed."""
+    global _time_ns, _generate
+    before = _time_ns, _generate
+    _time_ns, _generate = time_ns, generate
+    try:
+        yield
+    finally:
+        _time_ns, _generate = before
 
 
 def is_v7(id: UUID) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from storage.disk import REAL_DISK, Disk
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.reader import Reader, StoredChange, read_link, write_change
@@ -91,8 +92,9 @@ class Database:
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
         outbox_changes_max: int = OUTBOX_CHANGES_MAX,
         majors: dict[str, int] | None = None,
+        disk: Disk = REAL_DISK,
     ) -> None:
-        self.path, self.authority = Path(path), authority
+        self.path, self.authority, self._disk = Path(path), authority, disk
         self._subscriptions_max, self._outbox_max = subscriptions_max, outbox_changes_max
         self._majors = majors or {}
         self._ids: dict[Key, int] = {}
@@ -111,7 +113,7 @@ class Database:
 
     def open(self) -> None:
         """Raises UStatusError as StoreFile does."""
-        self._file = StoreFile(self.path, self.authority)
+        self._file = StoreFile(self.path, self.authority, self._disk)
         assert self._file.db is not None
         self._db = self._file.db
         (self._count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
@@ -389,7 +391,7 @@ class Database:
         self._unused.clear()
 
     def reader(self) -> Reader:
-        return Reader(self.path)
+        return Reader(self.path, disk=self._disk)
 
 
 class _StoredRecords:

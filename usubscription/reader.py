@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -37,10 +38,10 @@ _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authorit
 class Reader:
     """Questions about the committed state, on a connection of its own."""
 
-    def __init__(self, path: Path, *, check: Check | None = None) -> None:
+    def __init__(self, path: Path, *, check: Check | None = None, disk: Disk = REAL_DISK) -> None:
         """`check` may refuse the file by raising UStatusError. Raises DATA_LOSS if it is no database at all."""
         try:
-            self._db = open_connection(path, writer=False, check=check)
+            self._db = open_connection(path, writer=False, check=check, disk=disk)
         except sqlite3.DatabaseError as error:
             raise UStatusError(UCode.DATA_LOSS, f"{path} can't be read as a store: {error}") from None
 

@@ -6,20 +6,19 @@ open_store(path, authority) -> lock -> (make) -> is it ours? whole? of this vers
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+from storage.disk import REAL_DISK, Disk, InUseError, Lock
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
 CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
-BUSY_MS: Final = 5_000  # we lock the file for ourselves, so only a backup can make us wait
 
 SCHEMA: Final = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
@@ -45,11 +44,10 @@ MIGRATIONS: Final[dict[int, Sequence[str]]] = {}
 Check = Callable[[sqlite3.Connection, Path], None]
 
 
-def open_connection(path: Path, *, writer: bool, check: Check | None = None) -> sqlite3.Connection:
+def open_connection(path: Path, *, writer: bool, check: Check | None = None, disk: Disk = REAL_DISK) -> sqlite3.Connection:
     """`check` sees the file before anything is written to it, and refuses it by raising."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256)
+    connection = disk.connect(path)
     try:
-        connection.execute(f"PRAGMA busy_timeout={BUSY_MS}")
         connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
         connection.execute("PRAGMA temp_store=MEMORY")
         if check is not None:
@@ -83,12 +81,12 @@ def require_ours(connection: sqlite3.Connection, path: Path) -> None:
 class StoreFile:
     """The file of one service while it is open."""
 
-    def __init__(self, path: Path, authority: str) -> None:
+    def __init__(self, path: Path, authority: str, disk: Disk = REAL_DISK) -> None:
         """Open or make the file. Blocks. Raises UStatusError: FAILED_PRECONDITION (in use, another program's, newer, of another authority),
         DATA_LOSS (corrupt), PERMISSION_DENIED (not writable), UNAVAILABLE (the disk). It never begins anew over a file that is there.
         """
-        self.path, self.authority = path, authority
-        self._lock_file: int | None = None
+        self.path, self.authority, self._disk = path, authority, disk
+        self._lock_file: Lock | None = None
         self.db: sqlite3.Connection | None = None
         try:
             self._lock()
@@ -96,7 +94,7 @@ class StoreFile:
                 self._create()
             elif path.stat().st_size == 0:
                 raise UStatusError(UCode.DATA_LOSS, f"the store {path} is empty (0 bytes): restore it, or delete it to begin anew")
-            self.db = open_connection(path, writer=True, check=require_ours)
+            self.db = open_connection(path, writer=True, check=require_ours, disk=disk)
             self._check(self.db)
         except (sqlite3.Error, OSError) as error:
             self.close()
@@ -112,15 +110,13 @@ class StoreFile:
                 self.db.close()
             self.db = None
         if self._lock_file is not None:
-            os.close(self._lock_file)
+            self._lock_file.release()
             self._lock_file = None
 
     def _lock(self) -> None:
-        lock = os.open(f"{self.path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._lock_file = lock
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            self._lock_file = self._disk.lock(Path(f"{self.path}.lock"))
+        except InUseError:
             raise UStatusError(
                 UCode.FAILED_PRECONDITION, f"the store {self.path} is in use by another process: one service per store"
             ) from None
@@ -129,7 +125,7 @@ class StoreFile:
         """Under another name first, so that a store that exists is a whole one."""
         making = self.path.with_name(self.path.name + ".new")
         making.unlink(missing_ok=True)
-        db = sqlite3.connect(making, isolation_level=None)
+        db = self._disk.connect(making)
         try:
             db.execute("PRAGMA synchronous=FULL")
             db.execute("BEGIN")
@@ -142,11 +138,7 @@ class StoreFile:
         finally:
             db.close()
         os.replace(making, self.path)
-        directory = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        self._disk.sync_folder(self.path.parent)
 
     def _check(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Final
 import structlog
 from google.protobuf.message import Message
 
-from uprotocol import uuid as uuids
+from storage.runtime import REAL, Runtime
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -61,16 +60,22 @@ class USubscriptionService:
         remote_repeat_ms: int = REPEAT_FIRST_MS,
         audit_ms: int = AUDIT_MS,
         audit_call_ms: int = AUDIT_CALL_MS,
-        now_ms: Callable[[], int] = uuids.now_ms,
-        random: Callable[[], float] = random.random,
+        now_ms: Callable[[], int] | None = None,
+        random: Callable[[], float] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         """`v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
         self.authority = authority
+        now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
         self._answers = AnswersFirst(transport)
         self._store = Store(
-            Database(path, authority, majors=remote_majors), committed=self._committed, answered=self._answered, now_ms=now_ms
+            Database(path, authority, majors=remote_majors, disk=runtime.disk),
+            committed=self._committed,
+            answered=self._answered,
+            now_ms=now_ms,
+            runtime=runtime,
         )
         self._pump = Pump(transport, authority, self._store, self._answers)
         self._remote = Remote(

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import threading
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
-from uprotocol import uuid as uuids
+from storage.runtime import REAL, Runtime
+from storage.worker import ThreadWorker, Worker, WorkerFactory
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Outcome, StoreEvent
@@ -47,7 +45,7 @@ Waiting = asyncio.Future[A] | Reply[A]
 
 
 class Lane(Generic[Q, A]):
-    """One thread and its queue. `work(questions)` runs on the thread and gives an answer, or an exception, for each."""
+    """A worker that answers. `work(questions)` runs beside the loop and gives an answer, or an exception, for each."""
 
     def __init__(
         self,
@@ -58,18 +56,15 @@ class Lane(Generic[Q, A]):
         waiting_max: int = WAITING_MAX,
         batch_max: int = BATCH_MAX,
         gather_ms: int = 0,
+        worker: WorkerFactory = ThreadWorker,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._name, self._work, self._answered = name, work, answered
-        self._waiting_max, self._batch_max, self._gather_s = waiting_max, batch_max, gather_ms / 1000
-        self._queue: deque[tuple[Q, Waiting[A]]] = deque()
-        self._wake = threading.Condition()
+        self._name, self._work, self._answered, self._waiting_max = name, work, answered, waiting_max
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        self._worker: Worker[tuple[Q, Waiting[A]]] = worker(name, self._turn, batch_max=batch_max, gather_ms=gather_ms)
 
     def __repr__(self) -> str:
-        return f"Lane({self._name}, waiting={len(self._queue)})"
+        return f"Lane({self._name}, waiting={self._worker.waiting})"
 
     def ask(self, question: Q) -> asyncio.Future[A]:
         """`put`, with a future for the answer."""
@@ -81,44 +76,24 @@ class Lane(Generic[Q, A]):
         """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
         if self._closing:
             raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
-        if len(self._queue) >= self._waiting_max:
+        if self._worker.waiting >= self._waiting_max:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._waiting_max} requests wait for the store, which is the limit: try later")
-        with self._wake:
-            self._queue.append((question, waiting))
-            if len(self._queue) == 1:
-                self._wake.notify()
+        self._worker.put((question, waiting))
 
-    def _run(self) -> None:
-        last = 0.0
-        while True:
-            with self._wake:
-                while not self._queue and not self._closing:
-                    self._wake.wait()
-            early = self._gather_s - (time.monotonic() - last)
-            if early > 0 and len(self._queue) < self._batch_max and not self._closing:
-                time.sleep(early)
-            last = time.monotonic()
-            with self._wake:
-                batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._batch_max))]
-            if not batch:
-                return
-            try:
-                answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
-            except BaseException as error:
-                if not isinstance(error, UStatusError):
-                    log.exception("a batch failed", lane=self._name, questions=len(batch))
-                answers = [error] * len(batch)
-            try:
-                self._loop.call_soon_threadsafe(self._answered, batch, answers)
-            except RuntimeError:  # the loop has ended: nobody waits any more
-                return
+    def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:
+        """Beside the loop."""
+        try:
+            answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
+        except BaseException as error:
+            if not isinstance(error, UStatusError):
+                log.exception("a batch failed", lane=self._name, questions=len(batch))
+            answers = [error] * len(batch)
+        self._worker.tell(functools.partial(self._answered, batch, answers))
 
     async def close(self) -> None:
-        """Answer what waits, then end the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        await self._loop.run_in_executor(None, self._thread.join)
+        """Answer what waits, then end."""
+        self._closing = True
+        await self._worker.close()
 
 
 class Command(Reply[Outcome], Protocol):
@@ -134,10 +109,12 @@ class Store:
         *,
         committed: Callable[[list[Outcome]], Awaitable[None] | None],
         answered: Callable[[list[Outcome]], None],
-        now_ms: Callable[[], int] = uuids.now_ms,
+        now_ms: Callable[[], int] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         self.database = database
-        self._committed, self._tell, self._now_ms = committed, answered, now_ms
+        self._committed, self._tell, self._now_ms = committed, answered, now_ms or runtime.now_ms
+        self._start_worker = runtime.worker
         self._writer: Lane[tuple[StoreEvent, Any], Outcome] | None = None
         self._readers: dict[str, Lane[Callable[[Reader], Any], Any]] = {}
         self._reading: dict[str, Reader] = {}
@@ -149,9 +126,10 @@ class Store:
     async def start(self) -> None:
         """Open the file. Raises UStatusError as Database.open."""
         await asyncio.to_thread(self._open)
-        self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS)
+        self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker)
         for name, reader in self._reading.items():
-            self._readers[name] = Lane(f"usubscription-{name}", functools.partial(_answer_reads, reader), _give)
+            answer = functools.partial(_answer_reads, reader)
+            self._readers[name] = Lane(f"usubscription-{name}", answer, _give, worker=self._start_worker)
         self._answering = asyncio.ensure_future(self._answer())
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:

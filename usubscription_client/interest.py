@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import structlog
 
+from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -90,15 +90,16 @@ class ServiceInterest(TableSource):
         retry_first_ms: int = RETRY_FIRST_MS,
         call_ms: int | None = None,
         memory: Path | None = None,
-        random: Callable[[], float] = random.random,
+        random: Callable[[], float] | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
         """`memory` is a file that keeps what is known over a restart, for when the service is away then."""
         super().__init__(authority)
-        self._memory = InterestMemory(memory, self._table.subscriptions) if memory is not None else None
+        self._memory = InterestMemory(memory, self._table.subscriptions, runtime.disk) if memory is not None else None
         settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
         self._client = USubscriptionClient(transport, local, authority, version, **settings)
         self._client.on_change(self._hear)
-        self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random
+        self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random or runtime.rng.random
         self.healthy = False
         self._started = False
         self._asked: dict[Key, UUri] = {}

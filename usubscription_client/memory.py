@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
 import structlog
 
+from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from usubscription_client.wire import Status, Subscription
@@ -26,8 +26,8 @@ log = structlog.get_logger()
 class InterestMemory:
     """One file for one source. A file that can't be read or written is told and does no harm: the service is asked anyway."""
 
-    def __init__(self, path: Path, known: Callable[[], Iterable[Subscription]]) -> None:
-        self._path, self._known = path, known
+    def __init__(self, path: Path, known: Callable[[], Iterable[Subscription]], disk: Disk = REAL_DISK) -> None:
+        self._path, self._known, self._disk = path, known, disk
         self._due: asyncio.TimerHandle | None = None
         self._saving: asyncio.Task[None] | None = None
 
@@ -57,7 +57,7 @@ class InterestMemory:
     async def save(self) -> None:
         entries = [(uris.format(one.topic), uris.format(one.subscriber), one.sample_period_ms) for one in self._known()]
         try:
-            await asyncio.to_thread(_replace, self._path, json.dumps(entries))
+            await asyncio.to_thread(self._disk.replace_text, self._path, json.dumps(entries))
         except OSError as error:
             log.warning("the interest can't be remembered", path=str(self._path), why=str(error))
 
@@ -69,12 +69,3 @@ class InterestMemory:
             await self.save()
         if self._saving is not None:
             await self._saving
-
-
-def _replace(path: Path, text: str) -> None:
-    fresh = path.with_suffix(".new")
-    with fresh.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)

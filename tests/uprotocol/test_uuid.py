@@ -144,3 +144,15 @@ def test_a_forked_child_makes_other_ids() -> None:
     written = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, timeout=60).stdout
     assert len(written) == 16
     assert written[:8] != written[8:]
+
+
+def test_a_simulation_gives_the_clock_and_the_ids() -> None:
+    numbers = iter((0, 2**63 - 1))
+    generate = uuids.UUIDGenerator(lambda: 7_000, lambda count: next(numbers).to_bytes(count, "big"))
+    with uuids.simulated(lambda: 7_000_999_999, generate):
+        assert uuids.now_ms() == 7_000
+        ids = [uuids.new(), uuids.new()]
+    assert [uuids.time_ms(id) for id in ids] == [7_000, 7_000]
+    assert [id.lsb for id in ids] == [0x8000_0000_0000_0000, 0xBFFF_FFFF_FFFF_FFFF]
+    assert uuids.now_ms() > 1_700_000_000_000
+    assert uuids.time_ms(uuids.new()) > 1_700_000_000_000

@@ -1,0 +1,136 @@
+"""Everything that is written to a disk or read from it passes here: SQLite files, their locks, marks, small files that are replaced whole.
+
+connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sqlite3
+from pathlib import Path
+from typing import IO, Final, Protocol
+
+BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
+STATEMENTS_CACHED: Final = 256
+
+
+class InUseError(Exception):
+    """Another process holds the lock; the argument says which, as far as it is known."""
+
+
+class Lock(Protocol):
+    def release(self) -> None:
+        """May be called twice."""
+
+
+class Mark(Protocol):
+    """A few bytes that are overwritten in place, without waiting for the disk."""
+
+    def read(self, count: int) -> bytes: ...
+
+    def write(self, data: bytes) -> None:
+        """Raises OSError."""
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
+
+    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """In autocommit mode, usable from any thread. `read_only`: this connection writes nothing."""
+        ...
+
+    def lock(self, path: Path) -> Lock:
+        """Until it is released, or the process ends. Raises InUseError."""
+        ...
+
+    def mark(self, path: Path) -> Mark:
+        """Made if there is none."""
+        ...
+
+    def replace_text(self, path: Path, text: str) -> None:
+        """After a crash the file holds the old text or the new one, and after this returns the new one."""
+
+    def sync_folder(self, path: Path) -> None:
+        """What was made, renamed or removed in this folder stays so from here on."""
+
+
+class RealDisk:
+    """See Disk."""
+
+    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        db = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, cached_statements=STATEMENTS_CACHED
+        )
+        if read_only:
+            db.execute("PRAGMA query_only = 1")
+        return db
+
+    def lock(self, path: Path) -> Lock:
+        return _FileLock(path)
+
+    def mark(self, path: Path) -> Mark:
+        return _FileMark(path)
+
+    def replace_text(self, path: Path, text: str) -> None:
+        fresh = path.with_suffix(".new")
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        self.sync_folder(path.parent)
+
+    def sync_folder(self, path: Path) -> None:
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+class _FileLock:
+    """flock: it ends with the process, however that ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] | None = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            self.release()
+            raise InUseError(owner) from None
+        except BaseException:
+            self.release()
+            raise
+        with contextlib.suppress(OSError):  # a full disk must not keep us from reading; the number is for the message only
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()}\n")
+            self._file.flush()
+
+    def release(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+
+
+class _FileMark:
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    def read(self, count: int) -> bytes:
+        return os.pread(self._file, count, 0)
+
+    def write(self, data: bytes) -> None:
+        os.pwrite(self._file, data, 0)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+REAL_DISK: Final[Disk] = RealDisk()

@@ -1,0 +1,32 @@
+"""What the core gets from outside: disk, threads, clocks and chance. A simulation hands in its own, and so replays any run from its seed.
+
+Streamer.create(config, runtime) -> logs, uSubscription, dead letters, interest, back-offs
+
+Timers and sleeping are the event loop's. The time in messages and their ids come from uprotocol.uuid, which has a seam of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+from storage.disk import REAL_DISK, Disk
+from storage.worker import ThreadWorker, WorkerFactory
+from uprotocol import uuid as uuids
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    disk: Disk = REAL_DISK
+    worker: WorkerFactory = ThreadWorker
+    now_ms: Callable[[], int] = uuids.now_ms  # Unix milliseconds
+    monotonic: Callable[[], float] = time.monotonic  # seconds; for workers, which have no loop
+    random_bytes: Callable[[int], bytes] = os.urandom  # for what must never be the same twice
+    rng: random.Random = field(default_factory=random.Random)  # for pauses
+
+
+REAL: Final = Runtime()

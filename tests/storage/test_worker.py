@@ -1,0 +1,84 @@
+"""A worker: jobs in order, batches, ticks, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+from storage.worker import ThreadWorker, Worker
+
+WAIT_S = 20
+
+
+class Recorder:
+    """Keeps the batches of a worker, holds it up while asked to, and is told on the loop."""
+
+    def __init__(self, **options: Any) -> None:
+        self.batches: list[list[int]] = []
+        self.told: list[int] = []
+        self.finished = False
+        self.go, self.busy = threading.Event(), threading.Event()
+        self.go.set()
+        self.ticked = asyncio.Event()
+        self.worker: Worker[int] = ThreadWorker("test", self._work, finish=self._finish, **options)
+
+    def _work(self, batch: list[int]) -> None:
+        self.busy.set()
+        self.go.wait(WAIT_S)
+        self.batches.append(batch)
+        for job in batch:
+            self.worker.tell(lambda job=job: self.told.append(job))
+        if not batch:
+            self.worker.tell(self.ticked.set)
+
+    def _finish(self) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        self.finished = True
+
+
+async def test_jobs_are_done_and_told_in_order_and_the_end_waits_for_all() -> None:
+    recorder = Recorder(batch_max=4)
+    for job in range(10):
+        recorder.worker.put(job)
+    await recorder.worker.close()
+    await recorder.worker.close()
+    assert [job for batch in recorder.batches for job in batch] == recorder.told == list(range(10))
+    assert max(map(len, recorder.batches)) <= 4
+    assert recorder.finished
+
+
+async def test_what_has_come_meanwhile_is_one_batch_of_bounded_weight() -> None:
+    recorder = Recorder(batch_max=6, weigh=lambda job: job)
+    recorder.go.clear()
+    recorder.worker.put(1)
+    await asyncio.to_thread(recorder.busy.wait, WAIT_S)
+    for job in (5, 1, 2, 2, 2, 9):
+        recorder.worker.put(job)
+    assert recorder.worker.waiting == 6
+    recorder.go.set()
+    await recorder.worker.close()
+    assert recorder.batches == [[1], [5, 1], [2, 2, 2], [9]]
+
+
+async def test_an_idle_worker_ticks() -> None:
+    recorder = Recorder(tick_s=0.001)
+    await asyncio.wait_for(recorder.ticked.wait(), WAIT_S)
+    await recorder.worker.close()
+    assert [] in recorder.batches
+
+
+def test_a_loop_that_has_ended_does_no_harm() -> None:
+    async def start() -> Recorder:
+        recorder = Recorder()
+        recorder.go.clear()
+        recorder.worker.put(1)
+        await asyncio.to_thread(recorder.busy.wait, WAIT_S)
+        return recorder
+
+    recorder = asyncio.run(start())
+    recorder.worker.put(2)
+    recorder.go.set()
+    while len(recorder.batches) < 2:
+        recorder.go.wait(0.001)
+    assert recorder.told == []
