@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final, Self
 
-from streamer import metrics
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-
-if TYPE_CHECKING:
-    from streamer.app import Streamer
 
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
 
 
 class Admin:
-    """Serves one streamer."""
+    """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as text."""
 
-    def __init__(self, streamer: Streamer, host: str, port: int) -> None:
-        self._streamer, self._host, self.port = streamer, host, port
+    def __init__(self, address: str, problems: Callable[[], list[str]], metrics: Callable[[], bytes] = lambda: b"") -> None:
+        self._host, _, port = address.rpartition(":")
+        self.port = int(port)
+        self._problems, self._metrics = problems, metrics
         self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
     async def open(self) -> None:
         """Raises UStatusError(UNAVAILABLE) if the port can't be had."""
@@ -61,11 +67,11 @@ class Admin:
             return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
         match path:
             case "/metrics":
-                return _response("200 OK", "text/plain; version=0.0.4", metrics.expose(self._streamer))
+                return _response("200 OK", "text/plain; version=0.0.4", self._metrics())
             case "/healthz":
                 return _response("200 OK", "application/json", b'{"status":"alive"}\n')
             case "/readyz":
-                problems = self._streamer.problems()
+                problems = self._problems()
                 body = json.dumps({"status": "not ready" if problems else "ready", "problems": problems}).encode() + b"\n"
                 return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
         return _response("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n")

@@ -2,14 +2,16 @@
 
     logs -> endpoints -> hosted services -> interest -> ingress -> pumps -> ready
 
-An endpoint whose network is away at the start is tried again and again; the others don't notice.
+An endpoint whose network is away at the start is tried again and again; the others don't notice. So are a disk that is full and a
+uSubscription store that can't be read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, Self
 
 import structlog
@@ -17,10 +19,12 @@ import structlog
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
+from streamer import metrics
 from streamer.admin import Admin
+from streamer.claims import Claims
 from streamer.config import Config, EndpointSection, RuleSection, patterns
 from streamer.dead_letter import DeadLetters
-from streamer.egress import CURSOR_PREFIX, Pump
+from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
@@ -38,6 +42,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
 from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
 from usubscription_client.static_file import StaticFile
@@ -46,6 +51,13 @@ ENTITY: Final = 0x0004  # core.ustreamer
 VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
 INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
+OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
+SERVICES_CLOSE_S: Final = 1.5  # for the services inside to answer what they have begun, and then ...
+ENDPOINTS_CLOSE_S: Final = (
+    2.5  # ... for the networks to take it, side by side: with the files' part less than 5 s; containers are killed after 10
+)
+FILES_CLOSE_S: Final = 1.0  # for one file to be closed cleanly; the next start recovers one that was not
+REOPEN_MS_MAX: Final = 30_000  # between tries to open a log on a disk that is full
 
 log = structlog.get_logger()
 
@@ -68,8 +80,8 @@ class Streamer:
             config.streamer.data_dir / "dead-letters.db", config.authority, self._publish_dead_letter, runtime=runtime
         )
         self.usubscription = self._embedded_service()
-        self.interest = Interest(self._interest_sources())
-        self.view = View(self.endpoints, self.rules, self.interest)
+        self.interest = Interest(self._interest_sources(), lambda: tuple(one.newest_seq for one in logs))
+        self.view = View(self.endpoints, self.rules, self.interest, logs)
         self.express = Express(
             self.endpoints,
             self.hosted,
@@ -87,12 +99,22 @@ class Streamer:
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         self.hosted.entities_changed = self._entities_changed
         self.pumps = [
-            Pump(endpoint, one, self.view, self.dead_letters, _backoff(config, runtime), flows[one])
+            Pump(
+                endpoint,
+                one,
+                self.view,
+                self.dead_letters,
+                _backoff(config, runtime),
+                flows[one],
+                absent_ms_max=config.history.absent_ms,
+                on_gap=self._lost,
+            )
             for endpoint in self.endpoints
             for one in logs
         ]
         for one, flow in flows.items():
             flow.followers = [pump for pump in self.pumps if pump.log is one]
+        self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
@@ -128,8 +150,8 @@ class Streamer:
                 None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20, runtime=runtime
             )
             window = IdWindow()
-            for id in await durable.recent_ids(RECENT_IDS):
-                window.take(uuids.from_bytes(id).SerializeToString())
+            for stream, id in await durable.recent_ids(RECENT_IDS):
+                window.take(uuids.from_bytes(id).SerializeToString() + durable.stream(stream).source.SerializeToString())
             return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window, runtime)
         except BaseException:
             await durable.close()
@@ -139,7 +161,13 @@ class Streamer:
     def _transport(config: Config, section: EndpointSection) -> UTransport:
         named = [authority for authority in section.authorities if authority != uris.WILDCARD_AUTHORITY]
         authority = config.authority if config.authority in named or not named else named[0]
-        return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+        try:
+            return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+        except UStatusError:
+            raise
+        except Exception as error:  # that endpoint's trouble alone
+            log.exception("a transport can't be made", endpoint=section.name, transport=section.transport)
+            return _Unmade(f"transport {section.transport!r} can't be made: {error!r}")
 
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
@@ -155,12 +183,13 @@ class Streamer:
             match config.usubscription_of(section):
                 case "embedded":
                     assert self.usubscription is not None
-                    sources.append(EmbeddedInterest(self.usubscription))
+                    memory = config.streamer.data_dir / f"interest-{config.authority}.json"
+                    sources.append(EmbeddedInterest(self.usubscription, memory, self._runtime))
                     self.usubscription.on_change(self._subscription_changed)
                 case "remote":
                     sources += [
                         ServiceInterest(
-                            self.hosted,
+                            self.hosted.toward(self.endpoints[section.name]),
                             self.local,
                             authority,
                             refresh_ms=int(config.usubscription.refresh_s * 1000),
@@ -177,8 +206,7 @@ class Streamer:
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:
             return None
-        host, _, port = self.config.streamer.admin.rpartition(":")
-        return Admin(self, host, int(port))
+        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self))
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -210,20 +238,19 @@ class Streamer:
 
         for section in self.config.rules:
             self.rules.add(_rule(section))
-        for one in self.logs:
-            for name in one.cursors().keys() - {pump.name for pump in self.pumps}:
-                if name.startswith(CURSOR_PREFIX):  # of an endpoint that is configured no more: it would hold retention for ever
-                    one.drop_cursor(name)
         for pump in self.pumps:
             pump.begin()  # before anything is listened to: what comes from now on is theirs
+        self.claims.load()
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
         for endpoint in self.endpoints:
             start(self._keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
             start(self.express.lanes[endpoint.name].run(), f"express {endpoint.name}")
-        await asyncio.gather(*(event.wait() for event in opened.values()))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OPEN_WAIT_S):
+                await asyncio.gather(*(event.wait() for event in opened.values()))
         await self.history.start()
-        if self.usubscription is not None:
-            await self.usubscription.start()
+        if self.usubscription is not None and not await self._start_usubscription(self.usubscription):
+            start(self._retry_usubscription(self.usubscription), "usubscription")
         self.interest.on_change(self._interest_changed)
         start(self._follow_interest(), "interest")
         try:
@@ -234,6 +261,7 @@ class Streamer:
         await self._listen()
         for pump in self.pumps:
             start(pump.run(), f"pump {pump.peer.name}")
+        start(self.claims.watch(), "claims")
         self.ready.set()
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
 
@@ -243,7 +271,7 @@ class Streamer:
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
         while True:
             try:
-                await endpoint.transport.open()
+                await endpoint.open()
             except UStatusError as error:
                 self._troubles[endpoint.name] = str(error)
                 log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=str(error), attempt=backoff)
@@ -272,17 +300,45 @@ class Streamer:
             except Exception:
                 log.exception("closing failed; going on", part=name)
 
-        if self.admin is not None:
-            await step("admin", self.admin.close)
-        await step("interest", self.interest.stop)
-        if self.usubscription is not None:
-            await step("usubscription", self.usubscription.stop)
-        await step("history", self.history.stop)
-        for endpoint in self.endpoints:
-            await step(endpoint.name, endpoint.transport.close)
-        await step("dead letters", self.dead_letters.close)
+        async def services() -> None:
+            if self.admin is not None:
+                await step("admin", self.admin.close)
+            await step("interest", self.interest.stop)
+            if self.usubscription is not None:
+                await step("usubscription", self.usubscription.stop)
+            await step("history", self.history.stop)
+
+        await _within(SERVICES_CLOSE_S, "services", services())
+        await asyncio.gather(
+            *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
+        )
+        await _within(FILES_CLOSE_S, "dead letters", step("dead letters", self.dead_letters.close))
         for one in self.logs:
-            await step("log", one.close)
+            await _within(FILES_CLOSE_S, "log", step("log", one.close))
+
+    async def _start_usubscription(self, service: USubscriptionService) -> bool:
+        """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
+        try:
+            await service.start()
+        except UStatusError as error:
+            if error.code == UCode.FAILED_PRECONDITION:
+                raise
+            self._troubles["usubscription"] = f"its service can't start: {error}"
+            log.error("uSubscription can't start; trying again", error=str(error))
+            return False
+        self._troubles.pop("usubscription", None)
+        return True
+
+    async def _retry_usubscription(self, service: USubscriptionService) -> None:
+        backoff = Backoff(1_000, REOPEN_MS_MAX, self._runtime.rng)
+        while True:
+            await backoff.wait()
+            if await self._start_usubscription(service):
+                await self.interest.refresh()
+                return
+
+    def _lost(self, peer: Endpoint, source: Log, after: int, before: int) -> None:
+        """An endpoint will never get what is between these seqs."""
 
     # What is listened to
 
@@ -363,7 +419,10 @@ class Streamer:
     # How it is
 
     def is_connected(self, endpoint: Endpoint) -> bool:
-        return endpoint.name in self._open and endpoint.transport.connected
+        connected = endpoint.name in self._open and endpoint.connected
+        if connected:
+            self._linked.add(endpoint.name)  # also of a transport that tells of reconnections only
+        return connected
 
     def dropped(self, endpoint: Endpoint) -> Counter[str]:
         """Drops by reason, those of the transport included."""
@@ -371,10 +430,13 @@ class Streamer:
 
     def problems(self) -> list[str]:
         """What is wrong; empty: ready."""
-        problems = [f"endpoint {name}: {trouble}" for name, trouble in self._troubles.items()]
-        problems += [
-            f"endpoint {e.name}: its network is away" for e in self.endpoints if e.name in self._linked and not e.transport.connected
-        ]
+        problems = [f"{'endpoint ' * (name in self.ingresses)}{name}: {trouble}" for name, trouble in self._troubles.items()]
+        for endpoint in self.endpoints:
+            if not self.is_connected(endpoint) and endpoint.name in self._linked:
+                problems.append(f"endpoint {endpoint.name}: its network is away")
+            problems += [f"endpoint {endpoint.name}: {trouble}" for trouble in endpoint.troubles]
+        problems += [f"endpoint {pump.peer.name}: {pump.trouble}" for pump in self.pumps if pump.trouble]
+        problems += self.claims.problems()
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
         if self.usubscription is not None and not self.usubscription.healthy:
@@ -406,22 +468,48 @@ class Streamer:
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(letter))
 
 
+class _Unmade(UTransport):
+    """Stands for a transport whose constructor failed."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    connected = False  # type: ignore[assignment]
+
+    async def open(self) -> None:
+        raise UStatusError(UCode.UNAVAILABLE, self._why)
+
+    async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
+        return [UStatus(code=UCode.UNAVAILABLE, message=self._why)] * len(messages)
+
+
+async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, but not for longer: the process has to end."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        log.warning("closing took too long; going on without", part=what, seconds=seconds)
+
+
 def _rule(section: RuleSection) -> Rule:
     return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
 
 
 async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
-    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong."""
-    streamer = await Streamer.create(config)
+    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong for good."""
+    stopping = stopping or asyncio.Event()
+    streamer = await _create(config, stopping)
+    if streamer is None:
+        return
 
     async def announce() -> None:
         await streamer.ready.wait()
         on_ready(streamer)
 
     async def stop() -> None:
-        if stopping is not None:
-            await stopping.wait()
-            streamer.stop()
+        await stopping.wait()
+        streamer.stop()
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
@@ -438,3 +526,26 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
         for helper in helpers:
             helper.cancel()
         await asyncio.gather(*helpers, return_exceptions=True)
+
+
+async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
+    """The streamer, as soon as the disk lets it be; None if `stopping` comes first. The admin port says meanwhile what is wrong."""
+    backoff = Backoff(1_000, REOPEN_MS_MAX)
+    told = ""
+    while not stopping.is_set():
+        try:
+            return await Streamer.create(config)
+        except UStatusError as error:
+            if error.code not in (UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED):
+                raise
+            trouble = str(error)
+        if trouble != told:
+            told = trouble
+            log.error("the streamer can't start; trying again", error=trouble)
+        async with contextlib.AsyncExitStack() as stack:
+            if config.streamer.admin is not None:
+                await stack.enter_async_context(Admin(config.streamer.admin, lambda why=trouble: [why]))  # type: ignore[misc]
+            waiting = asyncio.ensure_future(stopping.wait())
+            await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
+            waiting.cancel()
+    return None

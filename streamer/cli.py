@@ -93,6 +93,10 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
             raise typer.Exit(130) from None
 
 
+def _note_hangup() -> None:
+    structlog.get_logger().warning("SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again")
+
+
 def _log_to_stderr(level: str = "warning") -> None:
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
@@ -153,6 +157,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, _note_hangup)
         await serve(loaded, on_ready, stopping)
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)

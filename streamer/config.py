@@ -97,7 +97,12 @@ class HistorySection(_Section):
     volatile: list[Pattern] = []  # kept in memory only: for high rates on flash that must not wear
     retention_hours: float = Field(default=168, gt=0)
     retention_mib: int = Field(default=1024, ge=1)
+    absent_hours: float = Field(default=168, gt=0, allow_inf_nan=False)  # for so long an endpoint that is away holds what it has not had
     volatile_mib: int = Field(default=64, ge=8)  # less would not hold what is under way between two networks
+
+    @property
+    def absent_ms(self) -> int:
+        return int(self.absent_hours * 3_600_000)
 
 
 class USubscriptionSection(_Section):

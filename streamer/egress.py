@@ -1,8 +1,8 @@
 """Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has confirmed.
 
     log -> read ahead (bounded) -> who wants it? -> priority classes -> send_batch -> confirmed: cursor
-                                    view, sample period                   |-> UNAVAILABLE: again, in order, after a pause
-                                                                          +-> refused, expired: dead letter
+     ^                              |  sample period                       |-> UNAVAILABLE: again, in order, after a pause
+     '- read back, once it is known: nobody can say yet: parked            '-> refused, expired: dead letter
 
 Order holds per (source, sink) within a class: one batch is in flight, and after a failure nothing behind it was tried.
 """
@@ -13,19 +13,20 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import structlog
 
 from history.chunk import Chunk
-from history.log import Log
+from history.log import Log, Passed
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import LAG_RECORDS_MAX, Flow
+from streamer.parked import PARKED_MAX, Parked, Parking
 from streamer.retry import Backoff
 from streamer.view import Target, Version, View
 from uprotocol import attributes as attrs
-from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
 from uprotocol.status import OK, RETRYABLE, UStatusError, code_name
@@ -40,30 +41,44 @@ READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so 
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
 CURSOR_PREFIX: Final = "egress:"
-UNDECIDED_WAIT_S: Final = 5.0  # how long a record waits for a uSubscription that is being asked about its topic
+RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
+PASSED_LETTERS_MAX: Final = 100  # dead letters of what retention took before the peer was back; beyond it only the range is told
+ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 
 log = structlog.get_logger()
 
 
 Item = tuple[int, Carried]  # seq and message
+GapCallback = Callable[[Endpoint, Log, int, int], None]
 _RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)  # plain numbers: an enum's attribute is looked up in Python at each use
 
 
 class Plan(NamedTuple):
     """What to do with the records of one stream, for one peer."""
 
-    targets: tuple[Target, ...]  # empty: skip
-    since: int  # skip up to here
+    targets: tuple[Target, ...]
+    since: int  # none of them wants what came up to here
     as_is: bool  # every message, unchanged: the fast way
     add_sink: bool  # one copy per target with the streamer's sink
     drop_sink: bool  # the streamer's sink has done its work
+    park: bool  # nobody can say yet who else wants it
 
 
-SKIP: Final = Plan((), 0, False, False, False)
+SKIP: Final = Plan((), 0, False, False, False, False)
+
+
+@dataclass(slots=True)
+class Back:
+    """Parked topics that turned out to be wanted, read once more from the log up to `until`; then they are live again."""
+
+    targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it
+    after: dict[int, int]  # by stream: from where
+    place: int
+    until: int
 
 
 class Pump:
-    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log."""
+    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and those of its parked topics."""
 
     def __init__(
         self,
@@ -74,24 +89,35 @@ class Pump:
         backoff: Backoff,
         flow: Flow | None = None,
         now_ms: Callable[[], int] = uuids.now_ms,
+        *,
+        absent_ms_max: int = ABSENT_MS_MAX,
+        on_gap: GapCallback = lambda *_: None,
     ) -> None:
         self.peer, self.log = peer, source
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
         self.name = CURSOR_PREFIX + peer.name
         self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]  # by priority class
         self._waiting = self._waiting_bytes = 0
-        self._plans: dict[int, Plan | None] = {}
+        self._plans: dict[int, Plan] = {}
         self._plans_version: Version | None = None
+        self.parking = Parking(source, peer.name, absent_ms_max)
+        self._recheck: deque[int] = deque()  # parked topics to be looked at: the interest has changed
+        self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
+        self._back: Back | None = None
         self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
         self._wake = asyncio.Event()
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
         self.retries = 0
-        self.gaps = 0  # records that retention took before the peer got them
-        self._flow = flow
+        self.gaps = 0  # records that were lost to retention or damage before the peer got them
+        self.trouble = ""  # why reading or sending does not go on
+        self._flow, self._on_gap = flow, on_gap
+        self.absent_ms, self._absent_ms_max = 0, absent_ms_max  # how long the peer has been away, while the streamer ran
+        self._letters_left = PASSED_LETTERS_MAX
         self._active_at = -math.inf  # loop time at which the peer last took something, or was given something after that
         self._failing = False  # the last batch was not taken whole
         source.on_append(self._wake.set)
+        source.on_passed(self._passed)
 
     def __repr__(self) -> str:
         return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={self._waiting})"
@@ -113,6 +139,11 @@ class Pump:
         """True if the peer has taken something since that loop time."""
         return self._active_at >= since
 
+    @property
+    def holds(self) -> bool:
+        """True while retention by age keeps what the peer has not had."""
+        return self.absent_ms < self._absent_ms_max
+
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
         self._backoff.wake()
@@ -120,43 +151,90 @@ class Pump:
 
     def begin(self) -> None:
         """Find the place to go on from. Before anything is listened to: what is taken from then on may be for this peer."""
-        stored = self.log.cursor(self.name)
-        if stored is None:  # a new peer: what was there before it is not for it
-            stored = self.log.newest_seq
-            self.log.set_cursor(self.name, stored)
-        self.cursor = self._read = stored
+        stored = self.log.cursor_rows().get(self.name)
+        if stored is not None:
+            self.cursor, self.absent_ms = min(stored.seq, self.log.newest_seq), stored.absent_ms
+        else:  # a new peer: what was there before it is not for it
+            self.cursor = self.log.newest_seq
+        self._read = self.cursor
+        self._save()
+        self.parking.load()
+
+    def waited(self, ms: int, *, away_ms: int) -> None:
+        """So much time has passed, and of it the peer has been away for the last `away_ms`."""
+        absent_ms = self.absent_ms + ms if away_ms >= ms else away_ms
+        if absent_ms != self.absent_ms:
+            self.absent_ms = absent_ms
+            self._save()
+        self.parking.wait(ms)
+
+    def _save(self) -> None:
+        self.log.set_cursor(self.name, self.cursor, holds=self.holds, absent_ms=self.absent_ms)
 
     async def run(self) -> None:
         """Pump until cancelled, from where `begin` found it."""
         while True:
-            await self._fill()
-            if not self._waiting:
-                self._confirm()
-                self._wake.clear()
-                if self._read >= self.log.newest_seq:
-                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                at_the_end = await self._fill()
+            except UStatusError as error:  # of the log
+                await self._wait_for_the_log(error)
                 continue
-            await self._send()
+            self.trouble = ""
+            if self._waiting:
+                await self._send()
+                continue
+            self._confirm()
+            if at_the_end:
+                await self._wake.wait()
+
+    async def _wait_for_the_log(self, error: UStatusError) -> None:
+        if not self.trouble:
+            log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
+        self.trouble = str(error)
+        await self._backoff.wait()
 
     # Reading ahead
 
     def _is_full(self) -> bool:
         return self._waiting >= WINDOW_MESSAGES_MAX or self._waiting_bytes >= WINDOW_BYTES_MAX
 
-    async def _fill(self) -> None:
-        """Read until the window is full or the log is at its end."""
-        while not self._is_full() and self._read < self.log.newest_seq:
+    async def _fill(self) -> bool:
+        """Read until the window is full; True if there is nothing to read for now."""
+        while not self._is_full():
             if self._plans_version != (version := self._view.version):
                 self._plans.clear()
                 self._plans_version = version
-            chunks, covered = await self._next_chunks()
-            for chunk in chunks:
-                if not await self._plan_all(chunk.streams):
-                    return
-                self._take(chunk)
-                if self._is_full():
-                    return
-            self._read = max(self._read, covered)
+                self._recheck = deque(self.parking)
+            if self._recheck:
+                await self._look_at_parked()
+            elif self._back is not None:
+                if not await self._read_back():
+                    return False
+            elif self._found:
+                if self._waiting:
+                    return False  # what was read before leaves first
+                self._turn_back()
+            elif self._read >= self.log.newest_seq:
+                return True
+            else:
+                chunks, covered = await self._next_chunks()
+                if self._plans_version == self._view.version and not self._take_all(chunks, covered):
+                    return not self._waiting and not self._is_full()
+        return False
+
+    def _take_all(self, chunks: list[Chunk], covered: int) -> bool:
+        """False if the window is full, or if too many topics are parked already."""
+        for chunk in chunks:
+            if chunk.last_seq <= self._read:  # told as passed by retention while it was read
+                continue
+            if not self._plan_all(chunk.streams):
+                return False
+            self._take(chunk.after(self._read))
+            if self._is_full():
+                return False
+        self._read = max(self._read, covered)
+        return True
 
     async def _next_chunks(self) -> tuple[list[Chunk], int]:
         """What follows the last record read, and up to where that is all; from memory where it is there."""
@@ -174,47 +252,51 @@ class Pump:
     def _gap(self, after: int, before: int) -> None:
         self.gaps += before - after - 1
         log.error("records were lost to retention or damage before the peer got them", peer=self.peer.name, after=after, before=before)
+        self._on_gap(self.peer, self.log, after, before)
 
-    async def _plan_all(self, streams: list[int]) -> bool:
-        """Plan each stream of a chunk; False if the interest changed meanwhile."""
-        for stream in set(streams).difference(self._plans):
-            plan = self._plan(stream)
-            if plan is None:
-                try:
-                    async with asyncio.timeout(UNDECIDED_WAIT_S):
-                        while (plan := self._plan(stream)) is None:
-                            self._wake.clear()
-                            await self._wake.wait()
-                except TimeoutError:
-                    topic = uris.format(self.log.stream(stream).source)
-                    log.warning("passed over until a uSubscription says who wants it", peer=self.peer.name, topic=topic)
-                    plan = SKIP
-                if self._plans_version != self._view.version:
-                    return False
-            self._plans[stream] = plan
-        return True
+    def _plan_all(self, streams: list[int]) -> bool:
+        """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
+        plans = self._plans
+        for stream in set(streams).difference(plans):
+            plans[stream] = self._plan(stream)
+        if len(self.parking) + len(streams) < PARKED_MAX:
+            return True
+        return len(self.parking) + sum(plans[stream].park for stream in set(streams)) <= PARKED_MAX
 
-    def _plan(self, stream_id: int) -> Plan | None:
+    def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
+        """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
         stream = self.log.stream(stream_id)
-        legs = self._view.legs(stream.source, stream.sink, self.log.newest_seq)
-        if legs is None:
-            return None
-        leg = next((leg for leg in legs if leg.peer is self.peer), None)
-        if leg is None:
-            return SKIP
-        directed = stream.sink is not None and attrs.is_streamer_sink(stream.sink)
-        add_sink = self.peer.needs_sink and stream.sink is None
-        drop_sink = directed and not self.peer.needs_sink
-        thinned = all(target.period_ms for target in leg.targets)
-        since = min(target.since for target in leg.targets)
-        return Plan(leg.targets, since, not (add_sink or drop_sink or thinned), add_sink, drop_sink)
+        decision = self._view.decide(stream.source, stream.sink, self.log)
+        leg = next((leg for leg in decision.legs if leg.peer is self.peer), None)
+        return () if leg is None else leg.targets, self.peer in decision.open
+
+    def _plan(self, stream_id: int) -> Plan:
+        targets, is_open = self._wanted(stream_id)
+        parked = self.parking.get(stream_id)
+        if parked is not None:
+            targets = tuple(target for target in targets if target.authority in parked.served)
+        elif is_open and not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
+            is_open = False  # the peer's network gets each message anyway
+        return self._plan_for(stream_id, targets, park=is_open and parked is None)
+
+    def _plan_for(self, stream_id: int, targets: tuple[Target, ...], *, park: bool) -> Plan:
+        if not targets:
+            return SKIP._replace(park=True) if park else SKIP
+        sink = self.log.stream(stream_id).sink
+        add_sink = self.peer.needs_sink and sink is None
+        drop_sink = sink is not None and attrs.is_streamer_sink(sink) and not self.peer.needs_sink
+        thinned = all(target.period_ms for target in targets)
+        since = min(target.since for target in targets)
+        return Plan(targets, since, not (add_sink or drop_sink or thinned or park), add_sink, drop_sink, park)
 
     def _take(self, chunk: Chunk) -> None:
         plans, lanes, taken, size = self._plans, self._lanes, 0, 0
         for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
             plan = plans[stream]
-            assert plan is not None
-            if not plan.targets or seq <= plan.since:
+            if plan.park:
+                self.parking.park(stream, seq - 1, plan.targets)
+                plan = plans[stream] = self._plan(stream)
+            if seq <= plan.since or not plan.targets:
                 continue
             if plan.as_is:
                 lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message))
@@ -227,7 +309,7 @@ class Pump:
                 size += len(copy.payload)
         self._waiting += taken
         self._waiting_bytes += size
-        self._read = chunk.last_seq
+        self._read = max(self._read, chunk.last_seq)
         if self._flow is not None:
             self._flow.moved()
 
@@ -251,6 +333,115 @@ class Pump:
         self._due_ms[key] = created_ms + target.period_ms
         return True
 
+    # What was parked
+
+    async def _look_at_parked(self) -> None:
+        """The interest has changed: which parked topics are wanted now, and which are not?"""
+        for _ in range(min(len(self._recheck), RECHECK_TOPICS)):
+            stream = self._recheck.popleft()
+            parked = self.parking.get(stream)
+            if parked is None:
+                continue
+            targets, is_open = self._wanted(stream)
+            missing = self._missing(parked, targets)
+            if missing:
+                self._found[stream] = missing
+                continue
+            self._found.pop(stream, None)
+            self.parking.serve(stream, (target for target in targets if target.authority not in parked.served))
+            self._plans.pop(stream, None)
+            if not is_open and not self._is_read_back(stream):
+                self.parking.forget(stream)
+        await asyncio.sleep(0)
+
+    def _missing(self, parked: Parked, targets: tuple[Target, ...]) -> tuple[Target, ...]:
+        """Those who want what was parked and have not had it."""
+        if parked.whole and not self.peer.needs_sink:
+            return ()
+        return tuple(target for target in targets if target.authority not in parked.served and target.since < self._read)
+
+    def _is_read_back(self, stream: int) -> bool:
+        return self._back is not None and stream in self._back.targets
+
+    def _turn_back(self) -> None:
+        found, self._found = self._found, {}
+        after = {stream: parked.after for stream in found if (parked := self.parking.get(stream)) is not None}
+        targets = {stream: found[stream] for stream in after}
+        if after:
+            self._back = Back(targets, after, min(after.values()), self._read)
+
+    async def _read_back(self) -> bool:
+        """One step; False while what was read has to leave first."""
+        back = self._back
+        assert back is not None
+        if back.place < back.until:
+            found = await self.log.scan(
+                back.place, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=back.targets.keys(), until=back.until
+            )
+            for after, before in found.gaps:
+                self._gap(after, before)
+            for chunk in found.chunks:
+                self._take_back(back, chunk)
+            back.place = max(back.place, found.covered)
+            return True
+        if self._waiting:
+            return False  # the cursors of these topics stand until all of it was confirmed
+        self._back = None
+        for stream, targets in back.targets.items():
+            self.parking.serve(stream, targets)
+            self._plans.pop(stream, None)
+            self._recheck.append(stream)
+        return True
+
+    def _take_back(self, back: Back, chunk: Chunk) -> None:
+        for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
+            if seq <= back.after[stream]:
+                continue
+            plan = self._plan_for(stream, back.targets[stream], park=False)
+            for copy in self._copies(plan, stream, seq, decoded(message)):
+                self._lanes[lane(copy.attributes)].append((seq, copy))
+                self._waiting += 1
+                self._waiting_bytes += len(copy.payload)
+
+    # What retention took
+
+    def _passed(self, passed: Passed) -> None:
+        """Retention has deleted records that this peer may not have had: told one by one while they are few, beyond that as one range."""
+        lost = told = 0
+        for chunk in passed.chunks:
+            for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
+                if not self._still_wants(stream, seq):
+                    continue
+                lost += 1
+                if self._letters_left > 0:
+                    self._letters_left -= 1
+                    told += 1
+                    self._dead((seq, message), UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+        last = passed.before - 1
+        seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
+        if lost > told or last > max(seen, self._read):
+            self._gap(max(passed.after, min(self.cursor, last)), passed.before)
+        for stream in [stream for stream in self.parking if self._parked_place(stream) < last]:
+            self.parking.move(stream, last)
+        if self._back is not None:
+            self._back.place = max(self._back.place, min(last, self._back.until))
+        self._read = max(self._read, last)
+        self._wake.set()
+
+    def _parked_place(self, stream: int) -> int:
+        parked = self.parking.get(stream)
+        return parked.after if parked is not None else 0
+
+    def _still_wants(self, stream: int, seq: int) -> bool:
+        parked = self.parking.get(stream)
+        if parked is not None:
+            place = max(parked.after, self._back.place) if self._back is not None and stream in self._back.targets else parked.after
+            return seq > place
+        if seq <= self._read:
+            return False  # it waits in memory, or has left
+        targets, is_open = self._wanted(stream)
+        return is_open or any(seq > target.since for target in targets)
+
     # Sending
 
     async def _send(self) -> None:
@@ -263,10 +454,7 @@ class Pump:
         messages: Sequence[Any] = [message for _, message in batch]
         if not transport.takes_encoded:
             messages = [decoded(message) for message in messages]
-        try:
-            statuses = await transport.send_batch(messages)
-        except UStatusError as error:
-            statuses = [error.status] * len(batch)
+        statuses = await self.peer.send_batch(messages)
         again = self._settle(batch, statuses)
         for item in reversed(again):
             self._lanes[lane(item[1].attributes)].appendleft(item)
@@ -279,6 +467,7 @@ class Pump:
             await self._backoff.wait()
         else:
             self._active_at = loop.time()
+            self._letters_left = PASSED_LETTERS_MAX
             self._backoff.reset()
 
     def _next_batch(self) -> list[Item]:
@@ -319,7 +508,7 @@ class Pump:
         cursor = min((queue[0][0] - 1 for queue in self._lanes if queue), default=self._read)
         if cursor > self.cursor:
             self.cursor = cursor
-            self.log.set_cursor(self.name, cursor)
+            self._save()
 
 
 def _is_expired(message: Carried, now_ms: int) -> bool:

@@ -1,25 +1,46 @@
 """Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
 
 authority -> Endpoints.owner -> Endpoint        "*" owns every authority that no other endpoint names
+Endpoint.send_batch, open, ... -> transport     whatever a plugin raises becomes a UStatusError here: that endpoint's trouble alone
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from typing import Final
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
 
+import structlog
+
+from transports.outbox import stopped
 from uprotocol import uri as uris
-from uprotocol.transport import Capability, UTransport
+from uprotocol.status import OK, RETRYABLE, UStatusError
+from uprotocol.transport import Capability, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 
 AUTHORITIES_CACHED_MAX: Final = 65_536  # owners that were looked up; thousands of vehicles fit, a flood of made-up names does not grow it
+TRIES_ALONE: Final = 3  # of a message at which a transport fails: it may have been the moment's fault, not the message's
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+class FaultError(UStatusError):
+    """A plugin raised something else than UStatusError, or gave an answer that is none."""
 
 
 class Endpoint:
-    """One network. Counters say what passed: `received`, `forwarded` messages, `dropped` by reason."""
+    """One network. Counters say what passed: `received`, `forwarded` messages, `dropped` by reason.
+
+    A plugin that raises anything but UStatusError has a fault: it is counted in `faults` and told by `fault` until the next call goes
+    well, and the call answers UNAVAILABLE, so that it is tried again.
+    """
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport) -> None:
         self.name = name
+        self.faults, self.fault = 0, ""
         self.authorities = frozenset(authorities)
         self.transport = transport
         self.received = 0
@@ -34,6 +55,102 @@ class Endpoint:
     def needs_sink(self) -> bool:
         """A publish leaves with the streamer's sink, once per subscribing authority (MQTT off-vehicle)."""
         return Capability.PUBLISH_WITHOUT_SINK not in self.transport.capabilities
+
+    # What the transport does, with every exception translated
+
+    async def open(self) -> None:
+        await self._guarded(self.transport.open)
+
+    async def close(self) -> None:
+        await self._guarded(self.transport.close)
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        await self._guarded(self.transport.register_listener, source_filter, listener, sink_filter)
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        await self._guarded(self.transport.unregister_listener, source_filter, listener, sink_filter)
+
+    async def send(self, message: Any) -> None:
+        """Raises UStatusError."""
+        (status,) = await self.send_batch([message])
+        if status.code:
+            raise UStatusError.from_status(status)
+
+    async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
+        """As UTransport.send_batch; never raises.
+
+        Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is INTERNAL, for good.
+        """
+        try:
+            return await self._send(messages)
+        except FaultError as fault:
+            if len(messages) == 1:
+                return [fault.status]
+        except UStatusError as error:
+            return [error.status] * len(messages)
+        return await self._send_one_by_one(messages)
+
+    async def _send(self, messages: Sequence[Any]) -> list[UStatus]:
+        statuses = await self._guarded(self.transport.send_batch, messages)
+        if len(statuses) != len(messages):
+            raise self._failed(f"{len(messages)} messages were answered by {len(statuses)} statuses")
+        return statuses
+
+    async def _send_one_by_one(self, messages: Sequence[Any]) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        faulty: list[int] = []
+        for number, message in enumerate(messages):
+            status, is_faulty = await self._send_alone(message)
+            if is_faulty:
+                faulty.append(number)
+            elif status.code in RETRYABLE:
+                stopped(statuses, len(messages), status)
+                break
+            statuses.append(status)
+        if any(status is OK or not status.code for status in statuses):
+            for number in faulty:
+                statuses[number] = UStatus(code=UCode.INTERNAL, message=statuses[number].message)
+        return statuses
+
+    async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
+        """Its status, and whether that is the transport's fault."""
+        for _ in range(TRIES_ALONE):
+            try:
+                (status,) = await self._send([message])
+                return status, False
+            except FaultError as fault:
+                answer = fault.status
+            except UStatusError as error:
+                return error.status, False
+        return answer, True
+
+    async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+        try:
+            result = await call(*arguments)
+        except UStatusError:
+            self.fault = ""
+            raise
+        except Exception as error:
+            raise self._failed(f"{call.__name__} raised {error!r}", error) from error
+        self.fault = ""
+        return result
+
+    def _failed(self, why: str, error: BaseException | None = None) -> FaultError:
+        self.faults += 1
+        self.fault = f"its transport has a fault: {why}"
+        if self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+            log.error("a transport has a fault; trying again", endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
+        return FaultError(UCode.UNAVAILABLE, self.fault)
+
+    @property
+    def connected(self) -> bool:
+        return bool(self.transport.connected)
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong with the network or its transport, in plain sentences."""
+        told: list[str] = list(getattr(self.transport, "troubles", ()))
+        return [self.fault, *told] if self.fault else told
 
     def __repr__(self) -> str:
         return f"Endpoint({self.name}, {','.join(sorted(self.authorities))}, received={self.received}, forwarded={self.forwarded})"

@@ -20,7 +20,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import lane
 from uprotocol.message import error_response
-from uprotocol.status import RETRYABLE, UStatusError, code_name
+from uprotocol.status import RETRYABLE, code_name
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -137,10 +137,7 @@ class ExpressLane:
                 if not self._size:
                     await self._arrived.wait()
                 continue
-            try:
-                statuses = await self.peer.transport.send_batch([message for message, _ in batch])
-            except UStatusError as error:
-                statuses = [error.status] * len(batch)
+            statuses = await self.peer.send_batch([message for message, _ in batch])
             again = []
             for entry, status in zip(batch, statuses, strict=True):
                 if status.code == UCode.OK:

@@ -65,11 +65,15 @@ class HostedTransport(UTransport):
 
     @property
     def connected(self) -> bool:
-        return self._home.transport.connected
+        return self._home.connected
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         for endpoint in self._endpoints:
             endpoint.transport.on_connection(callback)
+
+    def toward(self, endpoint: Endpoint) -> UTransport:
+        """The same, for who speaks with one network: `connected` and `on_connection` are that network's."""
+        return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         statuses = []
@@ -89,11 +93,11 @@ class HostedTransport(UTransport):
         attributes = message.attributes
         if not attributes.HasField("sink"):
             taken = self.walk.on_receive_batch([message])
-            await self._home.transport.send(message)
+            await self._home.send(message)
         elif self.owns(attributes.sink):
             taken = self._table.deliver([message])
         elif self._endpoints.owner(attributes.sink.authority_name) is self._home:
-            await self._home.transport.send(message)
+            await self._home.send(message)
             return
         else:
             taken = self.walk.on_receive_batch([message])
@@ -102,7 +106,7 @@ class HostedTransport(UTransport):
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         if sink_filter is None:
-            await self._home.transport.register_listener(source_filter, listener)
+            await self._home.register_listener(source_filter, listener)
             return
         if self._table.add(source_filter, sink_filter, listener) is None:
             return
@@ -113,7 +117,7 @@ class HostedTransport(UTransport):
 
     async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         if sink_filter is None:
-            await self._home.transport.unregister_listener(source_filter, listener)
+            await self._home.unregister_listener(source_filter, listener)
             return
         if self._table.remove(source_filter, sink_filter, listener) is None:
             return
@@ -121,3 +125,31 @@ class HostedTransport(UTransport):
         if self._entities[sink_filter.ue_id] == 0:
             del self._entities[sink_filter.ue_id]
             await self.entities_changed()
+
+
+class _Toward(UTransport):
+    """See HostedTransport.toward."""
+
+    capabilities = HostedTransport.capabilities
+
+    def __init__(self, hosted: HostedTransport, endpoint: Endpoint) -> None:
+        self._hosted, self._endpoint = hosted, endpoint
+
+    def __repr__(self) -> str:
+        return f"{self._hosted!r} toward {self._endpoint.name}"
+
+    @property
+    def connected(self) -> bool:
+        return self._endpoint.connected
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._endpoint.transport.on_connection(callback)
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        return await self._hosted.send_batch(messages)
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        await self._hosted.register_listener(source_filter, listener, sink_filter)
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        await self._hosted.unregister_listener(source_filter, listener, sink_filter)

@@ -20,6 +20,7 @@ from history.log import Log
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
+from streamer.held import Held
 from streamer.hosted import HostedTransport
 from streamer.rules import Rules
 from streamer.view import Version, View
@@ -58,28 +59,31 @@ class Route:
     stream: int = 0
     peer: Endpoint | None = None
     reason: str = ""  # of DROP; empty: none of our business, not counted
+    source: bytes = b""  # as it is on the wire
 
 
 class IdWindow:
-    """The ids taken lately, in two generations, so that forgetting is cheap. An id is `UUID.SerializeToString()`."""
+    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as they are
+    on the wire: what somebody else sends under a foreign id must not keep out the real message.
+    """
 
     def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
         self._generation_max = ids_max // 2
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
-    def take(self, id: bytes) -> bool:
-        """False if `id` was taken before."""
-        if id in self._young or id in self._old:
+    def take(self, key: bytes) -> bool:
+        """False if `key` was taken before."""
+        if key in self._young or key in self._old:
             return False
-        self._young.add(id)
+        self._young.add(key)
         if len(self._young) >= self._generation_max:
             self._old, self._young = self._young, set()
         return True
 
-    def forget(self, id: bytes) -> None:
-        self._young.discard(id)
-        self._old.discard(id)
+    def forget(self, key: bytes) -> None:
+        self._young.discard(key)
+        self._old.discard(key)
 
 
 class Logs:
@@ -132,6 +136,8 @@ class Ingress:
         self._newest_append: dict[Log, asyncio.Future[int]] = {}
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
+        can_repeat = trusted or Capability.ACK in endpoint.transport.capabilities
+        self._held = {} if can_repeat else {one: Held(one) for one in logs}
         self._comes_again: tuple[bytes, float] | None = None  # the id that nothing may overtake, and until when (loop time)
 
     def __repr__(self) -> str:
@@ -160,7 +166,7 @@ class Ingress:
             if route.lane is Lane.DROP:
                 self._drop(route, decoded(message))
                 continue
-            if not take(_id(message)):
+            if not take(_id(message) + route.source):
                 duplicates += 1
                 continue
             if route.log is not None:
@@ -201,7 +207,7 @@ class Ingress:
             future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
             future.set_exception(UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first"))
         else:
-            future = target.append(streams, batch)
+            future = self._held[target].append(streams, batch) if target in self._held else target.append(streams, batch)
 
         def settle(done: asyncio.Future[int]) -> None:
             if done.cancelled() or done.exception() is None:
@@ -210,7 +216,7 @@ class Ingress:
             if self._comes_again is None and not self._trusted and Capability.ACK in self.endpoint.transport.capabilities:
                 self._comes_again = (_id(batch[0]), asyncio.get_running_loop().time() + COMES_AGAIN_S)
             for message in batch:
-                self._window.forget(_id(message))
+                self._window.forget(_id(message) + message.attributes.source.SerializeToString())
 
         future.add_done_callback(settle)
         return future
@@ -240,6 +246,7 @@ class Ingress:
         except UStatusError as error:  # the log knows too many topics: the others must not suffer
             log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
             route = Route(version, Lane.DROP, reason="topics_full")
+        route.source = message.attributes.source.SerializeToString()
         self._routes[key] = route
         return route
 
@@ -274,8 +281,7 @@ class Ingress:
 
     def _decide_published(self, source: UUri, version: Version) -> Route:
         target = self._logs.of(source)
-        legs = self._view.legs(source, None, target.newest_seq)
-        if legs or legs is None or self._logs.is_recorded(source):
+        if self._view.decide(source, None, target) or self._logs.is_recorded(source):
             return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, None))
         return Route(version, Lane.DROP)  # nobody wants it
 
@@ -290,18 +296,17 @@ class Ingress:
         async with self._sync_lock:
             wanted = self._wanted(topics, all_publishes)
             errors: list[UStatusError] = []
-            transport = self.endpoint.transport
             for key in self._registered.keys() - wanted.keys():
                 source, sink = self._registered.pop(key)
                 try:
-                    await transport.unregister_listener(source, self, sink)
+                    await self.endpoint.unregister_listener(source, self, sink)
                 except UStatusError as error:
                     if error.code != UCode.NOT_FOUND:
                         errors.append(error)
             for key in wanted.keys() - self._registered.keys():
                 source, sink = wanted[key]
                 try:
-                    await transport.register_listener(source, self, sink)
+                    await self.endpoint.register_listener(source, self, sink)
                 except UStatusError as error:
                     errors.append(error)
                 else:

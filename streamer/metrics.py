@@ -31,6 +31,9 @@ class StreamerCollector(Collector):
         dropped = CounterMetricFamily("up_streamer_dropped", "Messages not sent on, by reason", labels=["endpoint", "reason"])
         connected = GaugeMetricFamily("up_streamer_connected", "1 while the endpoint's network is there", labels=["endpoint"])
         express = GaugeMetricFamily("up_streamer_express_waiting", "Requests and responses that wait for an endpoint", labels=["endpoint"])
+        faults = CounterMetricFamily(
+            "up_streamer_transport_faults", "Calls in which a transport raised what it may not", labels=["endpoint"]
+        )
         for endpoint in self._streamer.endpoints:
             received.add_metric([endpoint.name], endpoint.received)
             forwarded.add_metric([endpoint.name], endpoint.forwarded)
@@ -38,19 +41,32 @@ class StreamerCollector(Collector):
                 dropped.add_metric([endpoint.name, reason], count)
             connected.add_metric([endpoint.name], int(self._streamer.is_connected(endpoint)))
             express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
-        yield from (received, forwarded, dropped, connected, express)
+            faults.add_metric([endpoint.name], endpoint.faults)
+        yield from (received, forwarded, dropped, connected, express, faults)
 
     def _pumps(self) -> Iterator[Metric]:
         labels = ["endpoint", "log"]
         backlog = GaugeMetricFamily("up_streamer_backlog", "Records that a peer has not been through", labels=labels)
         retries = CounterMetricFamily("up_streamer_retries", "Batches that had to be sent again", labels=labels)
-        gaps = CounterMetricFamily("up_streamer_gap_records", "Records lost to retention before a peer got them", labels=labels)
+        gaps = CounterMetricFamily("up_streamer_gap_records", "Records lost to retention or damage before a peer got them", labels=labels)
+        parked = GaugeMetricFamily(
+            "up_streamer_parked_topics", "Topics of which no uSubscription has said whether a peer wants them", labels=labels
+        )
+        absent = GaugeMetricFamily("up_streamer_absent_seconds", "For how long a peer has been away while the streamer ran", labels=labels)
         for pump in self._streamer.pumps:
             label = [pump.peer.name, "durable" if pump.log.durable else "volatile"]
             backlog.add_metric(label, pump.backlog)
             retries.add_metric(label, pump.retries)
             gaps.add_metric(label, pump.gaps)
-        yield from (backlog, retries, gaps)
+            parked.add_metric(label, len(pump.parking))
+            absent.add_metric(label, pump.absent_ms / 1000)
+        yield from (backlog, retries, gaps, parked, absent)
+        unclaimed = GaugeMetricFamily(
+            "up_streamer_unclaimed_records", "Records that wait for an endpoint that is not configured", labels=labels
+        )
+        for waits in self._streamer.claims.unclaimed:
+            unclaimed.add_metric([waits.endpoint, waits.log.name], waits.records)
+        yield unclaimed
 
     def _history(self) -> Iterator[Metric]:
         newest = GaugeMetricFamily("up_streamer_log_newest_seq", "Newest record of a log", labels=["log"])

@@ -1,21 +1,22 @@
 """View: for each record, which peers must get it, and under which authority.
 
-    (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Leg(peer, targets)
+    (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Decision(legs, open)
+                                      a service has not answered yet: its peers are open
 
 Decided once per topic and version of rules and interest; callers cache the answer under `version`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from history.log import Log
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
-
-TOPICS_REMEMBERED: Final = 65_536  # beyond it those that nobody wants are forgotten now and then, so that made-up topics cost no memory
 
 
 class Target(NamedTuple):
@@ -33,55 +34,65 @@ class Leg(NamedTuple):
     targets: tuple[Target, ...]
 
 
+class Decision(NamedTuple):
+    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not answered yet."""
+
+    legs: tuple[Leg, ...] = ()
+    open: tuple[Endpoint, ...] = ()
+
+    def __bool__(self) -> bool:
+        """False: nobody wants it."""
+        return bool(self.legs or self.open)
+
+
+NOBODY: Final = Decision()
 Version = tuple[int, int]
 
 
 class View:
-    """Pure but for one memory: since which seq each subscription of a topic counts."""
+    """Pure. `logs` gives the positions of subscriptions (usubscription_client.table.Positions) their order."""
 
-    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest) -> None:
+    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log]) -> None:
         self._endpoints, self._rules, self._interest = endpoints, rules, interest
-        self._since: dict[tuple[str, int, int, int], dict[str, int]] = {}
-        self._since_max = TOPICS_REMEMBERED
+        self._places = {log: place for place, log in enumerate(logs)}
 
     @property
     def version(self) -> Version:
-        """Changes whenever an answer of `legs` may."""
+        """Changes whenever an answer of `decide` may."""
         return (self._rules.version, self._interest.version)
 
-    def legs(self, source: UUri, sink: UUri | None, newest_seq: int) -> tuple[Leg, ...] | None:
-        """Who gets what comes from `source` (and goes to `sink`); None while a uSubscription is still being asked.
-
-        `newest_seq` is the log's: a subscription that is seen for the first time counts from there, unless the topic itself is new.
-        """
+    def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
+        """Who gets what comes from `source` (and goes to `sink`) and is kept in `log`."""
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:
-            return ()
+            return NOBODY
         if sink is not None:
             peer = self._endpoints.owner(sink.authority_name)
-            if peer is None or peer is origin or not self._allowed(origin, peer, source):
-                return ()
-            return (Leg(peer, (Target(sink.authority_name, 0, None),)),)
-        if self._interest.undecided(source):
-            return None
-        return self._subscribed(origin, source, newest_seq)
+            if peer is None or not self._passes(origin, peer, source):
+                return NOBODY
+            return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
+        return Decision(self._subscribed(origin, source, self._places[log]), self._open(origin, source))
 
-    def _subscribed(self, origin: Endpoint, topic: UUri, newest_seq: int) -> tuple[Leg, ...]:
-        wants = self._interest.wants(topic)
-        key = uris.key(topic)
-        known = self._since.get(key)
-        first = 0 if known is None else newest_seq
-        since = {authority: (known or {}).get(authority, first) for authority in wants}
-        if known is None and len(self._since) >= self._since_max:
-            self._since = {topic: counted for topic, counted in self._since.items() if counted}
-            self._since_max = max(TOPICS_REMEMBERED, 2 * len(self._since))
-        self._since[key] = since
+    def _subscribed(self, origin: Endpoint, topic: UUri, place: int) -> tuple[Leg, ...]:
         targets: dict[str, list[Target]] = {}
-        for authority, want in wants.items():
+        for authority, want in self._interest.wants(topic).items():
             peer = self._endpoints.owner(authority)
-            if peer is not None and peer is not origin and self._allowed(origin, peer, topic):
-                targets.setdefault(peer.name, []).append(Target(authority, since[authority], want.sample_period_ms or None))
+            if peer is not None and self._passes(origin, peer, topic):
+                since = want.since[place] if want.since else 0
+                targets.setdefault(peer.name, []).append(Target(authority, since, want.sample_period_ms or None))
         return tuple(Leg(self._endpoints[name], tuple(those)) for name, those in targets.items())
+
+    def _open(self, origin: Endpoint, topic: UUri) -> tuple[Endpoint, ...]:
+        """A subscriber's own service knows of it, and the topic's own service does: each may yet name somebody."""
+        undecided = self._interest.undecided(topic)
+        if not undecided:
+            return ()
+        if uris.WILDCARD_AUTHORITY in undecided or topic.authority_name in undecided:
+            peers = {endpoint.name: endpoint for endpoint in self._endpoints}
+        else:
+            owners = [owner for scope in undecided if (owner := self._endpoints.owner(scope)) is not None]
+            peers = {owner.name: owner for owner in owners}
+        return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True iff `topic` is published at `origin` and wanted by somebody on another network."""
@@ -89,10 +100,12 @@ class View:
             return False
         for authority in self._interest.wants(topic):
             peer = self._endpoints.owner(authority)
-            if peer is not None and peer is not origin and self._allowed(origin, peer, topic):
+            if peer is not None and self._passes(origin, peer, topic):
                 return True
         return False
 
-    def _allowed(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
+    def _passes(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
+        if peer is origin:
+            return False
         rule = self._rules.between(origin.name, peer.name)
         return rule is not None and rule.allows(address)

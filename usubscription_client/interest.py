@@ -5,7 +5,8 @@ uSubscription in this process --hook-------> EmbeddedInterest --+--> Interest: w
 the file of the Rust streamer -------------> StaticFile --------+
 
 A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A service that is away
-does not change what is known of it; `healthy` says so.
+does not change what is known of it; `healthy` says so. Until a service has given its first complete answer, nobody knows who else wants a
+topic: it is undecided, and stays so for as long as that takes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.memory import InterestMemory
-from usubscription_client.table import TableSource, Want, merge, uri_of
+from usubscription_client.table import Key, Positions, TableSource, Want, merge, uri_of
 from usubscription_client.wire import Status, Subscription
 
 REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do the work, this only mends what they lost
@@ -34,9 +35,8 @@ RETRY_FIRST_MS: Final = 500  # after a failed fetch; doubles up to ...
 RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
 ASKS_AT_ONCE: Final = 32  # calls in flight while a refresh asks again, topic by topic
+EMBEDDED_SAVE_DELAY_S: Final = 60.0  # what the service has on disk itself is remembered a second time for its damage only
 CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
-
-Key = tuple[str, int, int, int]
 
 log = structlog.get_logger()
 
@@ -45,6 +45,8 @@ class InterestSource(Protocol):
     """One place that knows subscriptions."""
 
     name: str
+    scope: str  # the authority whose clients and topics it knows; the wildcard: all
+    positions: Callable[[], Positions]  # where the logs are in which subscriptions count; set by the union
 
     @property
     def healthy(self) -> bool:
@@ -68,7 +70,7 @@ class InterestSource(Protocol):
         """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises UStatusError."""
 
     def decided(self, topic: UUri) -> bool:
-        """False until a source that can't list has answered about `topic`."""
+        """False until the first complete answer after a start, or, of a source that can't list, the first one about `topic`."""
         ...
 
     def wants(self, topic: UUri) -> Mapping[str, Want]: ...
@@ -141,9 +143,7 @@ class ServiceInterest(TableSource):
         if self._table.replace(known):
             self._table.changed()
         for subscription in known:
-            key = uris.key(subscription.topic)
-            self._asked[key] = subscription.topic
-            self._answered.add(key)
+            self._asked[uris.key(subscription.topic)] = subscription.topic
         self._table.on_change(memory.changed)
 
     async def refresh(self) -> None:
@@ -162,8 +162,7 @@ class ServiceInterest(TableSource):
             self._kick.set()
 
     def decided(self, topic: UUri) -> bool:
-        """False until a service that can't list has answered about `topic`."""
-        return self.can_list or uris.key(topic) in self._answered
+        return self.complete if self.can_list else uris.key(topic) in self._answered
 
     async def _run(self, first: asyncio.Future[None]) -> None:
         delay_ms = self._retry_first_ms
@@ -195,7 +194,10 @@ class ServiceInterest(TableSource):
 
     async def _fetch(self) -> None:
         """Register first, then fetch; what changes meanwhile is applied on top, so that nothing falls between."""
+        could_list = self.can_list
         if await self._client.find_version() == 3:
+            if could_list:
+                self._table.changed()  # who waits for this service has to ask it by topic
             await self._ask_all_again()
             return
         self._during_fetch = []
@@ -208,7 +210,8 @@ class ServiceInterest(TableSource):
         changed = self._table.replace(subscriptions)
         for change in meanwhile:
             changed = self._table.put(change) or changed
-        if changed:
+        if changed or not self.complete:
+            self.complete = True
             self._table.changed()
 
     async def _ask_all_again(self) -> None:
@@ -265,25 +268,40 @@ class EmbeddedService(Protocol):
 
 
 class EmbeddedInterest(TableSource):
-    """Straight from the service in this process: fresh before a subscriber has its answer."""
+    """Straight from the service in this process: fresh before a subscriber has its answer.
 
-    def __init__(self, service: EmbeddedService) -> None:
+    `memory` is a file that keeps who wants what over a restart, for when the service's own file can't be read then.
+    """
+
+    def __init__(self, service: EmbeddedService, memory: Path | None = None, runtime: Runtime = REAL) -> None:
         super().__init__(service.authority)
         self._service = service
+        self._memory = (
+            InterestMemory(memory, self._table.one_of_each_authority, runtime.disk, delay_s=EMBEDDED_SAVE_DELAY_S)
+            if memory is not None
+            else None
+        )
         self._loading: list[Subscription] | None = None
-        self._loaded = False
         self.healthy = False
         service.on_change(self._changed)
 
     async def start(self) -> None:
-        if not self._loaded:
+        if self.complete:
+            return
+        try:
             await self.refresh()
+        except UStatusError as error:
+            log.error("the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error))
+            if self._memory is not None and self._table.replace(self._memory.load()):
+                self._table.changed()
 
     async def stop(self) -> None:
-        """Nothing to stop: the service has its own owner."""
+        """The service has its own owner."""
+        if self._memory is not None:
+            await self._memory.close()
 
     async def refresh(self) -> None:
-        """Read everything. The service must have been started."""
+        """Read everything. The service must have been started. Raises UNAVAILABLE if it can't read its file."""
         self._loading = []
         try:
             rows = await self._service.subscriptions()
@@ -292,8 +310,11 @@ class EmbeddedInterest(TableSource):
                 changed = self._table.put(change) or changed
         finally:
             self._loading = None
-        self.healthy = self._loaded = True
-        if changed:
+        self.healthy = True
+        if changed or not self.complete:
+            if self._memory is not None and not self.complete:
+                self._table.on_change(self._memory.changed)
+            self.complete = True
             self._table.changed()
 
     def _changed(self, changes: Sequence[Any]) -> None:
@@ -312,12 +333,15 @@ def _subscription(row: Any) -> Subscription:
 class Interest:
     """The union of several sources. `version` rises with every change of any of them."""
 
-    def __init__(self, sources: Iterable[InterestSource]) -> None:
+    def __init__(self, sources: Iterable[InterestSource], positions: Callable[[], Positions] = tuple) -> None:
+        """`positions()`: where the logs are in which new subscriptions count."""
         self.sources = tuple(sources)
         self.version = 0
         self._callbacks: list[Callable[[], None]] = []
+        self._to_ask: dict[Key, UUri] = {}
         self._asking: dict[Key, asyncio.Task[None]] = {}
         for source in self.sources:
+            source.positions = positions
             source.on_change(self._changed)
 
     def __repr__(self) -> str:
@@ -327,6 +351,7 @@ class Interest:
         await asyncio.gather(*(source.start() for source in self.sources))
 
     async def stop(self) -> None:
+        self._to_ask.clear()
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*(source.stop() for source in self.sources))
@@ -340,15 +365,29 @@ class Interest:
         if asking:
             await asyncio.gather(*asking)
 
-    def undecided(self, topic: UUri) -> bool:
-        """True while a source that can't list has not answered about `topic`; the first call asks it, `on_change` tells of the answer."""
-        if all(source.decided(topic) for source in self.sources):
-            return False
+    def undecided(self, topic: UUri) -> list[str]:
+        """The scopes of the sources that may yet name somebody who wants `topic`; `on_change` tells when one of them has answered.
+
+        Sources that can't list are asked about it.
+        """
+        undecided = [source for source in self.sources if not source.decided(topic)]
+        if any(not source.can_list for source in undecided):
+            self._ask_soon(topic)
+        return [source.scope for source in undecided]
+
+    def _ask_soon(self, topic: UUri) -> None:
         key = uris.key(topic)
-        if key not in self._asking and len(self._asking) < ASKS_AT_ONCE:
-            self._asking[key] = task = asyncio.ensure_future(self.ask(topic))
-            task.add_done_callback(lambda _: self._asking.pop(key, None))
-        return True
+        if key not in self._asking and len(self._to_ask) < TOPICS_ASKED_MAX:
+            self._to_ask.setdefault(key, topic)
+            self._ask_next()
+
+    def _ask_next(self, answered: Key | None = None) -> None:
+        if answered is not None:
+            del self._asking[answered]
+        while self._to_ask and len(self._asking) < ASKS_AT_ONCE:
+            key = next(iter(self._to_ask))
+            self._asking[key] = task = asyncio.ensure_future(self.ask(self._to_ask.pop(key)))
+            task.add_done_callback(lambda _, key=key: self._ask_next(key))  # type: ignore[misc]
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`. Pure lookup: ask it once per topic and version."""

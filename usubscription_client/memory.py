@@ -26,8 +26,10 @@ log = structlog.get_logger()
 class InterestMemory:
     """One file for one source. A file that can't be read or written is told and does no harm: the service is asked anyway."""
 
-    def __init__(self, path: Path, known: Callable[[], Iterable[Subscription]], disk: Disk = REAL_DISK) -> None:
-        self._path, self._known, self._disk = path, known, disk
+    def __init__(
+        self, path: Path, known: Callable[[], Iterable[Subscription]], disk: Disk = REAL_DISK, *, delay_s: float = SAVE_DELAY_S
+    ) -> None:
+        self._path, self._known, self._disk, self._delay_s = path, known, disk, delay_s
         self._due: asyncio.TimerHandle | None = None
         self._saving: asyncio.Task[None] | None = None
 
@@ -48,7 +50,7 @@ class InterestMemory:
     def changed(self) -> None:
         """Save soon."""
         if self._due is None:
-            self._due = asyncio.get_running_loop().call_later(SAVE_DELAY_S, self._start)
+            self._due = asyncio.get_running_loop().call_later(self._delay_s, self._start)
 
     def _start(self) -> None:
         self._due = None

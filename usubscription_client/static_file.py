@@ -23,7 +23,7 @@ class StaticFile(TableSource):
     """The interest that `path` lists. Read at start and at every refresh."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(str(path))
+        super().__init__(str(path), scope=uris.WILDCARD_AUTHORITY)
         self._path = Path(path)
         self.healthy = False
 
@@ -44,7 +44,8 @@ class StaticFile(TableSource):
     async def _load(self) -> None:
         subscriptions = await asyncio.to_thread(read, self._path)
         self.healthy = True
-        if self._table.replace(subscriptions):
+        if self._table.replace(subscriptions) or not self.complete:
+            self.complete = True
             self._table.changed()
 
 

@@ -1,6 +1,7 @@
 """Topic -> who wants it, by authority, and how often: what every source of interest keeps. Pure.
 
 put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
+      since(topic): from where a subscription that is new here counts
 """
 
 from __future__ import annotations
@@ -8,41 +9,55 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.wire import Status, Subscription
 
 Key = tuple[str, int, int, int]
+Positions = tuple[int, ...]
+"""Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
+
+FROM_THE_CURSOR: Final[Positions] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """One authority's interest in one topic. `sample_period_ms` None: every message."""
+    """One authority's interest in one topic. `sample_period_ms` None: every message.
+
+    `since`: it counts for what came after these positions; FROM_THE_CURSOR: for all that the peer has not been through.
+    """
 
     sample_period_ms: int | None = None
+    since: Positions = FROM_THE_CURSOR
+
+
+class _Subscriber(NamedTuple):
+    period_ms: int | None
+    since: Positions
 
 
 def uri_of(key: Key) -> UUri:
     return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
-EVERYTHING: Final = Want()
 NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
     uri: UUri
-    subscribers: dict[Key, int | None] = field(default_factory=dict)  # -> sample period
+    subscribers: dict[Key, _Subscriber] = field(default_factory=dict)
     wants: Mapping[str, Want] | None = None  # by authority; None: to be made anew
 
 
 class InterestTable:
     """Topic -> subscribers -> authorities. A lookup costs a dictionary access, and a scan of the topics that have wildcards."""
 
-    def __init__(self) -> None:
+    def __init__(self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR) -> None:
+        """`since(topic)` says from where a subscription counts that was not known here before."""
+        self._since = since
         self._topics: dict[Key, _Topic] = {}
         self._patterns: dict[Key, _Topic] = {}  # topics with a wildcard (version 4 allows all instances)
         self._callbacks: list[Callable[[], None]] = []
@@ -66,8 +81,19 @@ class InterestTable:
         """Everything that is known; pending ones count as subscribed."""
         for entries in (self._topics, self._patterns):
             for entry in entries.values():
-                for subscriber, period in entry.subscribers.items():
-                    yield Subscription(entry.uri, uri_of(subscriber), Status.SUBSCRIBED, None, period)
+                for key, subscriber in entry.subscribers.items():
+                    yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, subscriber.period_ms)
+
+    def one_of_each_authority(self) -> Iterator[Subscription]:
+        """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of them."""
+        for entries in (self._topics, self._patterns):
+            for entry in entries.values():
+                wants = _wants_of(entry)
+                named: dict[str, Key] = {}
+                for key in entry.subscribers:
+                    named.setdefault(key[0], key)
+                for authority, key in named.items():
+                    yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms)
 
     def put(self, subscription: Subscription) -> bool:
         """Take one subscription as it is now. True if that changed anything."""
@@ -75,11 +101,13 @@ class InterestTable:
         entries = self._patterns if uris.has_wildcard(subscription.topic) else self._topics
         entry = entries.get(topic_key)
         if subscription.status.wanting:
+            known = entry.subscribers.get(subscriber) if entry is not None else None
+            if known is not None and known.period_ms == subscription.sample_period_ms:
+                return False
             if entry is None:
                 entry = entries[topic_key] = _Topic(subscription.topic)
-            elif entry.subscribers.get(subscriber, -1) == subscription.sample_period_ms:
-                return False
-            entry.subscribers[subscriber] = subscription.sample_period_ms
+            since = self._since(subscription.topic) if known is None else known.since
+            entry.subscribers[subscriber] = _Subscriber(subscription.sample_period_ms, since)
         else:
             if entry is None or subscriber not in entry.subscribers:
                 return False
@@ -91,9 +119,10 @@ class InterestTable:
 
     def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> bool:
         """These are all there are (of topic `only`, if given). True if that changed anything."""
-        fresh = InterestTable()
+        fresh = InterestTable(self._since)
         for subscription in subscriptions:
             fresh.put(subscription)
+        fresh._keep_places(self)
         if only is not None:
             key = uris.key(only)
             old, new = self._topics.get(key), fresh._topics.get(key)
@@ -109,7 +138,15 @@ class InterestTable:
         self._topics, self._patterns = fresh._topics, fresh._patterns
         return True
 
-    def _flat(self) -> dict[Key, dict[Key, int | None]]:
+    def _keep_places(self, known: InterestTable) -> None:
+        """A subscription that was known already counts from where it did."""
+        for mine, theirs in ((self._topics, known._topics), (self._patterns, known._patterns)):
+            for key, entry in mine.items():
+                before = theirs[key].subscribers if key in theirs else {}
+                for subscriber in entry.subscribers.keys() & before.keys():
+                    entry.subscribers[subscriber] = entry.subscribers[subscriber]._replace(since=before[subscriber].since)
+
+    def _flat(self) -> dict[Key, dict[Key, _Subscriber]]:
         return {key: entry.subscribers for entries in (self._topics, self._patterns) for key, entry in entries.items()}
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -122,11 +159,17 @@ class InterestTable:
 
 def _wants_of(entry: _Topic) -> Mapping[str, Want]:
     if entry.wants is None:
-        periods: dict[str, int | None] = {}
-        for subscriber, period in entry.subscribers.items():
-            periods[subscriber[0]] = _smaller(periods[subscriber[0]], period) if subscriber[0] in periods else period
-        entry.wants = {authority: Want(period) if period is not None else EVERYTHING for authority, period in periods.items()}
+        wants: dict[str, Want] = {}
+        for (authority, *_), subscriber in entry.subscribers.items():
+            want = Want(*subscriber)
+            wants[authority] = _both(wants[authority], want) if authority in wants else want
+        entry.wants = wants
     return entry.wants
+
+
+def _both(one: Want, other: Want) -> Want:
+    """What satisfies both subscribers of an authority."""
+    return Want(_smaller(one.sample_period_ms, other.sample_period_ms), min(one.since, other.since))
 
 
 def _smaller(one: int | None, other: int | None) -> int | None:
@@ -135,7 +178,7 @@ def _smaller(one: int | None, other: int | None) -> int | None:
 
 
 def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
-    """The union; the smallest sample period wins."""
+    """The union; the smallest sample period and the earliest place win."""
     filled = [part for part in parts if part]
     if len(filled) <= 1:
         return filled[0] if filled else NOBODY
@@ -143,19 +186,26 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
     for part in filled[1:]:
         for authority, want in part.items():
             known = merged.get(authority)
-            merged[authority] = want if known is None else Want(_smaller(known.sample_period_ms, want.sample_period_ms))
+            merged[authority] = want if known is None else _both(known, want)
     return merged
 
 
 class TableSource:
-    """What the sources have in common."""
+    """What the sources have in common.
+
+    `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where the logs are in which
+    subscriptions count. A subscription that the first answer after a start names may be as old as what waits in the logs, so it counts
+    from each peer's cursor; one that comes later counts from where the logs are then.
+    """
 
     can_list = True
     healthy = True
+    complete = False  # True from the first complete answer after a start
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._table = InterestTable()
+    def __init__(self, name: str, scope: str | None = None) -> None:
+        self.name, self.scope = name, scope if scope is not None else name
+        self.positions: Callable[[], Positions] = tuple
+        self._table = InterestTable(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"
@@ -170,8 +220,8 @@ class TableSource:
         self._table.on_change(callback)
 
     def decided(self, topic: UUri) -> bool:
-        """This source knows everything already ..."""
-        return True
+        """True as soon as this source has told all that it knows ..."""
+        return self.complete
 
     async def ask(self, topic: UUri) -> None:
-        """... so there is nothing to do."""
+        """... which it does by itself."""

@@ -17,7 +17,7 @@ from history.log import Log
 from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint
 from streamer.retry import Backoff
-from streamer.view import Leg, Target
+from streamer.view import Decision, Leg, Target
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
@@ -74,8 +74,9 @@ class EverythingFor:
     def __init__(self, peer: Endpoint, topics: Sequence[UUri], period_ms: int | None = None) -> None:
         self._peer, self._topics, self._period_ms = peer, [uris.key(topic) for topic in topics], period_ms
 
-    def legs(self, source: UUri, sink: UUri | None, newest_seq: int) -> tuple[Leg, ...]:
-        return (Leg(self._peer, (Target("cloud", 0, self._period_ms),)),) if uris.key(source) in self._topics else ()
+    def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
+        wanted = uris.key(source) in self._topics
+        return Decision((Leg(self._peer, (Target("cloud", 0, self._period_ms),)),)) if wanted else Decision()
 
 
 def seq_by_id(messages: Sequence[UMessage]) -> dict[int, int]:

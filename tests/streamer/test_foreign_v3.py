@@ -115,16 +115,67 @@ async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make
     await service.stop()
 
 
-async def test_one_topic_without_answer_does_not_stop_the_others_for_good(
-    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+def parked(world: Any) -> int:
+    return sum(len(pump.parking) for pump in world.streamer.pumps)
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["", "restarted"])
+async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_somebody_wants_it(
+    make_world: MakeWorld, publish: Publish, restarted: bool
 ) -> None:
-    monkeypatch.setattr(egress, "UNDECIDED_WAIT_S", 0.2)
-    _, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    service.subscribers[uris.key(DOOR)] = [CLOUD_APP]
     await vehicle.send(publish(SPEED, "known"))
     await heard.expect(1)
     service.answering.clear()
-    await vehicle.send_batch([publish(DOOR, "unknown"), publish(SPEED, "still served")])
-    await heard.expect(2)
-    assert heard.texts == ["known", "still served"]
+    for number in range(3):
+        await vehicle.send_batch([publish(DOOR, f"door {number}"), publish(SPEED, f"speed {number}")])
+    await heard.expect(4)
+    assert heard.texts == ["known", "speed 0", "speed 1", "speed 2"]
+    await world.until(lambda: parked(world) == 1)
+    if restarted:
+        await world.restart()
+        assert parked(world) == 1
     service.answering.set()
+    await world.until(lambda: not world.streamer.interest.can_list)  # known to be version 3 again, so everything is listened to
+    await vehicle.send(publish(DOOR, "door 3"))
+    await vehicle.send(publish(DOOR, "door 4"))
+    await heard.expect(9)
+    assert heard.texts[4:] == [f"door {number}" for number in range(5)]
+    await world.until(lambda: parked(world) == 0)
+    await service.stop()
+
+
+async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(make_world: MakeWorld, publish: Publish) -> None:
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    service.answering.clear()
+    await vehicle.send(publish(DOOR, "nobody"))
+    await world.until(lambda: parked(world) == 1)
+    service.answering.set()
+    await world.until(lambda: parked(world) == 0)
+    await vehicle.send(publish(SPEED, "known"))
+    await heard.expect(1)
+    assert heard.texts == ["known"]
+    assert not any(name.startswith("parked:") for name in world.streamer.logs.durable.cursors())
+    await service.stop()
+
+
+async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(egress, "PARKED_MAX", 3)
+    world, service, vehicle, heard = await beside_a_foreign_service(make_world)
+    topics = [uris.uri("vehicle1", 0x8001, 1, 0x9000 + number) for number in range(10)]
+    for topic in topics:
+        service.subscribers[uris.key(topic)] = [CLOUD_APP]
+    service.answering.clear()
+    await vehicle.send_batch([publish(topic, str(number)) for number, topic in enumerate(topics)])
+    await world.until(lambda: len(world.streamer.logs.durable.streams()) == 10)
+    await asyncio.sleep(0)
+    assert parked(world) <= 3
+    assert heard.messages == []
+    service.answering.set()
+    await heard.expect(10)
+    assert sorted(heard.texts) == sorted(map(str, range(10)))
+    await world.until(lambda: parked(world) == 0)
     await service.stop()

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer import endpoint as endpoints_
-from streamer import view as views
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.ingress import IdWindow
 from streamer.retry import Backoff
@@ -39,17 +38,24 @@ class Interest:
     def __init__(self, wants: dict[Any, dict[str, Want]] | None = None) -> None:
         self._wants = wants or {}
         self.version = 0
-        self.asked_about: set[Any] = set()  # undecided
+        self.asked_about: dict[Any, list[str]] = {}  # topics -> whose services have not answered about them
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         return self._wants.get(uris.key(topic), {})
 
-    def undecided(self, topic: UUri) -> bool:
-        return uris.key(topic) in self.asked_about
+    def undecided(self, topic: UUri) -> list[str]:
+        return self.asked_about.get(uris.key(topic), [])
 
     def set(self, topic: UUri, wants: dict[str, Want]) -> None:
         self._wants[uris.key(topic)] = wants
         self.version += 1
+
+
+LOGS: Any = (object(), object())  # what they hold does not matter here
+
+
+def viewed(endpoints: Endpoints, rules: Rules, interest: Interest) -> View:
+    return View(endpoints, rules, interest, LOGS)  # type: ignore[arg-type]
 
 
 def network(*, wildcard: bool = False) -> Endpoints:
@@ -121,9 +127,9 @@ def test_a_record_goes_to_whom_rules_and_interest_or_its_sink_say(
     endpoints, rules = network(wildcard=wildcard), Rules()
     for (ingress, egress), deny in denied.items():
         rules.add(Rule(ingress, egress, (), deny))
-    view = View(endpoints, rules, Interest({uris.key(TOPICS[n]): wants for n, wants in interest.items()}))  # type: ignore[arg-type]
-    legs = view.legs(source, None if sink is None else uris.uri(sink, 0x9001, 1, 0), 7)
-    assert legs is not None
+    view = viewed(endpoints, rules, Interest({uris.key(TOPICS[n]): wants for n, wants in interest.items()}))
+    decision = view.decide(source, None if sink is None else uris.uri(sink, 0x9001, 1, 0), LOGS[0])
+    assert not decision.open
 
     def home(authority: str) -> str | None:
         named = {"a1": "a", "a2": "a", "b1": "b", "c1": "c"}
@@ -138,59 +144,49 @@ def test_a_record_goes_to_whom_rules_and_interest_or_its_sink_say(
             continue
         if not any(uris.matches(pattern, source) for pattern in denied[origin, peer]):
             expected.setdefault(peer, set()).add((authority, want.sample_period_ms or None))
-    assert {leg.peer.name: {(target.authority, target.period_ms) for target in leg.targets} for leg in legs} == expected
+    assert {leg.peer.name: {(target.authority, target.period_ms) for target in leg.targets} for leg in decision.legs} == expected
     if sink is None and origin is not None:
         assert view.leaves(endpoints[origin], source) is bool(expected)
     for other in endpoints:
         assert other.name == origin or not view.leaves(other, source)
 
 
-def test_nothing_is_decided_while_a_service_is_asked() -> None:
-    interest, rules = Interest(), Rules()
-    rules.add(Rule("a", "b"))
-    interest.asked_about = {uris.key(TOPICS[0])}
-    view = View(network(), rules, interest)  # type: ignore[arg-type]
-    assert view.legs(TOPICS[0], None, 0) is None
-    assert view.legs(TOPICS[0], uris.parse("//b1/1/1/0"), 0)  # the sink says it all
-    assert view.legs(TOPICS[1], None, 0) == ()
+@pytest.mark.parametrize(
+    ("scope", "peers"),
+    [
+        ("a1", ["b", "c"]),  # the topic's own service knows the services of all who want it
+        ("b1", ["b"]),  # a subscriber's own service knows its clients
+        ("a2", []),  # neither the topic's nor a peer's
+        ("unknown", []),
+        ("*", ["b", "c"]),
+    ],
+)
+def test_a_peer_is_open_while_a_service_that_may_name_it_has_not_answered(scope: str, peers: list[str]) -> None:
+    interest, rules = Interest({uris.key(TOPICS[0]): {"b1": Want()}}), Rules()
+    for egress in "bc":
+        rules.add(Rule("a", egress))
+    interest.asked_about = {uris.key(TOPICS[0]): [scope]}
+    view = viewed(network(), rules, interest)
+    decision = view.decide(TOPICS[0], None, LOGS[0])
+    assert [peer.name for peer in decision.open] == peers
+    assert [leg.peer.name for leg in decision.legs] == ["b"]  # who is known to want it need not wait
+    assert not view.decide(TOPICS[0], uris.parse("//b1/1/1/0"), LOGS[0]).open  # the sink says it all
+    assert not view.decide(TOPICS[1], None, LOGS[0])
+    rules.remove("a", "b")
+    assert "b" not in [peer.name for peer in view.decide(TOPICS[0], None, LOGS[0]).open]
 
 
-def test_a_subscription_counts_from_where_it_became_known() -> None:
-    interest, rules = Interest(), Rules()
+def test_a_subscription_counts_from_its_place_in_each_log() -> None:
+    interest, rules = Interest({uris.key(TOPICS[0]): {"b1": Want(), "c1": Want(None, (9, 4))}}), Rules()
     rules.add(Rule("a", "b"))
     rules.add(Rule("a", "c"))
-    view = View(network(), rules, interest)  # type: ignore[arg-type]
-    topic = TOPICS[0]
+    view = viewed(network(), rules, interest)
 
-    def since(newest_seq: int) -> dict[str, int]:
-        return {target.authority: target.since for leg in view.legs(topic, None, newest_seq) or () for target in leg.targets}
+    def since(log: Any) -> dict[str, int]:
+        return {target.authority: target.since for leg in view.decide(TOPICS[0], None, log).legs for target in leg.targets}
 
-    interest.set(topic, {"b1": Want()})
-    version = view.version
-    assert since(5) == {"b1": 0}  # the topic is as new as its subscriber
-    interest.set(topic, {"b1": Want(), "c1": Want()})
-    assert view.version != version
-    assert since(9) == {"b1": 0, "c1": 9}
-    assert since(12) == {"b1": 0, "c1": 9}
-    interest.set(topic, {"c1": Want()})
-    assert since(15) == {"c1": 9}
-    interest.set(topic, {"b1": Want(), "c1": Want()})
-    assert since(20) == {"b1": 20, "c1": 9}
-
-
-def test_made_up_topics_cost_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(views, "TOPICS_REMEMBERED", 10)
-    interest, rules = Interest(), Rules()
-    rules.add(Rule("a", "b"))
-    view = View(network(), rules, interest)  # type: ignore[arg-type]
-    interest.set(TOPICS[0], {"b1": Want()})
-    view.legs(TOPICS[0], None, 0)
-    interest.set(TOPICS[0], {"b1": Want(), "c1": Want()})
-    for number in range(200):
-        view.legs(uris.uri("a1", number, 1, 0x8001), None, 5)
-        assert len(view._since) <= 11
-    (leg,) = view.legs(TOPICS[0], None, 9) or ()
-    assert leg.targets[0].since == 0  # what somebody wants is not forgotten
+    assert since(LOGS[0]) == {"b1": 0, "c1": 9}
+    assert since(LOGS[1]) == {"b1": 0, "c1": 4}
 
 
 @given(st.lists(st.integers(0, 40), max_size=200), st.integers(2, 20))

@@ -1,0 +1,107 @@
+"""Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not configured.
+
+    watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit --> problems: told before it ends
+
+Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends nobody's claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import structlog
+
+from history.log import Log
+from streamer.egress import CURSOR_PREFIX, Pump
+from streamer.endpoint import Endpoint
+
+WATCH_S: Final = 60.0  # absences are counted in these steps
+SAVE_S: Final = 600.0  # between notes of them on disk
+WARNING: Final = 0.9  # of the limit: from then on readiness says that the claim will end
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class Unclaimed:
+    """The cursor of an endpoint that is not configured (any more, or by a slip of the pen)."""
+
+    endpoint: str
+    log: Log
+    seq: int
+    absent_ms: int
+
+    @property
+    def records(self) -> int:
+        return self.log.newest_seq - max(self.seq, self.log.floor_seq)
+
+
+class Claims:
+    """Owns the cursors of endpoints that are not configured; the pumps own theirs."""
+
+    def __init__(self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, is_connected: Callable[[Endpoint], bool]) -> None:
+        self._pumps, self._logs, self._limit_ms, self._is_connected = pumps, logs, limit_ms, is_connected
+        self._unclaimed: dict[str, Unclaimed] = {}
+
+    def __repr__(self) -> str:
+        return f"Claims(unclaimed={[waits.endpoint for waits in self.unclaimed]})"
+
+    @property
+    def unclaimed(self) -> list[Unclaimed]:
+        return list(self._unclaimed.values())
+
+    def load(self) -> None:
+        """Keep what waits for endpoints that are not configured, and say so; drop their cursors where nothing waits."""
+        known = {pump.name for pump in self._pumps}
+        for one in self._logs:
+            for name, cursor in one.cursor_rows().items():
+                if not name.startswith(CURSOR_PREFIX) or name in known:
+                    continue
+                if cursor.seq >= one.newest_seq:
+                    one.drop_cursor(name)
+                    continue
+                waits = self._unclaimed[name] = Unclaimed(name.removeprefix(CURSOR_PREFIX), one, cursor.seq, cursor.absent_ms)
+                log.error("records wait for an endpoint that is not configured", endpoint=waits.endpoint, records=waits.records)
+
+    async def watch(self) -> None:
+        """Count, until cancelled."""
+        loop = asyncio.get_running_loop()
+        seen = saved = loop.time()
+        away: Counter[str] = Counter()
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = loop.time()
+            for endpoint in {pump.peer.name: pump.peer for pump in self._pumps}.values():
+                away[endpoint.name] = 0 if self._is_connected(endpoint) else away[endpoint.name] + int((now - seen) * 1000)
+            seen = now
+            if now - saved >= SAVE_S:
+                self.passed(int((now - saved) * 1000), away)
+                saved = now
+                away.clear()
+
+    def passed(self, ms: int, away_ms: Mapping[str, int]) -> None:
+        """So much time has passed, and of it each endpoint has been away for the last `away_ms`."""
+        for pump in self._pumps:
+            pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
+        for name, waits in self._unclaimed.items():
+            waits.absent_ms += ms
+            waits.log.set_cursor(name, waits.seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
+
+    def problems(self) -> Iterator[str]:
+        for pump in self._pumps:
+            if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
+                yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} the {pump.backlog} records that it has not had"
+        for waits in self._unclaimed.values():
+            yield (
+                f"{waits.records} records wait for endpoint {waits.endpoint!r}, which is not configured: "
+                f"give an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
+                f"{self._end(waits.absent_ms)} them"
+            )
+
+    def _end(self, absent_ms: int) -> str:
+        left_ms = self._limit_ms - absent_ms
+        return f"in {left_ms / 3_600_000:.1f} h retention by age may take" if left_ms > 0 else "retention by age may take"

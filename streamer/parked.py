@@ -1,0 +1,92 @@
+"""Topics of which nobody can say yet whether a peer wants them. They are parked, and the pump goes on with the others.
+
+    record of an open topic -> park: a cursor of its own -> decided: nobody wants it -> forget
+                                                        '-> somebody does -> read back from that cursor -> live again
+
+A parked topic that somebody has named already is sent to those; it stays parked for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from history.log import Log
+from streamer.view import Target
+
+PARKED_PREFIX: Final = "parked:"
+PARKED_MAX: Final = 5_000  # topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+
+
+@dataclass(slots=True)
+class Parked:
+    """One topic: what has a greater seq than `after` may still be wanted, but for those who were `served` all along."""
+
+    after: int
+    served: frozenset[str] = frozenset()
+    whole: bool = False  # the peer's network has got each of these messages, so there is nothing to be added
+    waited_ms: int = 0  # while the streamer ran
+
+
+class Parking:
+    """The parked topics of one peer in one log. Owns the log's cursors `parked:PEER:STREAM`."""
+
+    def __init__(self, log: Log, peer: str, wait_ms_max: int) -> None:
+        """`wait_ms_max`: for so long each of them holds retention by age."""
+        self._log, self._prefix, self._wait_ms_max = log, f"{PARKED_PREFIX}{peer}:", wait_ms_max
+        self._topics: dict[int, Parked] = {}
+
+    def __repr__(self) -> str:
+        return f"Parking({len(self._topics)} topics)"
+
+    def __len__(self) -> int:
+        return len(self._topics)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._topics)
+
+    def get(self, stream: int) -> Parked | None:
+        return self._topics.get(stream)
+
+    def load(self) -> None:
+        """What was parked when the log was closed. Who was served then is not known any more: they may get it twice."""
+        known = {stream.id for stream in self._log.streams()}
+        for name, cursor in self._log.cursor_rows().items():
+            number = name.removeprefix(self._prefix)
+            if number == name:
+                continue
+            if number.isdecimal() and int(number) in known:
+                self._topics[int(number)] = Parked(cursor.seq, waited_ms=cursor.absent_ms)
+            else:
+                self._log.drop_cursor(name)
+
+    def park(self, stream: int, after: int, served: Iterable[Target]) -> None:
+        parked = self._topics[stream] = Parked(after)
+        self.serve(stream, served)
+        self._save(stream, parked)
+
+    def serve(self, stream: int, targets: Iterable[Target]) -> None:
+        """From here on `targets` get its messages as they come."""
+        parked, targets = self._topics[stream], tuple(targets)
+        parked.served |= {target.authority for target in targets}
+        parked.whole = parked.whole or any(target.period_ms is None and target.since <= parked.after for target in targets)
+
+    def move(self, stream: int, after: int) -> None:
+        parked = self._topics[stream]
+        parked.after = after
+        self._save(stream, parked)
+
+    def forget(self, stream: int) -> None:
+        del self._topics[stream]
+        self._log.drop_cursor(f"{self._prefix}{stream}")
+
+    def wait(self, ms: int) -> None:
+        """So much time has passed."""
+        for stream, parked in self._topics.items():
+            parked.waited_ms += ms
+            self._save(stream, parked)
+
+    def _save(self, stream: int, parked: Parked) -> None:
+        holds = parked.waited_ms < self._wait_ms_max
+        self._log.set_cursor(f"{self._prefix}{stream}", parked.after, holds=holds, absent_ms=parked.waited_ms)
