@@ -113,7 +113,7 @@ class Streamer:
         try:
             volatile = await Log.open(None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20)
             window = IdWindow()
-            for id in await durable.recent_ids(RECENT_IDS):
+            for _, id in await durable.recent_ids(RECENT_IDS):
                 window.take(uuids.from_bytes(id).SerializeToString())
             return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window)
         except BaseException:
