@@ -214,6 +214,7 @@ class Scan:
     chunks: list[Chunk] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)  # (after, before): the records in between can't be read any more
     covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
+    damaged: list[tuple[int, int, str]] = field(default_factory=list)  # (after, before, why) of damaged chunks, each once
     floor_seq: int = 0  # records up to here were deleted by retention before this step looked
     full: bool = False  # the next record would exceed what was asked for
 

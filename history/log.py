@@ -14,17 +14,23 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 import structlog
 
+from history import damage as kinds
 from history.chunk import Chunk, Scan, message_id, message_ids
+from history.cursors import Cursors
+from history.damage import Damage, Ledger
+from history.load import Cursor, Extent, Stream
+from history.passed import Allowance, Passed
 from history.reader import Reader
-from history.store import Cursor, Extent, Store, Stream, is_damage
+from history.store import Store, is_damage
 from history.tail import Tail
-from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer
+from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.encoded import Carried
@@ -39,14 +45,20 @@ RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its byt
 APPEND_RECORDS_MAX: Final = 65_536  # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
 STREAMS_MAX: Final = 200_000  # some 1 KB each
 STREAM_CACHE_MAX: Final = 65_536  # serialised addresses whose stream is known; starts anew when it is full
-CURSORS_MAX: Final = 10_000  # peers and consumers with a name
 CURSOR_FLUSH_MS: Final = 200  # a cursor is on disk that soon; what is lost of it is only sent twice
 PROBE_MS: Final = 1_000  # a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
 READ_THREADS: Final = 2
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
 TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step on the loop, some milliseconds
-NO_LEASE: Final = 1 << 62
+
+_REASONS: Final = {  # what `dropped` counts
+    kinds.FILE: "damaged_file",
+    kinds.MISSING: "damaged_file",
+    kinds.STRUCTURE: "damaged_file",
+    kinds.COMMITS: "lost_commits",
+    kinds.RECORDS: "corrupt_chunks",
+}
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -57,7 +69,8 @@ class Log:
 
     Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for every reader).
     `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another.
-    `dropped` counts by reason what could not be kept or read.
+    `dropped` counts by reason what could not be kept or read. `cursors_lost`: a cursor was damaged, and not even its name is sure; whoever
+    misses his begins at `floor_seq`.
     """
 
     def __init__(self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]) -> None:
@@ -68,20 +81,25 @@ class Log:
         self.dropped: Counter[str] = Counter()
         self._now_ms = now_ms
         self._extent = Extent()
+        self._ledger = Ledger()
+        self._cursors = Cursors(name, now_ms, self._save_cursor)
+        self.cursors_lost = False
         self._streams: dict[int, Stream] = {}
         self._stream_ids: dict[Any, int] = {}
         self._stream_cache: dict[tuple[bytes, bytes | None], int] = {}
         self._next_stream_id = 1
-        self._cursors: dict[str, Cursor] = {}
         self._flush_due: asyncio.TimerHandle | None = None
         self._aging: asyncio.TimerHandle | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._passed_callbacks: list[Callable[[Passed], None]] = []
+        self._damage_callbacks: list[Callable[[Damage], None]] = []
         self._grown: asyncio.Future[None] | None = None
         self._queued = 0
         self._closed = False
         self._tail = Tail(0, TAIL_BYTES_MAX)
         self._numbering = Numbering(0, ())
         self._holes: list[tuple[int, int]] = []
+        self._allowance = Allowance()  # of the ring
         self._writer: Writer | None = None
         self._reader: Reader | None = None
         self._executor: ThreadPoolExecutor | None = None
@@ -102,7 +120,8 @@ class Log:
         """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
 
         Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a newer program or no log,
-        UNAVAILABLE on I/O errors. A damaged file is moved aside, never deleted, and a new incarnation starts.
+        RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again), UNAVAILABLE on I/O errors. A damaged file is moved
+        aside, never deleted, and a new incarnation starts; `damage` remembers it.
         """
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
         now_ms = now_ms or runtime.now_ms
@@ -113,7 +132,7 @@ class Log:
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
         try:
-            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime)
+            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime, now_ms)
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -122,16 +141,19 @@ class Log:
         return made
 
     def _start(self, store: Store, executor: ThreadPoolExecutor, tail_bytes: int) -> None:
-        self._extent = Extent(store.extent.oldest_seq, store.extent.newest_seq, store.extent.floor_seq, store.extent.stored_bytes)
-        for stream in store.streams:
+        loaded = store.loaded
+        self._extent = replace(loaded.extent)
+        for stream in loaded.streams:
             self._know(stream)
-        self._cursors = dict(store.cursors)
-        self._holes = list(store.holes)
-        if store.moved_to is not None:
-            self.dropped["damaged_file"] += 1
+        self._cursors.rows = dict(loaded.cursors)
+        self.cursors_lost = loaded.cursors_lost
+        self._holes = list(loaded.holes)
+        self._ledger = loaded.ledger
+        for damage in loaded.found:
+            self._count(damage)
         self._tail = Tail(store.extent.newest_seq, tail_bytes)
         self._executor, self._reader = executor, Reader(store.path, store.runtime.disk)
-        retention = Retention(self.retention_ms, self.retention_bytes, self._keep_after)
+        retention = Retention(self.retention_ms, self.retention_bytes, self._cursors.keep_after, self._cursors.owed_after)
         self._writer = Writer(store, retention, self._on_written, self._now_ms, self.name)
 
     async def close(self) -> None:
@@ -188,7 +210,18 @@ class Log:
         return self._holes
 
     @property
+    def disk_bytes(self) -> int:
+        """What all files of the log really take, the write-ahead log included; sampled every second. 0: volatile."""
+        return self._extent.disk_bytes
+
+    @property
+    def disk_free_bytes(self) -> int:
+        """What is left on the disk of the log; sampled every second. 0: volatile."""
+        return self._extent.disk_free_bytes
+
+    @property
     def stored_bytes(self) -> int:
+        """Of the records there are."""
         return self._tail.bytes if self._writer is None else self._extent.stored_bytes
 
     # -- streams
@@ -268,6 +301,7 @@ class Log:
         """Append to the ring."""
         time_ms = self._now_ms()
         first_seq = self._extent.newest_seq + 1
+        gone: list[Chunk] = []
         for begin in range(0, len(messages), CHUNK_RECORDS_MAX):
             part, part_messages = streams[begin : begin + CHUNK_RECORDS_MAX], messages[begin : begin + CHUNK_RECORDS_MAX]
             seqs, prev_seqs = self._numbering.number(part)
@@ -279,8 +313,10 @@ class Log:
                 stream.grow(
                     seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
                 )
-            self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), 2 * sum(message.ByteSize() for message in part_messages))
+            size = 2 * sum(message.ByteSize() for message in part_messages)
+            gone += self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), size)
         self._extent.newest_seq = self._numbering.newest_seq
+        self._fallen_out(gone)
         self._announce()
         return first_seq
 
@@ -288,30 +324,48 @@ class Log:
         """Every second: what is asked for in one step on the loop is there in the whole of it."""
         if not self._closed:
             self._aging = self._loop.call_later(RETENTION_PERIOD_MS / 1_000, self._age_ring)
-        cutoff, keep_after = self._now_ms() - self.retention_ms, self._keep_after()
+        cutoff, keep_after = self._now_ms() - self.retention_ms, self._cursors.keep_after()
+        self._allowance.refill()
+        gone: list[Chunk] = []
         while len(self._tail) > 1 and (oldest := self._tail.oldest) and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
-            self._tail.pop()
+            gone.append(self._tail.pop())
+        self._fallen_out(gone)
 
-    def _push(self, chunk: Chunk, bytes: int) -> None:
-        self._tail.push(chunk, bytes + RECORD_MEMORY_BYTES * len(chunk))
+    def _push(self, chunk: Chunk, bytes: int) -> list[Chunk]:
+        return self._tail.push(chunk, bytes + RECORD_MEMORY_BYTES * len(chunk))
 
-    def _on_written(self, batch: list[Append] | None, chunks: list[Chunk], extent: Extent, error: UStatusError | None) -> None:
-        """On the loop, after each transaction, and with None after each step of retention."""
-        self._extent = extent
+    def _fallen_out(self, gone: list[Chunk]) -> None:
+        """Tell of what the ring no longer has, and an endpoint was still owed."""
+        after = self._cursors.owed_after()
+        if not gone or after >= gone[-1].last_seq:
+            return
+        after = max(after, gone[0].first_seq - 1)
+        self._tell_passed(Passed(after, gone[-1].last_seq + 1, self._allowance.take(gone, after)))
+
+    def _on_written(self, written: Written) -> None:
+        """On the loop, after each transaction, and after each step of retention."""
+        if written.passed is not None:
+            self._tell_passed(written.passed)
+        for number in written.acknowledged:
+            self._ledger.acknowledge_one(number)
+        self._extent = written.extent
+        batch = written.batch
         if batch is None:
             return
         self._queued -= sum(len(append.messages) for append in batch)
-        if error is not None:
-            self._failed(batch, error)
+        if written.is_damaged:
+            self._note(Damage(self._now_ms(), kinds.STRUCTURE, 0, 0, self.incarnation, "", str(written.error)))
+        if written.error is not None:
+            self._failed(batch, written.error)
             return
         if not self.healthy:
             self.healthy = True
             log.info("the log takes messages again", log=self.name)
-        if not chunks:
+        if not written.chunks:
             return
-        for chunk in chunks:
+        for chunk in written.chunks:
             self._push(chunk, 2 * sum(map(len, chunk.data)))
-        seq = chunks[0].first_seq
+        seq = written.chunks[0].first_seq
         for append in batch:
             if not append.done.done():
                 append.done.set_result(seq)
@@ -328,6 +382,10 @@ class Log:
                 append.done.set_exception(error)
         self._schedule_flush(PROBE_MS)  # tries again what else was in the transaction, and writes something in any case
 
+    def _tell_passed(self, passed: Passed) -> None:
+        for callback in list(self._passed_callbacks):
+            callback(passed)
+
     def _announce(self) -> None:
         self._wake()
         for callback in list(self._callbacks):
@@ -337,6 +395,43 @@ class Log:
         if self._grown is not None:
             self._grown.set_result(None)
             self._grown = None
+
+    # -- what was lost
+
+    def on_passed(self, callback: Callable[[Passed], None]) -> None:
+        """`callback(passed)` on the loop, in the step in which `floor_seq` rises, if a cursor with `holds`, or of an endpoint, had not
+        passed what retention has deleted. It must not append to this log."""
+        self._passed_callbacks.append(callback)
+
+    def on_damage(self, callback: Callable[[Damage], None]) -> None:
+        """`callback(damage)` on the loop when damage is found that was not known; what `open` found is in `damage` already."""
+        self._damage_callbacks.append(callback)
+
+    @property
+    def damage(self) -> list[Damage]:
+        """What is known to be lost or damaged, and was not acknowledged by a person; kept over restarts, also where a new file started."""
+        return self._ledger.open
+
+    def acknowledge_damage(self) -> None:
+        """A person has seen it: all of `damage` is history."""
+        rows = self._ledger.acknowledge()
+        if rows and self._writer is not None:
+            self._writer.save_damage(rows)
+            self._schedule_flush()
+
+    def _note(self, damage: Damage) -> None:
+        row = self._ledger.add(damage)
+        if row is None:
+            return
+        self._count(damage)
+        if self._writer is not None:
+            self._writer.save_damage([row])
+            self._schedule_flush()
+        for callback in list(self._damage_callbacks):
+            callback(damage)
+
+    def _count(self, damage: Damage) -> None:
+        self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1
 
     # -- read
 
@@ -404,10 +499,9 @@ class Log:
         if after >= self._tail.after or self._reader is None:
             found = self._scan_tail(max(after, self.floor_seq), until, streams, max_records, max_bytes, strict)
         else:
-            before = self._reader.corrupt_chunks
             found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes, strict)
-            if self._reader.corrupt_chunks > before:
-                self.dropped["corrupt_chunks"] += self._reader.corrupt_chunks - before
+            for low, high, why in found.damaged:
+                self._note(Damage(self._now_ms(), kinds.RECORDS, low, high, self.incarnation, "", why))
         found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)
         return found
 
@@ -454,43 +548,47 @@ class Log:
             first = next((chunk.first_seq for chunk in self._tail.read(self._tail.after) if chunk.time_ms > time_ms), None)
         return self.newest_seq if first is None else min(first - 1, self.newest_seq)
 
-    async def recent_ids(self, count: int) -> list[bytes]:
-        """The ids of the newest `count` records, oldest first, 16 bytes each: what a duplicate window needs after a restart."""
+    async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
+        """Stream and id (16 bytes) of the newest `count` records, oldest first: what a duplicate window needs after a restart.
+
+        The id counts together with the source: another's message may have the same one.
+        """
         if self._reader is not None:
             return await self._in_executor(self._reader.recent_ids, count)
-        ids = b"".join(message_ids(chunk.messages) for chunk in self._tail.read(self._tail.after))
-        return [ids[begin : begin + 16] for begin in range(0, len(ids), 16)][-count:]
+        chunks = self._tail.read(self._tail.after)
+        ids = [(id, message_id(message)) for chunk in chunks for id, message in zip(chunk.streams, chunk.messages, strict=True)]
+        return ids[-count:]
 
     # -- cursors
 
     def cursor(self, name: str) -> int | None:
         """The seq up to which `name` has confirmed, or None if there is no such cursor."""
-        cursor = self._cursors.get(name)
+        cursor = self._cursors.rows.get(name)
         return None if cursor is None else cursor.seq
 
-    def cursors(self) -> dict[str, int]:
-        return {name: cursor.seq for name, cursor in self._cursors.items()}
+    @property
+    def cursor_count(self) -> int:
+        return len(self._cursors.rows)
 
-    def set_cursor(self, name: str, seq: int, *, lease_ms: int | None = None) -> None:
+    def cursors(self) -> dict[str, int]:
+        return {name: cursor.seq for name, cursor in self._cursors.rows.items()}
+
+    def cursor_rows(self) -> dict[str, Cursor]:
+        """All that is known of each cursor."""
+        return dict(self._cursors.rows)
+
+    def set_cursor(self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0) -> None:
         """On disk with the next transaction, or within CURSOR_FLUSH_MS.
 
-        With `lease_ms` what the cursor still needs is kept beyond the retention by age (never beyond that by bytes) until the lease
-        ends, and then the cursor is gone. Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
+        What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms` until the lease
+        ends, and then the cursor is gone; with `holds` until it is dropped. `absent_ms` is kept for the caller.
+        Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
         """
-        known = self._cursors.get(name)
-        if known is None and len(self._cursors) >= CURSORS_MAX:
-            self._drop_ended_leases()
-            if len(self._cursors) >= CURSORS_MAX:
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"the log {self.name} has {CURSORS_MAX} cursors, which is the limit")
-        cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms)
-        if cursor != known:
-            self._cursors[name] = cursor
-            self._save_cursor(name, cursor)
+        self._cursors.set(name, seq, lease_ms, holds, absent_ms)
 
     def drop_cursor(self, name: str) -> None:
         """Nothing happens if there is none."""
-        if self._cursors.pop(name, None) is not None:
-            self._save_cursor(name, None)
+        self._cursors.drop(name)
 
     def _save_cursor(self, name: str, cursor: Cursor | None) -> None:
         if self._writer is not None:
@@ -504,21 +602,8 @@ class Log:
     def _flush(self) -> None:
         self._flush_due = None
         assert self._writer is not None
-        self._drop_ended_leases()
+        self._cursors.drop_ended_leases()
         self._writer.flush()
 
-    def _drop_ended_leases(self) -> None:
-        now = self._now_ms()
-        for name, cursor in list(self._cursors.items()):
-            if cursor.lease_until_ms is not None and cursor.lease_until_ms < now:
-                self.drop_cursor(name)
 
-    def _keep_after(self) -> int:
-        """Below this seq no live lease needs anything. Called by the writer thread too: it only reads, from a copy made in one step."""
-        now = self._now_ms()
-        return min(
-            (c.seq for c in list(self._cursors.values()) if c.lease_until_ms is not None and c.lease_until_ms >= now), default=NO_LEASE
-        )
-
-
-__all__ = ["Chunk", "Log", "Scan", "Stream"]
+__all__ = ["Chunk", "Cursor", "Damage", "Log", "Passed", "Scan", "Stream"]

@@ -16,7 +16,8 @@ from typing import Final
 import structlog
 
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from history.store import CHUNK_COLUMNS, is_damage
+from history.rows import CHUNK_COLUMNS
+from history.store import is_damage
 from storage.disk import REAL_DISK, Disk
 
 SCAN_CHUNKS_MAX: Final = 256  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
@@ -37,7 +38,6 @@ class Reader:
         self._lock = threading.Lock()
         self._closed = False
         self._known_bad: set[int] = set()
-        self.corrupt_chunks = 0
 
     def close(self) -> None:
         with self._lock:
@@ -100,7 +100,7 @@ class Reader:
         found.covered = max(found.covered, before - 1)
         if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(first_seq)
-            self.corrupt_chunks += 1
+            found.damaged.append((first_seq - 1, following or until + 1, str(reason)))
             log.error(
                 "records are damaged and will be reported as a gap", path=str(self._path), after=after, before=before, reason=str(reason)
             )
@@ -123,13 +123,14 @@ class Reader:
             (seq,) = db.execute("SELECT min(first_seq) FROM chunk WHERE time_ms > ?", (time_ms,)).fetchone()
         return None if seq is None else int(seq)
 
-    def recent_ids(self, count: int) -> list[bytes]:
-        """The newest message ids, oldest first."""
-        newest: list[bytes] = []
-        with self._snapshot() as db, contextlib.closing(db.execute("SELECT ids FROM chunk ORDER BY first_seq DESC")) as rows:
+    def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
+        """Stream and id of the newest records, oldest first."""
+        newest: list[tuple[int, bytes]] = []
+        query = "SELECT ids, substr(data, 1, 4 * records) FROM chunk ORDER BY first_seq DESC"
+        with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
             while len(newest) < count and (row := rows.fetchone()) is not None:
-                ids = row[0]
-                newest.extend(ids[begin : begin + ID_BYTES] for begin in range(len(ids) - ID_BYTES, -1, -ID_BYTES))
+                ids, streams = row[0], unpack_streams(row[1])
+                newest += [(id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in reversed(list(enumerate(streams)))]
         return newest[:count][::-1]
 
 

@@ -26,17 +26,21 @@ class Tail:
     def __len__(self) -> int:
         return len(self.chunks) - self._gone
 
-    def push(self, chunk: Chunk, bytes: int) -> None:
+    def push(self, chunk: Chunk, bytes: int) -> list[Chunk]:
+        """Returns what has to go for it."""
         self.chunks.append(chunk)
         self._last_seqs.append(chunk.last_seq)
         self._sizes.append(bytes)
         self.bytes += bytes
+        gone: list[Chunk] = []
         while self.bytes > self.bytes_max and len(self) > 1:
-            self.pop()
+            gone.append(self.pop())
+        return gone
 
-    def pop(self) -> None:
+    def pop(self) -> Chunk:
         """Let the oldest chunk go."""
         place = self._gone
+        chunk = self.chunks[place]
         self.after = self._last_seqs[place]
         self.bytes -= self._sizes[place]
         self.chunks[place] = None  # type: ignore[call-overload]
@@ -44,6 +48,7 @@ class Tail:
         if self._gone > 256 and self._gone * 2 > len(self.chunks):
             del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
             self._gone = 0
+        return chunk
 
     @property
     def oldest(self) -> Chunk | None:

@@ -10,13 +10,16 @@ import asyncio
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import structlog
 
 from history.chunk import Chunk, Columns, encode
-from history.store import Cursor, Extent, Store, Stream, growth_of, status_error
+from history.load import Cursor, Extent, Stream, growth_of
+from history.passed import Passed
+from history.rows import Row
+from history.store import Changes, Store, is_damage, status_error
 from storage.worker import Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -43,10 +46,21 @@ class Append:
 class Retention:
     age_ms: int
     bytes: int
-    keep_after: Callable[[], int]  # the lowest seq that a leased cursor has confirmed
+    keep_after: Callable[[], int]  # the lowest seq that a cursor which holds what is old has confirmed
+    owed_after: Callable[[], int]  # the lowest seq that an endpoint has confirmed
 
 
-Written = Callable[[list[Append] | None, list[Chunk], Extent, UStatusError | None], None]
+@dataclass(slots=True)
+class Written:
+    """What a turn of the writer has done."""
+
+    extent: Extent
+    batch: list[Append] | None = None  # None: retention
+    chunks: list[Chunk] = field(default_factory=list)
+    error: UStatusError | None = None
+    is_damaged: bool = False  # it is the file itself that can't be used any more
+    passed: Passed | None = None
+    acknowledged: list[int] = field(default_factory=list)  # notes of damage, by another process
 
 
 def cut(streams: Sequence[int], messages: Sequence[Carried], data: Sequence[bytes]) -> list[tuple[int, int]]:
@@ -99,19 +113,20 @@ class Numbering:
 class Writer:
     """Owns the store while it runs. `submit`, `save`, `flush`, `stop` are called on the loop; `on_written` is called there."""
 
-    def __init__(self, store: Store, retention: Retention, on_written: Written, now_ms: Callable[[], int], name: str) -> None:
+    def __init__(
+        self, store: Store, retention: Retention, on_written: Callable[[Written], None], now_ms: Callable[[], int], name: str
+    ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
-        self._numbering = Numbering(store.start_seq, store.streams)
+        self._numbering = Numbering(store.loaded.start_seq, store.streams)
         self._places = {stream.id: stream for stream in store.streams}
-        self._shared = threading.Lock()  # guards the next two; held for a swap only
-        self._new_streams: list[Stream] = []
-        self._cursors: dict[str, Cursor | None] = {}
-        self._unsaved: tuple[list[Stream], dict[str, Cursor | None]] = ([], {})
+        self._shared = threading.Lock()  # guards the next one; held for a swap only
+        self._changes = Changes()
+        self._unsaved = Changes()  # what a failed transaction left
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
         self._failures = 0  # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
-        self._next_retention = 0.0
+        self._next_retention = self._next_refill = 0.0
         self._monotonic = store.runtime.monotonic
         self._worker: Worker[Append | None] = store.runtime.worker(  # None: commit what was saved, though nothing is appended
             f"history-{name}", self._turn, batch_max=TRANSACTION_RECORDS_MAX, weigh=_weigh, tick_s=IDLE_TICK_S, finish=store.close
@@ -125,11 +140,15 @@ class Writer:
 
     def save_stream(self, stream: Stream) -> None:
         with self._shared:
-            self._new_streams.append(stream)
+            self._changes.streams.append(stream)
 
     def save_cursor(self, name: str, cursor: Cursor | None) -> None:
         with self._shared:
-            self._cursors[name] = cursor
+            self._changes.cursors[name] = cursor
+
+    def save_damage(self, rows: Sequence[Row]) -> None:
+        with self._shared:
+            self._changes.damage.extend(rows)
 
     def flush(self) -> None:
         """Commit what `save_*` left, without waiting for an append."""
@@ -155,10 +174,12 @@ class Writer:
     def _write(self, batch: list[Append]) -> None:
         chunks: list[Chunk] = []
         error: UStatusError | None = None
+        is_damaged = False
         try:
             chunks = self._commit(batch)
         except sqlite3.Error as cause:
             error = status_error(cause, self._store.path)
+            is_damaged = is_damage(cause)
         except Exception as cause:
             log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
             error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
@@ -168,38 +189,37 @@ class Writer:
             self._error = error
             self._failures += 1
             self._store.reset()
-            self._refuse(batch, self._hear_failure)
+            self._refuse(batch, self._hear_failure, is_damaged=is_damaged)
             return
-        extent = replace(self._store.extent)
-        self._worker.tell(lambda: self._on_written(batch, chunks, extent, None))
+        written = Written(replace(self._store.extent), batch, chunks)
+        self._worker.tell(lambda: self._on_written(written))
 
     def _hear_failure(self) -> None:
         self._failures_heard += 1
 
-    def _refuse(self, batch: list[Append], first: Callable[[], None] = lambda: None) -> None:
-        extent, error = replace(self._store.extent), self._error
+    def _refuse(self, batch: list[Append], first: Callable[[], None] = lambda: None, *, is_damaged: bool = False) -> None:
+        written = Written(replace(self._store.extent), batch, error=self._error, is_damaged=is_damaged)
 
         def tell() -> None:
             first()
-            self._on_written(batch, [], extent, error)
+            self._on_written(written)
 
         self._worker.tell(tell)
 
     def _commit(self, batch: list[Append]) -> list[Chunk]:
         with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
-            new_streams, self._new_streams = self._new_streams, []
-            cursors, self._cursors = self._cursors, {}
-        new_streams, cursors = self._unsaved = (self._unsaved[0] + new_streams, self._unsaved[1] | cursors)
+            changes, self._changes = self._changes, Changes()
+        changes = self._unsaved = self._unsaved.followed_by(changes)
         self._numbering.begin()
         try:
             chunks = self._chunks(batch)
             columns = [encode(chunk) for chunk in chunks]
-            self._store.commit(columns, new_streams, cursors, probe=self._failing and not batch)
+            self._store.commit(columns, changes, probe=self._failing and not batch)
         except BaseException:
             self._numbering.undo()
             raise
-        self._unsaved = ([], {})
-        for stream in new_streams:
+        self._unsaved = Changes()
+        for stream in changes.streams:
             self._places[stream.id] = stream
         for chunk, column in zip(chunks, columns, strict=True):
             self._grow(chunk, column)
@@ -228,15 +248,23 @@ class Writer:
         if self._monotonic() < self._next_retention:
             return
         retention, store = self._retention, self._store
+        if self._monotonic() >= self._next_refill:
+            store.allowance.refill()
+            self._next_refill = self._monotonic() + RETENTION_PERIOD_MS / 1_000
+        passed: Passed | None = None
+        acknowledged: list[int] = []
+        more = False
         try:
-            more = store.retain(self._now_ms() - retention.age_ms, retention.bytes, retention.keep_after())
+            cutoff_ms = self._now_ms() - retention.age_ms
+            more, passed = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
+            acknowledged = store.acknowledged_elsewhere()
         except Exception as error:  # whatever it is, the writer must go on
             store.reset()
-            more = False
             log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
         # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
         self._next_retention = 0.0 if more else self._monotonic() + RETENTION_PERIOD_MS / 1_000
         if more:
             self._worker.put(None)
-        extent = replace(store.extent)
-        self._worker.tell(lambda: self._on_written(None, [], extent, None))
+        store.sample()
+        written = Written(replace(store.extent), passed=passed, acknowledged=acknowledged)
+        self._worker.tell(lambda: self._on_written(written))

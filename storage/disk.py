@@ -33,6 +33,9 @@ class Mark(Protocol):
     def write(self, data: bytes) -> None:
         """Raises OSError."""
 
+    def begin(self, data: bytes) -> None:
+        """These and nothing else, on disk when this returns. Raises OSError."""
+
     def close(self) -> None: ...
 
 
@@ -40,7 +43,7 @@ class Disk(Protocol):
     """All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """In autocommit mode, usable from any thread. `read_only`: this connection writes nothing."""
+        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log stays there."""
         ...
 
     def lock(self, path: Path) -> Lock:
@@ -62,12 +65,14 @@ class RealDisk:
     """See Disk."""
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        db = sqlite3.connect(
-            path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, cached_statements=STATEMENTS_CACHED
+        return sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=BUSY_TIMEOUT_S,
+            cached_statements=STATEMENTS_CACHED,
         )
-        if read_only:
-            db.execute("PRAGMA query_only = 1")
-        return db
 
     def lock(self, path: Path) -> Lock:
         return _FileLock(path)
@@ -128,6 +133,11 @@ class _FileMark:
 
     def write(self, data: bytes) -> None:
         os.pwrite(self._file, data, 0)
+
+    def begin(self, data: bytes) -> None:
+        os.ftruncate(self._file, len(data))
+        os.pwrite(self._file, data, 0)
+        os.fsync(self._file)
 
     def close(self) -> None:
         os.close(self._file)

@@ -474,7 +474,7 @@ class _Unmade(UTransport):
     def __init__(self, why: str) -> None:
         self._why = why
 
-    connected = False  # type: ignore[assignment]
+    connected = False
 
     async def open(self) -> None:
         raise UStatusError(UCode.UNAVAILABLE, self._why)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -18,6 +18,9 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uri_pb2 import UUri
 
+HOURS_MIN: Final = 0.001  # some seconds; less would delete what is under way
+HOURS_MAX: Final = 876_600  # 100 years; who means "for ever" lets the bytes be the limit
+MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an integer of SQLite holds
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
@@ -95,10 +98,10 @@ class HistorySection(_Section):
 
     record: list[Pattern] = []  # kept whether or not somebody subscribed
     volatile: list[Pattern] = []  # kept in memory only: for high rates on flash that must not wear
-    retention_hours: float = Field(default=168, gt=0)
-    retention_mib: int = Field(default=1024, ge=1)
-    absent_hours: float = Field(default=168, gt=0, allow_inf_nan=False)  # for so long an endpoint that is away holds what it has not had
-    volatile_mib: int = Field(default=64, ge=8)  # less would not hold what is under way between two networks
+    retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
+    retention_mib: int = Field(default=1024, ge=1, le=MIB_MAX)
+    volatile_mib: int = Field(default=64, ge=8, le=MIB_MAX)  # less would not hold what is under way between two networks
+    absent_hours: float = Field(default=168, gt=0, le=HOURS_MAX, allow_inf_nan=False)  # then an endpoint that is away holds nothing back
 
     @property
     def absent_ms(self) -> int:

@@ -23,7 +23,7 @@ from history.log import Log, Passed
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import LAG_RECORDS_MAX, Flow
-from streamer.parked import PARKED_MAX, Parked, Parking
+from streamer.parked import Parked, Parking
 from streamer.retry import Backoff
 from streamer.view import Target, Version, View
 from uprotocol import attributes as attrs
@@ -154,6 +154,8 @@ class Pump:
         stored = self.log.cursor_rows().get(self.name)
         if stored is not None:
             self.cursor, self.absent_ms = min(stored.seq, self.log.newest_seq), stored.absent_ms
+        elif self.log.cursors_lost:  # it may be ours that can't be read any more: sending again beats skipping
+            self.cursor = self.log.floor_seq
         else:  # a new peer: what was there before it is not for it
             self.cursor = self.log.newest_seq
         self._read = self.cursor
@@ -259,9 +261,8 @@ class Pump:
         plans = self._plans
         for stream in set(streams).difference(plans):
             plans[stream] = self._plan(stream)
-        if len(self.parking) + len(streams) < PARKED_MAX:
-            return True
-        return len(self.parking) + sum(plans[stream].park for stream in set(streams)) <= PARKED_MAX
+        parks = sum(plans[stream].park for stream in set(streams))
+        return not parks or parks <= self.parking.room
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""

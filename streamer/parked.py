@@ -12,11 +12,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from history.cursors import CURSORS_MAX
 from history.log import Log
 from streamer.view import Target
 
 PARKED_PREFIX: Final = "parked:"
 PARKED_MAX: Final = 5_000  # topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+CURSORS_RESERVED: Final = 2_000  # for peers and consumers
 
 
 @dataclass(slots=True)
@@ -45,6 +47,11 @@ class Parking:
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._topics)
+
+    @property
+    def room(self) -> int:
+        """How many more topics may be parked: others need cursors, too."""
+        return min(PARKED_MAX - len(self._topics), CURSORS_MAX - CURSORS_RESERVED - self._log.cursor_count)
 
     def get(self, stream: int) -> Parked | None:
         return self._topics.get(stream)

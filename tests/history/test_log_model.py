@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from history import writer as writer_module
 from history.log import Log
+from history.writer import Written
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -116,9 +117,9 @@ class LogMachine(RuleBasedStateMachine):
         done = asyncio.Event()
         heard = writer._on_written
 
-        def listen(batch: Any, chunks: Any, extent: Any, error: Any) -> None:
-            heard(batch, chunks, extent, error)
-            if batch is None and writer._next_retention != 0.0:
+        def listen(written: Written) -> None:
+            heard(written)
+            if written.batch is None and writer._next_retention != 0.0:
                 done.set()
 
         writer._on_written = listen

@@ -66,6 +66,14 @@ def test_the_fleet_side_is_asked_nothing() -> None:
         (TWO.replace('["cloud", "backend"]', "[]"), 12, "at least 1"),
         (TWO + '[history]\nrecord = ["//vehicle1/1"]\n', 15, "three path segments"),
         (TWO + "[history]\nretention_mib = -1\n", 15, "greater than or equal to 1"),
+        (TWO + f"[history]\nretention_mib = {10**30}\n", 15, "less than or equal to"),
+        (TWO + "[history]\nretention_hours = inf\n", 15, "a finite number"),
+        (TWO + "[history]\nretention_hours = nan\n", 15, "a finite number"),
+        (TWO + "[history]\nretention_hours = 1e300\n", 15, "less than or equal to 876600"),
+        (TWO + "[history]\nretention_hours = 0\n", 15, "greater than or equal to 0.001"),
+        (TWO + "[history]\nretention_hours = 1e-300\n", 15, "greater than or equal to 0.001"),
+        (TWO + "[history]\nabsent_hours = inf\n", 15, "a finite number"),
+        (TWO + "[history]\nabsent_hours = 0\n", 15, "greater than 0"),
     ],
 )
 def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> None:

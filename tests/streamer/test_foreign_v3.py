@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from streamer import egress
+from streamer import parked as parking
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
@@ -163,7 +163,7 @@ async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(make_wo
 async def test_with_too_many_parked_topics_the_peer_waits_and_loses_nothing(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(egress, "PARKED_MAX", 3)
+    monkeypatch.setattr(parking, "PARKED_MAX", 3)
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     topics = [uris.uri("vehicle1", 0x8001, 1, 0x9000 + number) for number in range(10)]
     for topic in topics:

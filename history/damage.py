@@ -1,0 +1,114 @@
+"""What is known to be lost or damaged, until a person has seen it: kept in the log's own file, over every restart.
+
+open, scan, commit -> find -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
+                                 ^
+       acknowledge: by the log, or by another process in the same file
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from history.rows import Row
+
+DAMAGE_MAX: Final = 1_000  # noted one by one; beyond it the last of the same kind is widened
+
+FILE: Final = "file"  # the whole file could not be used, and was moved aside
+MISSING: Final = "missing"  # there was a log here once, and its file is gone
+COMMITS: Final = "commits"  # what was committed last is cut off
+RECORDS: Final = "records"  # a chunk can't be read, or isn't there
+CURSOR: Final = "cursor"
+STREAM: Final = "stream"
+META: Final = "meta"
+HOLE: Final = "hole"
+NOTE: Final = "note"  # of earlier damage
+MARK: Final = "mark"
+STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
+
+LOSSES: Final = frozenset({FILE, MISSING, COMMITS, RECORDS})
+"""Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be counted."""
+
+
+class Damage(NamedTuple):
+    """Something of a log was lost or damaged."""
+
+    when_ms: int  # found, Unix milliseconds
+    kind: str
+    after: int  # the records in (after, before) are gone; both 0: none, or nobody knows
+    before: int
+    incarnation: bytes  # of the log that it happened to; empty: not known
+    moved_to: str = ""  # where the damaged file is kept
+    detail: str = ""
+
+    @property
+    def records(self) -> int:
+        """How many are gone, at most."""
+        return max(0, self.before - self.after - 1) if self.kind in LOSSES else 0
+
+
+class Ledger:
+    """The damage of one log. `add` and `acknowledge` say which rows have to be written."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._rows: dict[int, tuple[Damage, bool]] = {row[0]: (Damage(*row[1:8]), bool(row[8])) for row in rows}
+
+    def __repr__(self) -> str:
+        return f"Ledger({len(self._rows)} known, {len(self.open)} not acknowledged)"
+
+    @property
+    def open(self) -> list[Damage]:
+        """What nobody has acknowledged, in the order of finding."""
+        return [damage for damage, acknowledged in self._rows.values() if not acknowledged]
+
+    @property
+    def rows(self) -> list[Row]:
+        return [(number, *damage, int(acknowledged)) for number, (damage, acknowledged) in self._rows.items()]
+
+    def knows(self, incarnation: bytes) -> bool:
+        """True if something of that log was told once."""
+        return any(damage.incarnation == incarnation for damage, _ in self._rows.values())
+
+    def add(self, damage: Damage) -> Row | None:
+        """The row to write; None if it is known already."""
+        if any(_covers(known, damage) for known, _ in self._rows.values()):
+            return None
+        number = max(self._rows, default=0) + 1
+        if len(self._rows) >= DAMAGE_MAX:
+            same = [
+                place for place, (known, _) in self._rows.items() if (known.kind, known.incarnation) == (damage.kind, damage.incarnation)
+            ]
+            number = max(same, default=max(self._rows))
+            known = self._rows[number][0]
+            damage = damage._replace(after=min(known.after, damage.after), before=max(known.before, damage.before))
+        self._rows[number] = (damage, False)
+        return (number, *damage, 0)
+
+    def acknowledge(self) -> list[Row]:
+        """All of it; the rows to write."""
+        changed = [number for number, (_, acknowledged) in self._rows.items() if not acknowledged]
+        for number in changed:
+            self._rows[number] = (self._rows[number][0], True)
+        return [(number, *self._rows[number][0], 1) for number in changed]
+
+    def acknowledge_one(self, number: int) -> None:
+        """Another process has written that already."""
+        if number in self._rows:
+            self._rows[number] = (self._rows[number][0], True)
+
+    def forget(self, floor_seq: int, incarnation: bytes) -> list[int]:
+        """What was acknowledged and retention has passed since; the numbers of the rows to delete."""
+        gone = [
+            number
+            for number, (damage, acknowledged) in self._rows.items()
+            if acknowledged and damage.incarnation == incarnation and damage.kind in LOSSES and damage.before - 1 <= floor_seq
+        ]
+        for number in gone:
+            del self._rows[number]
+        return gone
+
+
+def _covers(known: Damage, found: Damage) -> bool:
+    if (known.kind, known.incarnation, known.moved_to) != (found.kind, found.incarnation, found.moved_to):
+        return False
+    return known.after <= found.after and found.before <= known.before if found.before else known.detail == found.detail

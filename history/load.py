@@ -1,0 +1,410 @@
+"""What an opened file says, held against checksums, and put right where that can be done.
+
+rows: meta, holes, streams, cursors --right--> + chunks since the last checkpoint -> Loaded
+              |
+              '-- wrong --> a bit turned back, or made anew: from the chunks (they have checksums of their own), from the mark
+                            what can't be known: the safe side. Sending again beats skipping, and all of it is told
+
+Nothing here is written before everything was read; then it is one transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+
+from history import damage as kinds
+from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
+from history.damage import Damage, Ledger
+from history.mark import V1_LEAP_MAX, Marked
+from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Row, Table
+from uprotocol.v1.uri_pb2 import UUri
+
+NOT_KNOWN: Final = -1
+META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")
+
+log = structlog.get_logger()
+
+
+class Stream:
+    """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done."""
+
+    __slots__ = ("first_seq", "id", "newest_id", "newest_seq", "newest_time_ms", "records", "sink", "source")
+
+    def __init__(self, id: int, source: UUri, sink: UUri | None) -> None:
+        self.id, self.source, self.sink = id, source, sink
+        self.first_seq = self.newest_seq = self.records = 0  # records: appended, ever
+        self.newest_id = b""
+        self.newest_time_ms = 0
+
+    def __repr__(self) -> str:
+        return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
+
+    @property
+    def row(self) -> Row:
+        sink = None if self.sink is None else self.sink.SerializeToString()
+        source = self.source.SerializeToString()
+        return (self.id, source, sink, self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms)
+
+    def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
+        self.first_seq = self.first_seq or first_seq
+        self.newest_seq, self.newest_id, self.newest_time_ms = newest_seq, newest_id, time_ms
+        self.records += records
+
+
+@dataclass(frozen=True, slots=True)
+class Cursor:
+    """A place up to which somebody has confirmed."""
+
+    seq: int
+    lease_until_ms: int | None = None  # until then what comes after `seq` is kept beyond the retention by age; then the cursor is gone
+    holds: bool = False  # kept beyond the retention by age as long as the cursor is there
+    absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
+
+
+@dataclass(slots=True)
+class Extent:
+    """What of the log there is, and what it takes."""
+
+    oldest_seq: int = 0  # 0: empty
+    newest_seq: int = 0  # ever given out
+    floor_seq: int = 0  # everything up to here was deleted
+    stored_bytes: int = 0  # of messages, ids and columns
+    disk_bytes: int = 0  # of all files of the log
+    disk_free_bytes: int = 0  # that are left to us on its disk
+
+
+@dataclass(slots=True)
+class Loaded:
+    """What a store starts with."""
+
+    incarnation: bytes = b""
+    extent: Extent = field(default_factory=Extent)
+    streams: list[Stream] = field(default_factory=list)
+    cursors: dict[str, Cursor] = field(default_factory=dict)
+    cursors_lost: bool = False  # of a cursor not even the name is sure
+    holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
+    ledger: Ledger = field(default_factory=Ledger)
+    found: list[Damage] = field(default_factory=list)  # now, and never before
+    unindexed: list[tuple[int, bytes]] = field(default_factory=list)  # chunks since the last checkpoint
+    dirty: set[int] = field(default_factory=set)  # streams that grew since
+
+    @property
+    def start_seq(self) -> int:
+        """The last seq that must not be given out again."""
+        return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
+
+
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, tuple[int, int, int, bytes, int]]:
+    """For each stream of a chunk: its first and newest seq there, how many records, the newest one's id and time."""
+    newest = dict(zip(streams, range(len(streams)), strict=True))
+    first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
+    counts = Counter(streams)
+    return {
+        id: (first_seq + first[id], first_seq + place, counts[id], ids[place * ID_BYTES : (place + 1) * ID_BYTES], time_ms)
+        for id, place in newest.items()
+    }
+
+
+def load(
+    db: sqlite3.Connection, marked: Marked | None, mark_trouble: str, now_ms: int, random_bytes: Callable[[int], bytes] = os.urandom
+) -> Loaded:
+    """`mark_trouble` says why the mark can't be used, if it can't. Raises sqlite3.Error."""
+    return _Loading(db, marked, mark_trouble, now_ms, random_bytes).run()
+
+
+class _Loading:
+    def __init__(
+        self, db: sqlite3.Connection, marked: Marked | None, mark_trouble: str, now_ms: int, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._db, self._marked, self._mark_trouble, self._now_ms = db, marked, mark_trouble, now_ms
+        self._random_bytes = random_bytes
+        self._made = Loaded()
+        self._places: dict[int, Stream] = {}
+        self._writes: list[tuple[Table, list[Row]]] = []  # (table, rows) to be written at the end
+        self._deletes: list[tuple[str, Any]] = []
+        self._rebuild = False
+        self._notes: list[Row] = []
+        self._index: list[tuple[int, int]] | None = None  # made anew
+
+    def run(self) -> Loaded:
+        made = self._made
+        self._load_ledger()
+        meta = self._load_meta()
+        made.incarnation = meta["incarnation"]
+        self._load_holes()
+        self._load_streams()
+        oldest = self._db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
+        made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
+        if not self._rebuild:
+            self._roll_forward(meta["indexed_seq"])
+        if self._rebuild:
+            self._make_anew()
+        made.streams = [self._places[id] for id in sorted(self._places)]
+        self._heed_mark()
+        self._load_cursors()
+        for after, before in made.holes:
+            if before - 1 > made.extent.floor_seq:
+                self._found(kinds.COMMITS, after, before)
+        self._write()
+        return made
+
+    def _found(self, kind: str, after: int = 0, before: int = 0, detail: str = "", incarnation: bytes | None = None) -> None:
+        damage = Damage(self._now_ms, kind, after, before, self._made.incarnation if incarnation is None else incarnation, "", detail)
+        row = self._made.ledger.add(damage)
+        if row is None:
+            return
+        self._notes.append(row)
+        self._made.found.append(damage)
+        log.error("the log is damaged", kind=kind, after=after, before=before, detail=detail)
+
+    # -- rows
+
+    def _load_ledger(self) -> None:
+        found = DAMAGE.read(self._db)
+        self._made.ledger = Ledger(found.rows)
+        self._mend(DAMAGE, "number", found.mended)
+        for row in found.bad:
+            self._delete(DAMAGE.name, "number", row[0])
+            self._found(kinds.NOTE, detail="a note of earlier damage can't be read any more")
+
+    def _load_meta(self) -> dict[str, Any]:
+        found = META.read(self._db)
+        meta: dict[str, Any] = {}
+        meta.update(found.rows)
+        self._mend(META, "key", found.mended)
+        for row in found.bad:
+            self._delete(META.name, "key", row[0])
+        missing = [key for key in META_KEYS if key not in meta]
+        if missing:
+            self._rebuild = True
+            meta |= dict.fromkeys(missing, 0)
+        if "incarnation" in missing:
+            meta["incarnation"] = self._marked.incarnation if self._marked is not None else self._random_bytes(16)
+            self._writes.append((META, [("incarnation", meta["incarnation"])]))
+        self._made.incarnation = meta["incarnation"]
+        for _, right in found.mended:
+            self._found(kinds.META, detail=f"{right[0]}: a bit had turned, and was turned back")
+        for key in missing:
+            self._found(kinds.META, detail=f"{key} was lost, and found anew from the records and the mark")
+        if "floor_seq" in missing:
+            meta["floor_seq"] = NOT_KNOWN
+        return meta
+
+    def _load_holes(self) -> None:
+        found = HOLE.read(self._db)
+        self._made.holes = sorted(found.rows)
+        self._mend(HOLE, "after", found.mended)
+        if found.mended or found.bad:
+            self._found(kinds.HOLE, detail="which records were lost earlier was damaged, and is found anew")
+        for row in found.bad:
+            self._rebuild = True
+            self._delete(HOLE.name, "after", row[0])
+
+    def _load_streams(self) -> None:
+        found = STREAM.read(self._db)
+        self._mend(STREAM, "id", found.mended)
+        for id, source, sink, first, newest, records, newest_id, time_ms in sorted(found.rows):
+            stream = Stream(id, UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+            stream.grow(first, newest, records, newest_id, time_ms)
+            self._places[id] = stream
+        for _, right in found.mended:
+            self._found(kinds.STREAM, detail=f"stream {right[0]}: a bit had turned, and was turned back")
+        for row in found.bad:
+            self._delete(STREAM.name, "id", row[0])
+        if len(self._places) != max(self._places, default=0) or found.bad:
+            self._rebuild = True
+
+    def _load_cursors(self) -> None:
+        made = self._made
+        found = CURSOR.read(self._db)
+        self._mend(CURSOR, "name", found.mended)
+        for name, seq, lease_until_ms, holds, absent_ms in found.rows:
+            if seq > made.start_seq:
+                self._found(kinds.CURSOR, detail=f"{name} was beyond the newest record ({seq}), and begins again at the oldest")
+                seq = made.extent.floor_seq
+                self._writes.append((CURSOR, [(name, seq, lease_until_ms, holds, absent_ms)]))
+            made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
+        for _, right in found.mended:
+            self._found(kinds.CURSOR, detail=f"{right[0]}: a bit had turned, and was turned back")
+        for row in found.bad:
+            self._restart_cursor(row[0])
+
+    def _restart_cursor(self, name: Any) -> None:
+        """Neither place nor name are sure: it begins at the oldest record."""
+        made = self._made
+        made.cursors_lost = True
+        self._delete(CURSOR.name, "name", name)
+        self._found(kinds.CURSOR, detail=f"{name!r} can't be read, and begins again at the oldest record")
+        if isinstance(name, str) and name.isprintable() and name not in made.cursors:
+            made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(HELD_PREFIXES))
+            self._writes.append((CURSOR, [(name, made.extent.floor_seq, None, int(made.cursors[name].holds), 0)]))
+
+    def _mend(self, table: Table, key: str, mended: Sequence[tuple[Row, Row]]) -> None:
+        for wrong, right in mended:
+            if wrong[0] != right[0]:
+                self._delete(table.name, key, wrong[0])
+            self._writes.append((table, [right]))
+
+    def _delete(self, table: str, key: str, value: Any) -> None:
+        if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
+            self._deletes.append((f"DELETE FROM {table} WHERE CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape")))
+        else:
+            self._deletes.append((f"DELETE FROM {table} WHERE {key} IS ?", value))
+
+    # -- chunks
+
+    def _roll_forward(self, indexed_seq: int) -> None:
+        """Count in what was committed after the last checkpoint."""
+        made = self._made
+        stored = made.extent.stored_bytes
+        for columns, chunk in self._chunks(indexed_seq):
+            made.unindexed.append((columns.first_seq, columns.streams))
+            stored += columns.bytes
+            made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
+            if chunk is not None:
+                self._count(chunk, columns)
+        made.extent.stored_bytes = stored
+
+    def _count(self, chunk: Chunk, columns: Columns) -> None:
+        for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms).items():
+            stream = self._places.get(id)
+            if stream is None:
+                self._rebuild = True
+            elif growth[1] > stream.newest_seq:
+                stream.grow(*growth)
+                self._made.dirty.add(id)
+
+    def _chunks(self, after: int) -> Iterator[tuple[Columns, Chunk | None]]:
+        """Each chunk from there on; None where the records can't be read, and then that is noted."""
+        previous: tuple[int, str] | None = None
+        query = f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq > ? ORDER BY first_seq"
+        for row in self._db.execute(query, (after,)):
+            if previous is not None:
+                self._found(kinds.RECORDS, previous[0], row[0], previous[1])
+                previous = None
+            columns = Columns(*row)
+            try:
+                chunk = decode(columns)
+            except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
+                if not self._may_be(columns):
+                    self._delete("chunk", "first_seq", columns.first_seq)
+                    self._found(kinds.RECORDS, detail=f"records claimed to be {columns.first_seq} and following, which there never were")
+                    continue
+                previous = columns.first_seq - 1, str(error)
+                yield columns, None
+            else:
+                yield columns, chunk
+        if previous is not None:
+            self._found(kinds.RECORDS, previous[0], self._made.extent.newest_seq + 1, previous[1])
+
+    def _may_be(self, columns: Columns) -> bool:
+        """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers would leap ahead."""
+        row: tuple[Any, ...] = (columns.first_seq, columns.records, columns.time_ms, columns.streams, columns.ids, columns.data)
+        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or columns.records != len(columns.ids) // ID_BYTES:
+            return False
+        marked = self._marked
+        return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
+
+    def _make_anew(self) -> None:
+        """Streams, index, holes and meta from the chunks."""
+        made = self._made
+        made.unindexed.clear()
+        stored = newest = 0
+        known_holes = set(made.holes)
+        expected: int | None = None
+        index: list[tuple[int, int]] = []
+        lost = max(self._places, default=0)
+        for columns, chunk in self._chunks(-1):
+            stored += columns.bytes
+            if expected is not None and columns.first_seq > expected:
+                known_holes.add((expected - 1, columns.first_seq))
+            expected = columns.last_seq + 1
+            newest = max(newest, columns.last_seq)
+            index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
+            if chunk is not None:
+                self._name(chunk)
+                self._count(chunk, columns)
+                lost = max(lost, *chunk.streams)
+        for id in set(range(1, lost + 1)) - self._places.keys():
+            self._places[id] = Stream(id, UUri(), UUri())  # nothing of it is there any more; the number must not be given out again
+            self._found(kinds.STREAM, detail=f"stream {id} can't be read, and has no records any more")
+            made.dirty.add(id)
+        made.extent.stored_bytes = stored
+        made.extent.newest_seq = max(newest, made.extent.newest_seq)
+        if made.extent.floor_seq == NOT_KNOWN:
+            made.extent.floor_seq = max(0, made.extent.oldest_seq - 1)
+        made.holes = sorted(known_holes)
+        extent = made.extent
+        meta: dict[str, int] = {
+            "newest_seq": extent.newest_seq,
+            "floor_seq": extent.floor_seq,
+            "stored_bytes": stored,
+            "indexed_seq": extent.newest_seq,
+        }
+        self._writes.append((META, list(meta.items())))
+        self._writes.append((HOLE, list(made.holes)))
+        self._writes.append((STREAM, [self._places[id].row for id in sorted(made.dirty)]))
+        self._index = index
+        made.dirty.clear()
+
+    def _name(self, chunk: Chunk) -> None:
+        """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
+        for id in chunk.stream_set - self._places.keys():
+            attributes = chunk.messages[chunk.streams.index(id)].attributes
+            source, sink = UUri(), UUri() if attributes.HasField("sink") else None
+            source.CopyFrom(attributes.source)
+            if sink is not None:
+                sink.CopyFrom(attributes.sink)
+            self._places[id] = Stream(id, source, sink)
+            self._found(kinds.STREAM, detail=f"stream {id} could not be read, and was found anew in its records")
+
+    # -- the mark
+
+    def _heed_mark(self) -> None:
+        made, marked = self._made, self._marked
+        newest = made.extent.newest_seq
+        if self._mark_trouble:
+            self._found(kinds.MARK, detail=f"{self._mark_trouble}: whether the newest records are all there can't be known")
+        elif marked is None:
+            if newest:
+                self._found(kinds.MARK, detail="it is gone: whether the newest records are all there can't be known")
+        elif marked.incarnation != made.incarnation:
+            if marked.seq and not made.ledger.knows(marked.incarnation):
+                self._found(kinds.MISSING, 0, marked.seq + 1, "another log was here", marked.incarnation)
+        elif marked.seq > made.start_seq + V1_LEAP_MAX:
+            self._found(kinds.MARK, detail="it names records that can't have been: whether the newest are all there can't be known")
+        elif marked.seq > made.start_seq:
+            made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
+            self._writes.append((HOLE, [(newest, marked.seq + 1)]))
+
+    # -- writing
+
+    def _write(self) -> None:
+        """All that was put right, if anything was."""
+        if not (self._writes or self._deletes or self._notes or self._index is not None):
+            return
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, key in self._deletes:
+                db.execute(statement, (key,))
+            for table, rows in self._writes:
+                table.insert(db, rows)
+            DAMAGE.insert(db, self._notes)
+            if self._index is not None:
+                db.execute("DELETE FROM chunk_stream")
+                db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))
+            db.execute("COMMIT")
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("ROLLBACK")
+            raise

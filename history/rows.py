@@ -1,0 +1,184 @@
+"""The rows of a log beside its chunks: tables, versions, and a checksum in each row that matters.
+
+write: values + checksum -> row        read: row -> as written | one bit turned, put right | bad
+upgrade: tables of an older version -> today's, in one transaction or not at all
+
+SQLite checks no content: a bit that turns on the disk moves a cursor, or a record to another topic, in silence. Chunks have a checksum of
+their own (chunk.py). `chunk_stream` and the index on time have none: readers compare what they find there with the chunks.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = 2
+APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
+CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
+INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)  # the widths in which SQLite stores integers: the highest bit of each is the sign
+
+Row = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table whose rows end with a checksum."""
+
+    name: str
+    columns: tuple[str, ...]
+    ddl: str
+
+    def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
+        """Insert, or replace what has the same key."""
+        places = ", ".join("?" * (len(self.columns) + 1))
+        db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", [(*row, self.checksum(row)) for row in rows])
+
+    def checksum(self, row: Row) -> int:
+        crc = zlib.crc32(self.name.encode())
+        for value in row:
+            crc = zlib.crc32(_packed(value), crc)
+        return crc
+
+    def read(self, db: sqlite3.Connection) -> Checked:
+        """Every row, held against its checksum. Raises sqlite3.Error."""
+        found = Checked()
+        factory = db.text_factory
+        db.text_factory = _text
+        try:
+            for *values, crc in db.execute(f"SELECT * FROM {self.name}"):
+                row = tuple(values)
+                if self.checksum(row) == crc:
+                    found.rows.append(row)
+                    continue
+                right = self._corrected(row, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
+                if right is None:
+                    found.bad.append(row)
+                else:
+                    found.rows.append(right)
+                    found.mended.append((row, right))
+        finally:
+            db.text_factory = factory
+        return found
+
+    def _corrected(self, row: Row, crc: Any) -> Row | None:
+        """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million times at most."""
+        if not isinstance(crc, int):
+            return None
+        if (self.checksum(row) ^ crc).bit_count() == 1:
+            return row  # it is the checksum itself whose bit turned
+        for place, value in enumerate(row):
+            for other in _one_bit_off(value):
+                candidate = (*row[:place], other, *row[place + 1 :])
+                if self.checksum(candidate) == crc:
+                    return candidate
+        return None
+
+
+@dataclass(slots=True)
+class Checked:
+    """What a table holds."""
+
+    rows: list[Row] = field(default_factory=list)  # as they were written
+    mended: list[tuple[Row, Row]] = field(default_factory=list)  # found -> what it was; those are among `rows`, too
+    bad: list[Row] = field(default_factory=list)
+
+
+def _packed(value: Any) -> bytes:
+    if value is None:
+        return b"n"
+    if isinstance(value, int):
+        return b"i" + value.to_bytes(9, "little", signed=True)
+    if isinstance(value, float):
+        return b"f" + repr(value).encode()
+    data = value.encode(errors="surrogateescape") if isinstance(value, str) else bytes(value)
+    return (b"t" if isinstance(value, str) else b"b") + len(data).to_bytes(4, "little") + data
+
+
+def _one_bit_off(value: Any) -> Iterator[Any]:
+    if isinstance(value, int):
+        for bit in range(63):
+            yield value ^ (1 << bit)
+        for width in INTEGER_BITS:
+            yield value - (1 << (width - 1)) if value >= 0 else value + (1 << (width - 1))
+    elif isinstance(value, str):
+        for data in _one_bit_off(value.encode(errors="surrogateescape")):
+            yield _text(data)
+    elif isinstance(value, bytes):
+        for place in range(len(value)):
+            for bit in range(8):
+                yield value[:place] + bytes((value[place] ^ (1 << bit),)) + value[place + 1 :]
+
+
+def _text(data: bytes) -> str:
+    return data.decode(errors="surrogateescape")
+
+
+# -- the tables
+
+META: Final = Table("meta", ("key", "value"), "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) WITHOUT ROWID")
+STREAM: Final = Table(
+    "stream",
+    ("id", "source", "sink", "first_seq", "newest_seq", "records", "newest_id", "newest_time_ms"),
+    """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
+       newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT NULL,
+       crc INTEGER NOT NULL)""",
+)
+HOLE: Final = Table(
+    "hole", ("after", "before"), "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL, crc INTEGER NOT NULL)"
+)
+CURSOR: Final = Table(
+    "cursor",
+    ("name", "seq", "lease_until_ms", "holds", "absent_ms"),
+    """CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER, holds INTEGER NOT NULL,
+       absent_ms INTEGER NOT NULL, crc INTEGER NOT NULL) WITHOUT ROWID""",
+)
+DAMAGE: Final = Table(
+    "damage",
+    ("number", "when_ms", "kind", "after", "before", "incarnation", "moved_to", "detail", "acknowledged"),
+    """CREATE TABLE damage (number INTEGER PRIMARY KEY, when_ms INTEGER NOT NULL, kind TEXT NOT NULL, after INTEGER NOT NULL,
+       before INTEGER NOT NULL, incarnation BLOB NOT NULL, moved_to TEXT NOT NULL, detail TEXT NOT NULL, acknowledged INTEGER NOT NULL,
+       crc INTEGER NOT NULL)""",
+)
+CHECKED: Final = (META, STREAM, HOLE, CURSOR, DAMAGE)
+
+_CHUNK: Final = (
+    """CREATE TABLE chunk (first_seq INTEGER PRIMARY KEY, records INTEGER NOT NULL, time_ms INTEGER NOT NULL, bytes INTEGER NOT NULL,
+       crc INTEGER NOT NULL, streams BLOB NOT NULL, ids BLOB NOT NULL, data BLOB NOT NULL)""",
+    "CREATE INDEX chunk_time ON chunk (time_ms)",
+    "CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) WITHOUT ROWID",
+)
+CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
+
+
+def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) -> None:
+    """In the caller's transaction: everything that an empty log has."""
+    for statement in (*(table.ddl for table in CHECKED), *_CHUNK):
+        db.execute(statement)
+    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    META.insert(db, meta.items())
+    DAMAGE.insert(db, damage)
+
+
+# -- older versions
+
+HELD_PREFIXES: Final = ("egress:", "parked:")  # cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
+
+
+def upgrade(db: sqlite3.Connection, version: int) -> None:
+    """From `version` to today's, in the caller's transaction. Chunks and their index are the same in all versions."""
+    assert version == 1, "there is no other older version"
+    old = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in ("meta", "stream", "hole", "cursor")}
+    cursors = [(name, seq, until, int(until is None and name.startswith(HELD_PREFIXES)), 0) for name, seq, until in old["cursor"]]
+    for name in old:
+        db.execute(f"DROP TABLE {name}")
+    for table in CHECKED:
+        db.execute(table.ddl)
+    META.insert(db, [row for row in old["meta"] if row[0] != "probe"])
+    STREAM.insert(db, old["stream"])
+    HOLE.insert(db, old["hole"])
+    CURSOR.insert(db, cursors)
+    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

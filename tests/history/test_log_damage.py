@@ -1,0 +1,161 @@
+"""What is damaged is told: at once, after every restart, until a person has acknowledged it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from pathlib import Path
+
+from history import damage as kinds
+from history.damage import Damage
+from history.log import Log
+from history.rows import DAMAGE
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.v1.umessage_pb2 import UMessage
+
+TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(4)]
+SINK = uris.uri("cloud", 0x20, 1, 0)
+
+
+def message(topic: int = 0, size: int = 100) -> UMessage:
+    return UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(os.urandom(size), 5))
+
+
+async def append(log: Log, *topics: int, size: int = 100) -> int:
+    return await log.append([log.stream_id(TOPICS[topic]) for topic in topics], [message(topic, size) for topic in topics])
+
+
+async def read_all(log: Log, after: int = 0) -> list[int]:
+    seqs: list[int] = []
+    while chunks := await log.read(after):
+        after = chunks[-1].last_seq
+        seqs += [seq for chunk in chunks for seq in chunk.seqs]
+    return seqs
+
+
+async def made(path: Path, batches: int = 10) -> bytes:
+    """30 records in chunks of 3."""
+    async with await Log.open(path, name="made") as log:
+        for _ in range(batches):
+            await append(log, 0, 1, 2, size=30_000)
+        log.set_cursor("egress:cloud", 7, holds=True)
+        return log.incarnation
+
+
+def damage_record(path: Path, first_seq: int) -> None:
+    """Turn one byte of a message of the chunk at `first_seq`, in the file itself."""
+    db = sqlite3.connect(path)
+    (data,) = db.execute("SELECT data FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+    db.close()
+    content = bytearray(path.read_bytes())
+    place = content.find(data[50_000:50_100])
+    assert place > 0
+    content[place + 10] ^= 0xFF
+    path.write_bytes(content)
+
+
+def summary(log: Log) -> list[tuple[str, int, int]]:
+    return [(damage.kind, damage.after, damage.before) for damage in log.damage]
+
+
+async def test_a_damaged_chunk_is_told_when_it_is_read_and_until_it_is_acknowledged(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        told: list[Damage] = []
+        log.on_damage(told.append)
+        assert log.damage == []
+        await log.scan(0, max_records=20, max_bytes=1 << 30, until=14)
+        assert told == log.damage
+        assert summary(log) == [("records", 12, 16)]
+        assert (told[0].incarnation, told[0].records) == (log.incarnation, 3)
+        await read_all(log)
+        assert (len(told), log.dropped["corrupt_chunks"]) == (1, 1)
+    async with await Log.open(path, name="restarted") as log:
+        assert log.damage == told
+        await read_all(log)
+        assert log.damage == told
+        log.acknowledge_damage()
+        assert log.damage == []
+    async with await Log.open(path, name="acknowledged") as log:
+        await read_all(log)
+        assert log.damage == []
+
+
+async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to_tell(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    incarnation = await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        await read_all(log)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size - 5 * 16_384)
+    async with await Log.open(path, name="new") as log:
+        assert log.incarnation != incarnation
+        (whole,) = [damage for damage in log.damage if damage.kind == kinds.FILE]
+        assert (whole.incarnation, whole.after, whole.before) == (incarnation, 0, 31)
+        assert Path(whole.moved_to).exists()
+        assert log.dropped["damaged_file"] == 1
+        assert await append(log, 0) == 1
+    async with await Log.open(path, name="later") as log:
+        assert whole in log.damage
+        assert log.dropped["damaged_file"] == 0
+
+
+async def test_a_log_whose_file_is_gone_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    incarnation = await made(path)
+    path.unlink()
+    async with await Log.open(path, name="new") as log:
+        assert summary(log) == [("missing", 0, 31)]
+        assert log.damage[0].incarnation == incarnation
+
+
+async def test_a_file_of_no_bytes_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    path.write_bytes(b"")
+    async with await Log.open(path, name="new") as log:
+        assert summary(log) == [("missing", 0, 31)]
+
+
+async def test_a_start_that_came_no_further_than_moving_the_file_aside_is_told_by_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    path.rename(f"{path}.damaged-123")
+    Path(f"{path}.mark").unlink()
+    async with await Log.open(path, name="new") as log:
+        assert [(damage.kind, damage.moved_to) for damage in log.damage] == [("file", f"{path}.damaged-123")]
+
+
+async def test_a_new_log_has_nothing_to_tell(tmp_path: Path) -> None:
+    async with await Log.open(tmp_path / "l.db", name="new") as log:
+        assert log.damage == []
+        assert log.dropped == {}
+        assert log.disk_bytes > 100_000
+        assert log.disk_free_bytes > 0
+
+
+async def test_another_process_may_acknowledge(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        await read_all(log)
+        assert log.damage
+        async with asyncio.timeout(10):
+            while not _acknowledge_in_the_file(path):  # noqa: ASYNC110 - the writer has not written it yet
+                await asyncio.sleep(0.01)
+            while log.damage:  # noqa: ASYNC110 - the writer looks every second
+                await asyncio.sleep(0.01)
+
+
+def _acknowledge_in_the_file(path: Path) -> bool:
+    db = sqlite3.connect(path, isolation_level=None)
+    rows = [(*row[:-1], 1) for row in DAMAGE.read(db).rows]
+    DAMAGE.insert(db, rows)
+    db.close()
+    return bool(rows)
