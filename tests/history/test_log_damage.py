@@ -9,11 +9,16 @@ from pathlib import Path
 
 from history import damage as kinds
 from history.damage import Damage
+from history.gaps import QUEUED_MAX, Gaps
 from history.log import Log
 from history.rows import DAMAGE
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(4)]
 SINK = uris.uri("cloud", 0x20, 1, 0)
@@ -159,3 +164,44 @@ def _acknowledge_in_the_file(path: Path) -> bool:
     DAMAGE.insert(db, rows)
     db.close()
     return bool(rows)
+
+
+async def test_gaps_are_published_at_the_start_and_when_they_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    path.unlink()
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        heard: asyncio.Queue[tuple[UUri, GapNotice]] = asyncio.Queue()
+        gaps = Gaps("gateway", [log], lambda topic, notice: heard.put((topic, notice)), now_ms=lambda: 1_000)
+        running = asyncio.create_task(gaps.run())
+        topic, notice = await asyncio.wait_for(heard.get(), 10)
+        assert uris.format(topic) == "up://gateway/4/1/8002"
+        assert (notice.gap.reason, notice.gap.after_seq, notice.gap.before_seq) == (Gap.REASON_CORRUPTION, 0, 31)
+        assert notice.gap.incarnation not in (log.incarnation, b"")
+        await read_all(log)
+        _, notice = await asyncio.wait_for(heard.get(), 10)
+        assert (notice.gap.incarnation, notice.gap.after_seq, notice.gap.before_seq) == (log.incarnation, 12, 16)
+        gaps.add(Gap(reason=Gap.REASON_RETENTION, incarnation=log.incarnation, after_seq=1, before_seq=5), "cloud", "too long away")
+        _, notice = await asyncio.wait_for(heard.get(), 10)
+        assert (notice.endpoint, notice.detail, notice.time.ToMilliseconds()) == ("cloud", "too long away", 1_000)
+        assert (gaps.total, gaps.lost) == (3, 0)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_gaps_that_nobody_takes_cost_no_memory(tmp_path: Path) -> None:
+    async def never(*_: object) -> None:
+        raise UStatusError(UCode.UNAVAILABLE, "nobody is there")
+
+    gaps = Gaps("gateway", [], never)
+    for _ in range(QUEUED_MAX + 5):
+        gaps.add(Gap())
+    assert (gaps.total, gaps.lost) == (QUEUED_MAX + 5, 5)
+    running = asyncio.create_task(gaps.run())
+    async with asyncio.timeout(10):
+        while gaps._queue:  # noqa: ASYNC110 - it tells nobody
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)

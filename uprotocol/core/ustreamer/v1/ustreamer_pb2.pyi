@@ -367,6 +367,8 @@ class Gap(_message.Message):
         """the log that the position belongs to is gone"""
         REASON_CORRUPTION: Gap._Reason.ValueType  # 3
         """lost with a damaged file"""
+        REASON_NETWORK: Gap._Reason.ValueType  # 4
+        """lost on a network, before they came to a log; both seqs are 0"""
 
     class Reason(_Reason, metaclass=_ReasonEnumTypeWrapper): ...
     REASON_UNSPECIFIED: Gap.Reason.ValueType  # 0
@@ -376,6 +378,8 @@ class Gap(_message.Message):
     """the log that the position belongs to is gone"""
     REASON_CORRUPTION: Gap.Reason.ValueType  # 3
     """lost with a damaged file"""
+    REASON_NETWORK: Gap.Reason.ValueType  # 4
+    """lost on a network, before they came to a log; both seqs are 0"""
 
     REASON_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
@@ -402,6 +406,40 @@ class Gap(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Gap: _TypeAlias = Gap  # noqa: Y015
+
+@_typing.final
+class GapNotice(_message.Message):
+    """Records that are lost, published on Gaps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GAP_FIELD_NUMBER: _builtins.int
+    ENDPOINT_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    endpoint: _builtins.str
+    """the peer that will not get them; empty: nobody will"""
+    detail: _builtins.str
+    """for a person"""
+    @_builtins.property
+    def gap(self) -> Global___Gap: ...
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        gap: Global___Gap | None = ...,
+        endpoint: _builtins.str = ...,
+        detail: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gap", b"gap", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "endpoint", b"endpoint", "gap", b"gap", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GapNotice: _TypeAlias = GapNotice  # noqa: Y015
 
 @_typing.final
 class DeadLetter(_message.Message):
