@@ -229,7 +229,7 @@ class Pump:
         """Into the store, before anything behind it counts as told."""
         event = Hold(tuple((part.destination, part.number, part.change, part.recipients) for part in held))
         delay_ms = STORE_RETRY_FIRST_MS
-        with self._troubles.holding({part.destination for part in held}):
+        with self._troubles.holding(held):
             while True:
                 try:
                     await self._store.submit(event)

@@ -11,7 +11,7 @@ import contextlib
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -142,6 +142,11 @@ class _Trouble:
     delay_ms: int = RETRY_FIRST_MS
     holding: int = 0  # of Hold that are not committed yet
     tries: int = 0  # of the oldest change
+    made: dict[int, Part] = field(default_factory=dict)  # its messages and those of the next few: a try again is the same message
+
+    def keep(self, part: Part) -> None:
+        if len(self.made) < HELD_BATCH_MAX:
+            self.made[part.number] = part
 
 
 class Troubles:
@@ -181,11 +186,12 @@ class Troubles:
             self._news.set()
 
     @contextlib.contextmanager
-    def holding(self, destinations: Iterable[str]) -> Iterator[None]:
-        """While changes of theirs are on the way to the store, none of them has caught up."""
-        for destination in destinations:
-            self.begin(destination)  # it may have caught up since it was found in trouble
-        troubles = [self._known[destination] for destination in destinations]
+    def holding(self, parts: Iterable[Part]) -> Iterator[None]:
+        """While these are on the way to the store, none of their destinations has caught up."""
+        for part in parts:
+            self.begin(part.destination)  # it may have caught up since it was found in trouble
+            self._known[part.destination].keep(part)
+        troubles = [self._known[destination] for destination in {part.destination for part in parts}]
         for trouble in troubles:
             trouble.holding += 1
         try:
@@ -234,7 +240,9 @@ class Troubles:
                 return False
             del self._known[destination]
             return True
-        parts = [self._teller.part(destination, stored) for stored in found]
+        parts = [trouble.made.get(stored.number) or self._teller.part(destination, stored) for stored in found]
+        for part in parts:
+            trouble.keep(part)
         failed, why = await self._teller.send(parts)
         told = len(parts) - len(failed)
         if not told:
@@ -245,5 +253,7 @@ class Troubles:
             self._teller.count([why])
             told = 1
         trouble.tries = 0
+        for part in parts[:told]:
+            trouble.made.pop(part.number, None)
         await self._store.submit(Released(destination, found[told - 1].number))
         return True
