@@ -248,7 +248,8 @@ class History:
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
             try:
-                await asyncio.wait_for(self._open(), CONNECT_TIMEOUT_MS / 1000)
+                async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
+                    await self._open()
             except TimeoutError:
                 raise UStatusError(UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms") from None
         assert self._client is not None, "_open makes one or raises"

@@ -214,7 +214,8 @@ class DdsTransport(UTransport):
         while loop.time() < end:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), self._config.discovery_quiet_ms / 1000)
+                async with asyncio.timeout(self._config.discovery_quiet_ms / 1000):
+                    await self._news.wait()
             except TimeoutError:
                 return
 
@@ -227,7 +228,8 @@ class DdsTransport(UTransport):
             session.writers.stopping.set()
             session.readers.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._inbox.drained(), DRAIN_S)
+                async with asyncio.timeout(DRAIN_S):
+                    await self._inbox.drained()
             self._inbox.close()
             self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)

@@ -15,6 +15,9 @@ OK: Final = UStatus(code=UCode.OK)
 RETRYABLE: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED})
 """Codes after which the same message may be sent again; nothing else ever is."""
 
+FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
+"""Codes that are a "no" for good: whoever must get something done asks again after any other, those of a later specification included."""
+
 
 class UStatusError(Exception):
     """An operation failed with a UStatus other than OK.

@@ -156,13 +156,11 @@ class Sink:
         await self._until(holds, what, self._deadline_s)
 
     async def _until(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
-        async def changes() -> None:
-            while not holds():
-                self._changed.clear()
-                await self._changed.wait()
-
         try:
-            await asyncio.wait_for(changes(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise AssertionError(f"expected {what} within {deadline_s} s, got {len(self.messages)} messages") from None
 

@@ -124,7 +124,8 @@ class Intake:
         self._closed = True
         try:
             if not self._idle.is_set():
-                await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
+                async with asyncio.timeout(drain_ms / 1000):
+                    await self._idle.wait()
         except TimeoutError:
             log.warning("closing, though listeners have not taken everything", intake=repr(self))
         self._queue.clear()

@@ -117,7 +117,8 @@ class Mqtt5Transport(UTransport):
         self._open = False
         if self._connected:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._window.drained(), DRAIN_MS_MAX / 1000)
+                async with asyncio.timeout(DRAIN_MS_MAX / 1000):
+                    await self._window.drained()
         await self._intake.close(DRAIN_MS_MAX if self._connected else 0)
         await self._link.close()
         self._unclaimed.clear()
