@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -153,23 +154,27 @@ class DdsTransport(UTransport):
             if self._session is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             self._inbox: Inbox[tuple[Filter, bytes]] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
-            making = self._registrar.submit(_Session, self._config, self._arrived, changed)
+            making = _made(lambda: _Session(self._config, self._arrived, changed))
             try:
                 session = await asyncio.wrap_future(making)
-                await self._discovered()
             except BaseException:
-                self._registrar.submit(_discard, making)
-                self._registrar.shutdown(wait=False)
+                if not making.cancel():  # it is made already, and nobody wants it any more
+                    threading.Thread(target=_discard, args=(making,), name="dds-discard", daemon=True).start()
                 raise
-            self._session = session
-            await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+            self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
+            try:
+                await self._discovered()
+                self._session = session
+                await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+            except BaseException:
+                self._end(session)
+                raise
             self._tell_connection(True)
 
     async def _discovered(self) -> None:
@@ -196,14 +201,21 @@ class DdsTransport(UTransport):
             self._inbox.close()
             self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
-            self._readers.clear()
-            self._listening.clear()
-            await self._run(session.close)  # behind it no reader is being removed
+            await asyncio.wrap_future(self._end(session))
             self._lost += session.readers.lost
-            self._registrar.shutdown(wait=False)
-            self._peers = frozenset()
-            self._seen.clear()
             self._tell_connection(False)
+
+    def _end(self, session: _Session) -> Future[None]:
+        """Close `session` behind whatever is being done with it, and forget what belongs to it."""
+        self._session = None
+        self._inbox.close()
+        self._readers.clear()
+        self._listening.clear()
+        self._peers = frozenset()
+        self._seen.clear()
+        ended = self._registrar.submit(session.close)
+        self._registrar.shutdown(wait=False)
+        return ended
 
     def _tell_connection(self, connected: bool) -> None:
         for callback in self._connection_callbacks:
@@ -402,10 +414,30 @@ def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> N
         answer.set_result(statuses)
 
 
-def _discard(making: Future[_Session]) -> None:
-    """What an open that was given up has made. Runs behind it on the same thread, so it is done."""
-    if not making.cancelled() and making.exception() is None:
-        making.result().close()
+def _made(make: Callable[[], _Session]) -> Future[_Session]:
+    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session that nobody waits for
+    any more is closed again."""
+    made: Future[_Session] = Future()
+
+    def run() -> None:
+        try:
+            session = make()
+        except BaseException as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(session)
+        else:
+            session.close()
+
+    threading.Thread(target=run, name="dds-open", daemon=True).start()
+    return made
+
+
+def _discard(made: Future[_Session]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 PLUGIN: Final = TransportPlugin("dds", DdsConfig, DdsTransport, DdsTransport.capabilities)

@@ -63,10 +63,15 @@ def translate(error: DDSException, doing: str, otherwise: UCode.ValueType = UCod
 
 @contextlib.contextmanager
 def translated(doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> Iterator[None]:
+    """Nothing but UStatusError leaves this block."""
     try:
         yield
     except DDSException as error:
         raise translate(error, doing, otherwise) from error
+    except UStatusError:
+        raise
+    except Exception as error:  # the binding's own, or the system's: no more threads, files or memory
+        raise UStatusError(otherwise, f"{doing}: {error!r}") from error
 
 
 @dataclass(init=False)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -40,13 +41,14 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 DEADLINE_S = 15.0
+SLOW_MS = 15_000  # for a sender on a busy computer
 DOMAIN = 100 + os.getpid() % 100  # ports follow from it; the tag keeps runs apart that meet all the same
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
 
 
 def settings(tag: str, **more: Any) -> dict[str, Any]:
-    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag, **more}
+    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag} | more
 
 
 def end(tag: str, authority: str, **more: Any) -> DdsTransport:
@@ -127,6 +129,10 @@ class TestDds(TransportConformance):
         raw.write(source, sink, *samples)
         await asyncio.to_thread(raw.close)
 
+    async def make_unreachable(self, authority: str) -> UTransport:
+        elsewhere = settings(self.tag, interface="nosuch0", domain_id=DOMAIN + 2)
+        return DdsTransport(DdsConfig(**elsewhere), LocalUriProvider(authority, 0x10AB, 3))
+
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         return "transports.dds:PLUGIN", settings(self.tag)
 
@@ -143,7 +149,7 @@ class OtherProcess:
         script = str(Path(__file__).with_name("dds_publisher.py"))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, script, json.dumps(settings(tag)), stdin=pipe, stdout=pipe, env=environment
+            sys.executable, script, json.dumps(settings(tag, send_timeout_ms=SLOW_MS)), stdin=pipe, stdout=pipe, env=environment
         )
         other = cls(process)
         await other._line()
@@ -389,6 +395,50 @@ async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
     await asyncio.to_thread(beta._registrar.shutdown)
     async with end(tag + "x", "beta"):  # another configuration: the domain has been left
         pass
+
+
+async def test_an_open_that_is_given_up_before_there_is_anything_leaves_nothing_behind(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a name is being resolved."""
+    resolve, resolving, known = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def slow(*arguments: Any) -> Any:
+        resolving.set()
+        assert resolve.wait(DEADLINE_S)
+        return known("127.0.0.1", *arguments[1:])
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    beta = end(tag, "beta", peers=["slow.invalid"])
+    opening = asyncio.ensure_future(beta.open())
+    await asyncio.to_thread(resolving.wait, DEADLINE_S)
+    (thread,) = (one for one in threading.enumerate() if one.name == "dds-open")
+    assert thread.daemon  # the process may end meanwhile
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    resolve.set()
+    await asyncio.to_thread(thread.join, DEADLINE_S)
+    assert DOMAIN not in Participant._domains
+    assert not beta.connected
+
+
+async def test_an_open_that_cannot_listen_again_may_be_tried_again(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with end(tag, "alpha") as alpha:
+        beta, heard = end(tag, "beta"), Sink(DEADLINE_S)
+        await beta.open()
+        await beta.register_listener(TOPIC, heard)
+        await beta.close()
+
+        def fail(*_: Any) -> Any:
+            raise OSError("no more files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("transports.dds_readers.DataReader", fail)
+            with pytest.raises(UStatusError, match="no more files"):
+                await beta.open()
+        assert not beta.connected
+        async with beta:
+            await deliver(alpha, numbered(0, 2))
+            await heard.expect(2)
 
 
 async def test_listeners_come_and_go_while_the_transport_closes(tag: str) -> None:

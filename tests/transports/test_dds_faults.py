@@ -46,7 +46,7 @@ RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 
 
 def settings(tag: str, **more: Any) -> dict[str, Any]:
-    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag, **more}
+    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag} | more
 
 
 def end(tag: str, authority: str, **more: Any) -> DdsTransport:
