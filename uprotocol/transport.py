@@ -101,6 +101,11 @@ class UTransport(abc.ABC):
         """False while the network is known to be away. A transport that can't know says True once it is open."""
         return True
 
+    @property
+    def troubles(self) -> list[str]:
+        """What keeps messages from their receivers, in plain sentences that name the culprit; empty when all is well."""
+        return []
+
     def on_connection(self, callback: ConnectionCallback) -> None:
         """`callback(True)` on every (re)connection after open, `callback(False)` on every loss; on the event loop."""
 
@@ -109,7 +114,8 @@ class UTransport(abc.ABC):
         """Send in order; one status for each message, OK when the network has taken it (MQTT: PUBACK).
 
         An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
-        network (UNAVAILABLE) nothing behind it is tried, so that a later try keeps the order.
+        network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so that a later try keeps the order. The
+        rest may be tried, where it is one receiver that does not take what is sent to it.
         """
 
     async def send(self, message: UMessage) -> None:

@@ -215,6 +215,10 @@ class TransportHarness:
         names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1)."""
         raise NotImplementedError("make_end: return a closed transport of your plugin")
 
+    async def make_unreachable(self, authority: str) -> UTransport:
+        """A closed transport whose network is not there: `open` must fail."""
+        pytest.skip("this plugin's class has no make_unreachable hook")
+
     def normalise(self, message: UMessage) -> UMessage:
         """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change and return it.
 
