@@ -123,8 +123,8 @@ class Intake:
         """Take no more, and wait until what is here has been taken, or `drain_ms`. What is not stays with the broker."""
         self._closed = True
         try:
-            if not self._idle.is_set():
-                await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
+            async with asyncio.timeout(drain_ms / 1000):
+                await self._idle.wait()
         except TimeoutError:
             log.warning("closing, though listeners have not taken everything", intake=repr(self))
         self._queue.clear()

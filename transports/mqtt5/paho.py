@@ -34,7 +34,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
-DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for what is under way, each way
+DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
 
 log = structlog.get_logger()
@@ -111,14 +111,14 @@ class Mqtt5Transport(UTransport):
             raise
 
     async def close(self) -> None:
-        """Finish what is under way, in DRAIN_MS_MAX at most each way, and disconnect."""
+        """Finish what is under way, in DRAIN_MS_MAX at most, and disconnect; while it is connecting, give that up."""
         if not self._open:
             return
         self._open = False
-        if self._connected:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._window.drained(), DRAIN_MS_MAX / 1000)
-        await self._intake.close(DRAIN_MS_MAX if self._connected else 0)
+        drain_ms = DRAIN_MS_MAX if self._connected else 0
+        drained = asyncio.ensure_future(self._window.drained())
+        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.close(drain_ms))
+        drained.cancel()
         await self._link.close()
         self._unclaimed.clear()
 

@@ -52,7 +52,12 @@ def unreachable(address: str, error: BaseException) -> UStatusError:
         )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return UStatusError(
-            UCode.UNAUTHENTICATED, f"TLS with the broker at {address} failed ({error.reason or error}): are cert_file, key_file right?"
+            UCode.UNAUTHENTICATED,
+            f"TLS with the broker at {address} failed ({getattr(error, 'reason', None) or error}): are cert_file, key_file right?",
         )
+    if isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
+        return UStatusError(UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?")
+    if not isinstance(error, OSError):
+        return UStatusError(UCode.INTERNAL, f"connecting to the broker at {address} failed ({error!r}): this should not happen")
     reason = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
     return UStatusError(UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?")
