@@ -109,7 +109,8 @@ class UTransport(abc.ABC):
         """Send in order; one status for each message, OK when the network has taken it (MQTT: PUBACK).
 
         An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
-        network (UNAVAILABLE) nothing behind it is tried, so that a later try keeps the order.
+        network (UNAVAILABLE) nothing behind it is tried, so that a later try keeps the order. A request that nobody is there to
+        take answers `status.nobody_listens`, where the network can tell: UNAVAILABLE too, but of that request alone.
         """
 
     async def send(self, message: UMessage) -> None:

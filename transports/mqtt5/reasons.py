@@ -12,6 +12,9 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 FAILURE_MIN: Final = 0x80
+NO_MATCHING_SUBSCRIBERS: Final = (
+    0x10  # in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
+)
 
 _CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE: it may be tried again
     0x81: UCode.INTERNAL,  # malformed packet
