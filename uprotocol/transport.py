@@ -71,6 +71,7 @@ class LocalUriProvider:
 
 
 ConnectionCallback = Callable[[bool], None]
+LossCallback = Callable[[str, int | None], None]
 
 
 class UTransport(abc.ABC):
@@ -103,6 +104,24 @@ class UTransport(abc.ABC):
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         """`callback(True)` on every (re)connection after open, `callback(False)` on every loss; on the event loop."""
+
+    def on_loss(self, callback: LossCallback) -> None:
+        """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before `open`.
+
+        `text` is one line: what happened, and where. `messages` is how many at most; None if nobody can know. Each loss is told once. A
+        network that loses nothing, or that can't tell, never calls.
+        """
+
+    def remember_in(self, file: str) -> None:
+        """Keep in `file` what the next process must know to tell of losses, and read what the last one has left; called before `open`.
+
+        The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to remember makes no file.
+        """
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong now though the network is there, one plain sentence each; empty when all is well. Past losses are `on_loss`'s."""
+        return []
 
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -160,4 +179,14 @@ def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
         )
 
 
-__all__ = ["OK", "Capability", "ConnectionCallback", "LocalUriProvider", "UBatchListener", "UListener", "UTransport", "validate_filters"]
+__all__ = [
+    "OK",
+    "Capability",
+    "ConnectionCallback",
+    "LocalUriProvider",
+    "LossCallback",
+    "UBatchListener",
+    "UListener",
+    "UTransport",
+    "validate_filters",
+]

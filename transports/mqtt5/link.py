@@ -133,10 +133,14 @@ class Link:
         """End this connection; the next one is made as after any loss."""
         self._client.drop()
 
-    async def subscribe(self, topic_filter: str, identifier: int | None) -> None:
-        """QoS 1, No Local, no retained messages. Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile."""
+    async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
+        """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
+
+        Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile.
+        """
         properties = _properties(PacketTypes.SUBSCRIBE, **({"SubscriptionIdentifier": identifier} if identifier is not None else {}))
-        options = SubscribeOptions(qos=1, noLocal=True, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
+        handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else SubscribeOptions.RETAIN_DO_NOT_SEND
+        options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
         _, packet_id = self._client.subscribe(topic_filter, options=options, properties=properties)
         reason = await self._answer(packet_id)
         if reason.value >= reasons.FAILURE_MIN:
