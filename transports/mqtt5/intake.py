@@ -57,6 +57,11 @@ class Intake:
     def full(self) -> bool:
         return len(self._queue) >= UNACKNOWLEDGED_MESSAGES_MAX
 
+    @property
+    def waiting(self) -> int:
+        """Messages that have not been taken."""
+        return len(self._queue) + sum(len(batch) for batch, _ in self._taking)
+
     def arrive(self, arrived: Sequence[Arrived]) -> None:
         if self._closed or not arrived:
             return
