@@ -224,10 +224,11 @@ class HistoryService:
                 continue
             seq = poll.places[log] = poll.positions[log.incarnation]
             known = poll.known[log.incarnation]
-            agreed = await witness.agreed(log, seq, known)
-            if agreed is not None:
+            bounds = await witness.went_back(log, seq, known)
+            if bounds is not None:
+                differs, agreed = bounds
                 # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be told apart.
-                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, max(seq, *known, 0), agreed + 1))
+                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, differs, agreed + 1))
                 poll.places[log] = agreed
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
                 poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))

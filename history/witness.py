@@ -77,22 +77,23 @@ async def at(log: Log, seq: int) -> list[Witness]:
     ]
 
 
-async def agreed(log: Log, seq: int, known: Known) -> int | None:
-    """Up to where the log is what a caller at `seq` knows it to be, if it went back; None if it did not, as far as can be told.
+async def went_back(log: Log, seq: int, known: Known) -> tuple[int, int] | None:
+    """If the log went back behind a caller at `seq`: up to where it is not what the caller knows, and up to where it surely is.
 
-    Looks at the newest record that is known and still there, and only if that is another one now, at those before.
+    None if it did not, as far as can be told. Looks at the newest record that is known and still there, and only if that is another one
+    now, at those before.
     """
     differs = False
     for one in sorted(known, reverse=True):
         here = await at(log, one)
         if here and here[0].digest == known[one]:
             if differs:
-                return min(seq, one)
+                return max(known), min(seq, one)
             break
         differs = differs or bool(here) or _is_beyond(log, one)
     if differs:
-        return min(seq, log.floor_seq)
-    return log.newest_seq if _is_beyond(log, seq) else None
+        return max(known), min(seq, log.floor_seq)
+    return (seq, log.newest_seq) if _is_beyond(log, seq) else None
 
 
 def _is_beyond(log: Log, seq: int) -> bool:
