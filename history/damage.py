@@ -32,6 +32,7 @@ NOTE: Final = "note"  # of earlier damage
 MARK: Final = "mark"
 INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
+NETWORK: Final = "network"  # a network lost messages before they came here; which, nobody knows
 
 LOSSES: Final = frozenset({FILE, MISSING, COMMITS, RECORDS})
 """Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be counted."""
@@ -82,7 +83,8 @@ class Ledger:
 
     def add(self, damage: Damage) -> Row | None:
         """The row to write; None if it is known already."""
-        if self.covers(damage):
+        news = damage.kind == NETWORK  # however often the same is told, it has happened again
+        if any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged)):
             return None
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:

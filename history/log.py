@@ -58,6 +58,7 @@ _REASONS: Final = {  # what `dropped` counts
     kinds.STRUCTURE: "damaged_file",
     kinds.COMMITS: "lost_commits",
     kinds.RECORDS: "corrupt_chunks",
+    kinds.NETWORK: "network_loss",
 }
 
 T = TypeVar("T")
@@ -418,6 +419,10 @@ class Log:
         if rows and self._writer is not None:
             self._writer.save_damage(rows)
             self._schedule_flush()
+
+    def note_network_loss(self, detail: str) -> None:
+        """A network has lost messages that would have come here: kept with the damage, until a person has acknowledged it."""
+        self._note(Damage(self._now_ms(), kinds.NETWORK, 0, 0, self.incarnation, "", detail))
 
     def _note(self, damage: Damage) -> None:
         row = self._ledger.add(damage)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from history import witness
 from history.log import Log
 from history.matching import Match, Matches
 from uprotocol import uuid as uuids
@@ -28,6 +29,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Position,
     RecordBatch,
     TopicState,
+    Witness,
 )
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, invalid
@@ -66,6 +68,7 @@ class _Poll:
 
     matches: dict[Log, Match]
     positions: dict[bytes, int]
+    known: dict[bytes, witness.Known]
     until: dict[bytes, int]
     acked: dict[bytes, int]
     records_max: int
@@ -182,10 +185,10 @@ class HistoryService:
             await _complete(match)
         response = PollResponse()
         await self._place(poll, asked, response)
-        response.begin.extend(Position(incarnation=log.incarnation, seq=seq) for log, seq in poll.places.items())
+        response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
         self._hold(asked.consumer, poll, response)
         response.more = await self._answer(poll, response)
-        response.next.extend(Position(incarnation=log.incarnation, seq=seq) for log, seq in poll.places.items())
+        response.next.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
         self.counts["records"] += sum(len(batch.seq) for batch in response.batches)
         self.counts["gaps"] += len(response.gaps)
         return response
@@ -201,6 +204,7 @@ class HistoryService:
         return _Poll(
             self._matches.of(asked.topics),
             _positions(asked.positions),
+            witness.checked(asked.positions),
             _positions(asked.until),
             _positions(asked.acked),
             min(asked.max_records or POLL_RECORDS_MAX, POLL_RECORDS_MAX),
@@ -212,17 +216,22 @@ class HistoryService:
     async def _place(self, poll: _Poll, asked: PollRequest, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
         for incarnation, seq in poll.positions.items():
-            if incarnation not in self._by_incarnation:
+            if incarnation not in self._by_incarnation and seq:  # of an empty log, as a ring in memory often is, nothing was read
                 response.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:
                 poll.places[log] = await self._start(log, asked, response)
                 continue
             seq = poll.places[log] = poll.positions[log.incarnation]
-            if seq > max(log.newest_seq, *(before - 1 for _, before in log.holes), 0):
-                # Given out by a file that is no longer what it was (restored from a copy, say): what came since can't be told apart.
-                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, seq, log.newest_seq + 1))
-                poll.places[log] = log.newest_seq
+            known = poll.known[log.incarnation]
+            bounds = await witness.went_back(log, seq, known)
+            if bounds is not None:
+                differs, agreed = bounds
+                # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be told apart.
+                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, differs, agreed + 1))
+                poll.places[log] = agreed
+                poll.known[log.incarnation] = witness.up_to(known, agreed)
+                poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
 
     async def _start(self, log: Log, asked: PollRequest, response: PollResponse) -> int:
         start = asked.WhichOneof("start")
@@ -359,6 +368,13 @@ def _positions(given: Sequence[Position]) -> dict[bytes, int]:
         if len(position.incarnation) != INCARNATION_BYTES:
             raise invalid(f"an incarnation has {INCARNATION_BYTES} bytes, got {len(position.incarnation)}")
     return {position.incarnation: position.seq for position in given}
+
+
+async def _told(log: Log, seq: int, poll: _Poll) -> Position:
+    """A place, with the record there as its witness: what the caller has brought, else from the log."""
+    digest = poll.known.get(log.incarnation, {}).get(seq)
+    witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
+    return Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable)
 
 
 def _gap(reason: Gap.Reason.ValueType, log: Log, after: int, before: int) -> Gap:

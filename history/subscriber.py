@@ -12,15 +12,14 @@ import contextlib
 import json
 import os
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import structlog
-from google.protobuf.message import DecodeError
 
+from history.acceptor import Accepted, Acceptor, Places, Positions, Record
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, RpcClient
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
@@ -30,12 +29,10 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     PollRequest,
     PollResponse,
     Position,
-    RecordBatch,
 )
 from uprotocol.message import M, UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 DESCRIBE: Final = 1  # method ids of core.ustreamer
@@ -47,10 +44,6 @@ BACKOFF_MS_MIN: Final = 100
 BACKOFF_MS_MAX: Final = 10_000  # a streamer that is back is found within that
 PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
 BATCHES_AHEAD_MAX: Final = 2  # polled while the application still works on the one before; each at most the service's limit
-TOPICS_TRACKED_MAX: Final = 65_536  # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
-REFUSED_MAX: Final = (
-    8  # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't help
-)
 CURSOR_SAVE_MS: Final = 1_000  # between two writes of the file while batches pass; what is lost of it comes twice after a restart
 AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
 
@@ -89,151 +82,91 @@ class HistoryClient:
             raise UStatusError(UCode.DATA_LOSS, f"{uris.format(method)} gave an answer that can't be read: {error.message}") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
-    """One message of a history. `time_ms`: when it was appended, Unix milliseconds."""
+class Poller:
+    """Polls as long as the network bears, and while the service is away asks again, with growing, random pauses."""
 
-    incarnation: bytes
-    seq: int
-    prev_seq: int
-    time_ms: int
-    message: UMessage
+    def __init__(
+        self,
+        client: HistoryClient,
+        *,
+        wait_ms_max: int = WAIT_MS_MAX,
+        on_connected: Callable[[bool], None] | None = None,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._client, self._on_connected = client, on_connected
+        self._wait_ms_max = wait_ms_max
+        self._rng = rng if rng is not None else random.Random()
+        self._backoff_ms = BACKOFF_MS_MIN
+        self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
+        self.connected = False
 
+    async def poll(self, request: PollRequest) -> PollResponse | None:
+        """The answer, or None after a pause if there was none. Raises UStatusError if the service refuses."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        request.wait_ms = self.wait_ms
+        try:
+            response = await self._client.poll(request)
+        except UStatusError as error:
+            if error.code not in AGAIN:
+                raise
+            self.wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self.wait_ms // 2)
+            self._tell(False, error)
+            await self.pause()
+            return None
+        self._backoff_ms = BACKOFF_MS_MIN
+        self._tell(True)
+        if not response.batches and not response.gaps and not response.more and request.wait_ms:
+            if (loop.time() - began) * 1000 < request.wait_ms / 4:
+                await asyncio.sleep(PAUSE_MS / 1000)
+            self.wait_ms = min(request.wait_ms * 2, self._wait_ms_max)
+        return response
 
-Positions = dict[bytes, int]
+    async def pause(self) -> None:
+        """Each longer than the one before, until there is an answer."""
+        await asyncio.sleep(self._backoff_ms * self._rng.uniform(0.5, 1.0) / 1000)
+        self._backoff_ms = min(self._backoff_ms * 2, BACKOFF_MS_MAX)
 
-
-@dataclass(slots=True)
-class Accepted:
-    """What one answer brought: records in order, the gaps before them, and where the next poll begins."""
-
-    records: list[Record] = field(default_factory=list)
-    gaps: list[Gap] = field(default_factory=list)
-    positions: Positions = field(default_factory=dict)
-
-
-class Acceptor:
-    """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
-
-    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage).
-    """
-
-    def __init__(self, positions: Positions | None = None) -> None:
-        self.positions: Positions = dict(positions or {})
-        self.dropped: Counter[str] = Counter()
-        self._base: Positions = dict(self.positions)  # of a topic not in `_newest` nothing has come after this
-        self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
-        self._lost_to: Positions = {}  # whatever is missing up to here has been told as a gap
-        self._refused_in_a_row = 0
-
-    def accept(self, response: PollResponse) -> Accepted:
-        accepted = Accepted()
-        for begin in response.begin:
-            if begin.incarnation not in self.positions:
-                self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
-        for gap in response.gaps:
-            self._note(gap, accepted)
-        following = {position.incarnation: position.seq for position in response.next}
-        for batch in response.batches:
-            columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
-            whole = len({len(column) for column in columns}) == 1 and self._take(batch, accepted)
-            if not whole:
-                following.pop(batch.incarnation, None)
-        for incarnation, seq in following.items():
-            self.positions[incarnation] = max(seq, self.positions.get(incarnation, 0))
-        accepted.positions = dict(self.positions)
-        return accepted
-
-    def _note(self, gap: Gap, accepted: Accepted) -> None:
-        incarnation = gap.incarnation
-        if gap.reason == Gap.REASON_INCARNATION:
-            if self.positions.pop(incarnation, None) is None:
-                return
-            self._lost_to.pop(incarnation, None)
-            self._base.pop(incarnation, None)
-        elif gap.before_seq - 1 <= gap.after_seq:  # the log went back behind us: start again where it says
-            self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
-            for key in [key for key in self._newest if key[0] == incarnation]:
-                del self._newest[key]
-        elif gap.before_seq - 1 <= self._lost_to.get(incarnation, 0):
+    def _tell(self, connected: bool, error: UStatusError | None = None) -> None:
+        if connected == self.connected:
             return
-        else:
-            self._lost_to[incarnation] = gap.before_seq - 1
-        accepted.gaps.append(gap)
-
-    def _take(self, batch: RecordBatch, accepted: Accepted) -> bool:
-        """False if a record did not follow; then the position is where the missing one comes next."""
-        incarnation = batch.incarnation
-        base = self._base.setdefault(incarnation, min(batch.seq, default=1) - 1)
-        position = self.positions.setdefault(incarnation, base)
-        for place, (seq, prev_seq, time_ms, data) in enumerate(zip(batch.seq, batch.prev_seq, batch.time_ms, batch.message, strict=True)):
-            try:
-                message = UMessage.FromString(data)
-            except DecodeError:
-                self.dropped["unreadable"] += 1
-                accepted.gaps.append(Gap(reason=Gap.REASON_CORRUPTION, incarnation=incarnation, after_seq=seq - 1, before_seq=seq + 1))
-                self._lost_to[incarnation] = max(seq, self._lost_to.get(incarnation, 0))
-                continue
-            attributes = message.attributes
-            key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
-            last = self._newest.get(key)
-            if seq <= (base if last is None else last):
-                self.dropped["duplicate"] += 1
-                continue
-            allowed = max(base if last is None else last, self._lost_to.get(incarnation, 0))
-            if prev_seq > allowed or prev_seq >= seq:
-                self.dropped["refused"] += 1
-                self.dropped["behind_refused"] += len(batch.seq) - place - 1
-                self._refused_in_a_row += 1
-                self._go_back(incarnation, allowed, prev_seq, position, accepted)
-                return False
-            self._newest[key] = seq
-            self._newest.move_to_end(key)
-            if len(self._newest) > TOPICS_TRACKED_MAX:
-                (of, _, _), forgotten = self._newest.popitem(last=False)
-                self._base[of] = max(self._base[of], forgotten)
-                base = self._base[incarnation]
-            position = self.positions[incarnation] = max(position, seq)
-            self._refused_in_a_row = 0
-            accepted.records.append(Record(incarnation, seq, prev_seq, time_ms, message))
-        return True
-
-    def _go_back(self, incarnation: bytes, allowed: int, prev_seq: int, position: int, accepted: Accepted) -> None:
-        self.positions[incarnation] = min(allowed, position)
-        if self._refused_in_a_row >= REFUSED_MAX:
-            self._refused_in_a_row = 0
-            gap = Gap(reason=Gap.REASON_UNSPECIFIED, incarnation=incarnation, after_seq=allowed, before_seq=prev_seq + 1)
-            self._lost_to[incarnation] = prev_seq
-            accepted.gaps.append(gap)
+        self.connected = connected
+        if error is not None:
+            log.warning("the history does not answer; asking again", error=str(error))
+        if self._on_connected is not None:
+            self._on_connected(connected)
 
 
 class CursorFile:
-    """Positions in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods block."""
+    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def load(self) -> Positions:
+    def load(self) -> Places:
         """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what then."""
         try:
             text = self._path.read_text()
         except FileNotFoundError:
-            return {}
+            return Places()
         try:
-            given = json.loads(text)["positions"]
-            positions = {bytes.fromhex(incarnation): seq for incarnation, seq in given.items()}
-            if not all(len(incarnation) == 16 and type(seq) is int and seq >= 0 for incarnation, seq in positions.items()):
-                raise ValueError("an incarnation has 16 bytes, and a seq is a number from 0")
+            return _places(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise invalid(f"{self._path} is not a cursor file ({error}): delete it to start from the beginning") from None
-        return positions
 
-    def save(self, positions: Positions) -> None:
+    def save(self, places: Places) -> None:
         """Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f"{self._path.name}.new")
+        content = {
+            "positions": {incarnation.hex(): seq for incarnation, seq in places.positions.items()},
+            "known": {
+                incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()] for incarnation, known in places.known.items()
+            },
+            "idle": sorted(incarnation.hex() for incarnation in places.idle),
+        }
         with beside.open("w") as file:
-            json.dump({"positions": {incarnation.hex(): seq for incarnation, seq in positions.items()}}, file)
+            json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())
         beside.replace(self._path)
@@ -242,6 +175,22 @@ class CursorFile:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+
+def _places(content: dict[str, Any]) -> Places:
+    """Files of the first version have positions only."""
+    positions = {bytes.fromhex(incarnation): seq for incarnation, seq in content["positions"].items()}
+    known = {
+        bytes.fromhex(incarnation): {seq: bytes.fromhex(digest) for seq, digest in pairs}
+        for incarnation, pairs in content.get("known", {}).items()
+    }
+    idle = set(map(bytes.fromhex, content["idle"])) if "idle" in content else {one for one, seq in positions.items() if not seq}
+    seqs = [*positions.values(), *(seq for pairs in known.values() for seq in pairs)]
+    if not all(type(seq) is int and 0 <= seq < 1 << 64 for seq in seqs):
+        raise ValueError("a seq is a number from 0")
+    if not all(len(incarnation) == 16 for incarnation in (*positions, *known, *idle)):
+        raise ValueError("an incarnation has 16 bytes")
+    return Places(positions, known, idle)
 
 
 class GaplessSubscriber:
@@ -274,28 +223,28 @@ class GaplessSubscriber:
         on_connected: Callable[[bool], None] | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._client = client
         self._request = PollRequest(topics=topics, consumer=consumer, lease_ms=lease_ms, max_records=max_records, max_bytes=max_bytes)
         self._start = start if start is not None else PollRequest(earliest=True)
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
-        self._wait_ms_max, self._wait_ms = wait_ms_max, min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
-        self._on_gap, self._on_connected = on_gap, on_connected
-        self._rng = rng if rng is not None else random.Random()
-        self._taken: Positions = dict(positions or {})
-        self._acceptor = Acceptor(self._taken)
+        self._on_gap = on_gap
+        self._poller = Poller(client, wait_ms_max=wait_ms_max, on_connected=on_connected, rng=rng)
+        self._taken = Places(dict(positions or {}))
+        self._acceptor = Acceptor(places=self._taken)
         self._queue: asyncio.Queue[Accepted | Exception] = asyncio.Queue(BATCHES_AHEAD_MAX)
         self._puller: asyncio.Task[None] | None = None
         self._handed: Accepted | None = None
         self._rest: deque[Record] = deque()
-        self._saved: Positions = {}
+        self._saved = Places()
         self._next_save = 0.0
-        self._backoff_ms = BACKOFF_MS_MIN
-        self.connected = False
         self.gaps = 0
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else "not connected"
-        return f"GaplessSubscriber({state}, gaps={self.gaps}, taken={ {key.hex()[:8]: seq for key, seq in self._taken.items()} })"
+        return f"GaplessSubscriber({state}, gaps={self.gaps}, taken={ {key.hex()[:8]: seq for key, seq in self._taken.positions.items()} })"
+
+    @property
+    def connected(self) -> bool:
+        return self._poller.connected
 
     @property
     def dropped(self) -> Counter[str]:
@@ -304,14 +253,14 @@ class GaplessSubscriber:
     @property
     def positions(self) -> Positions:
         """Up to where, in each log, the application has taken everything."""
-        return dict(self._taken)
+        return dict(self._taken.positions)
 
     async def __aenter__(self) -> Self:
         if self._file is not None:
             self._saved = await asyncio.to_thread(self._file.load)
-            if self._saved:
-                self._taken = dict(self._saved)
-                self._acceptor = Acceptor(self._taken)
+            if self._saved.positions:
+                self._taken = self._saved.copy()
+                self._acceptor = Acceptor(places=self._taken)
         self._puller = asyncio.create_task(self._pull(), name="gapless subscriber")
         return self
 
@@ -372,11 +321,12 @@ class GaplessSubscriber:
         handed, self._handed = self._handed, None
         if handed is None:
             return
-        self._taken = dict(handed.positions)
+        self._taken = handed.places.copy()
         if self._rest:  # iteration by record stands in the middle of this batch
             self._handed = handed
+            taken = self._taken.positions
             for record in self._rest:
-                self._taken[record.incarnation] = min(self._taken.get(record.incarnation, 0), record.seq - 1)
+                taken[record.incarnation] = min(taken.get(record.incarnation, 0), record.seq - 1)
 
     async def _next_item(self) -> Accepted:
         """Waits, and saves the cursor meanwhile when its time has come."""
@@ -398,7 +348,7 @@ class GaplessSubscriber:
     async def _save(self) -> None:
         if self._file is None or self._taken == self._saved:
             return
-        taken = dict(self._taken)
+        taken = self._taken.copy()
         self._next_save = asyncio.get_running_loop().time() + CURSOR_SAVE_MS / 1000
         try:
             await asyncio.to_thread(self._file.save, taken)
@@ -412,13 +362,13 @@ class GaplessSubscriber:
     async def _pull(self) -> None:
         try:
             while True:
-                response = await self._poll_once()
+                response = await self._poller.poll(self._next_request())
                 if response is None:
                     continue
                 accepted = self._acceptor.accept(response)
                 if accepted.records or accepted.gaps:
                     await self._queue.put(accepted)
-                elif not self._queue.full() and accepted.positions != self._taken:
+                elif not self._queue.full() and accepted.places != self._taken:
                     self._queue.put_nowait(accepted)  # nothing for us, but the cursor moves on, so that retention is not held
         except Exception as error:
             await self._queue.put(error)
@@ -429,42 +379,14 @@ class GaplessSubscriber:
         for name in ("topics", "positions", "acked", "until"):
             request.ClearField(name)
         request.MergeFrom(self._request)
-        request.positions.extend(_positions(self._acceptor.positions))
+        request.positions.extend(self._acceptor.places.request())
         if request.consumer:
-            request.acked.extend(_positions(self._taken if self._file is None else self._saved))
-        request.wait_ms = self._wait_ms
+            request.acked.extend(_positions((self._taken if self._file is None else self._saved).positions))
         return request
-
-    async def _poll_once(self) -> PollResponse | None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            response = await self._client.poll(self._next_request())
-        except UStatusError as error:
-            if error.code not in AGAIN:
-                raise
-            self._wait_ms = max(min(WAIT_MS_MIN, self._wait_ms_max), self._wait_ms // 2)
-            self._tell(False, error)
-            await asyncio.sleep(self._backoff_ms * self._rng.uniform(0.5, 1.0) / 1000)
-            self._backoff_ms = min(self._backoff_ms * 2, BACKOFF_MS_MAX)
-            return None
-        self._backoff_ms = BACKOFF_MS_MIN
-        self._tell(True)
-        if not response.batches and not response.gaps and not response.more:
-            if (loop.time() - began) * 1000 < self._wait_ms / 4:
-                await asyncio.sleep(PAUSE_MS / 1000)
-            self._wait_ms = min(self._wait_ms * 2, self._wait_ms_max)
-        return response
-
-    def _tell(self, connected: bool, error: UStatusError | None = None) -> None:
-        if connected == self.connected:
-            return
-        self.connected = connected
-        if error is not None:
-            log.warning("the history does not answer; asking again", error=str(error))
-        if self._on_connected is not None:
-            self._on_connected(connected)
 
 
 def _positions(positions: Positions) -> list[Position]:
     return [Position(incarnation=incarnation, seq=seq) for incarnation, seq in positions.items()]
+
+
+__all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Places", "Poller", "Positions", "Record"]

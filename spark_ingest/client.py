@@ -22,9 +22,11 @@ import structlog
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
 from pydantic.alias_generators import to_camel
 
+from history import witness
 from history.subscriber import HistoryClient
+from history.witness import Known
 from spark_ingest import offsets
-from spark_ingest.offsets import LogState, Loss, Offsets, Range
+from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
@@ -143,7 +145,21 @@ class History:
 
         return offsets.logs_of(self._call(describe))
 
-    def hold(self, acked: Offsets) -> None:
+    def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
+        """What is known of each log with the record at `seqs`, and which logs are no longer what was `known` of them."""
+        if not seqs:
+            return {}, {}
+        positions = _positions(Offset(seqs, dict(known)))
+        response = self._call(_polling(PollRequest(topics=self._topics, positions=positions, until=positions, latest=True, max_records=1)))
+        learned = {
+            begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
+            for begin in response.begin
+            if begin.incarnation.hex() in seqs
+        }
+        losses = (Loss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
+        return learned, {loss.incarnation: loss for loss in losses if loss.went_back}
+
+    def hold(self, acked: Offset) -> None:
         """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until `close`.
 
         `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for us.
@@ -161,7 +177,7 @@ class History:
         assert self._loop is not None, "the call above made it"
         asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
 
-    def wait(self, start: Offsets, wait_ms: int) -> None:
+    def wait(self, start: Offset, wait_ms: int) -> None:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
         self._call(_polling(PollRequest(topics=self._topics, positions=_positions(start), earliest=True, max_records=1, wait_ms=wait_ms)))
 
@@ -169,13 +185,15 @@ class History:
         """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are there.
 
         `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then UStatusError(UNAVAILABLE).
+        Of a log that went back comes what it has in this range now.
         """
-        position, deadline = range.after, _now_ms() + AWAY_MAX_MS
+        position, known, deadline = range.after, dict(range.known), _now_ms() + AWAY_MAX_MS
+        is_back = False
         ahead: Future[PollResponse] | None = None
         try:
             while position < range.until:
                 try:
-                    response = self._wait(ahead or self._submit(_polling(self._request(range, position))))
+                    response = self._wait(ahead or self._submit(_polling(self._request(range, position, known))))
                     ahead = None
                 except UStatusError as error:
                     ahead = None
@@ -185,16 +203,28 @@ class History:
                     self.close()
                     time.sleep(RETRY_MS / 1000)
                     continue
+                if all(place.incarnation.hex() != range.incarnation for place in response.next):  # which names every log that there is
+                    on_loss(Loss(range.incarnation, position, 0))
+                    return
+                back = _gone_back(response, range)
+                if back is not None:
+                    if is_back:
+                        return  # it doesn't reach as far as this
+                    on_loss(back)
+                    is_back, known = True, {}
+                    continue  # what this answer has may begin before the range
                 before = position
                 position = _next(response, range, position, on_loss)
                 if position == before:
+                    if is_back:
+                        return
                     if _now_ms() > deadline:
                         raise UStatusError(UCode.UNAVAILABLE, f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms")
                     time.sleep(RETRY_MS / 1000)
                     continue
                 deadline = _now_ms() + AWAY_MAX_MS
                 if position < range.until:
-                    ahead = self._submit(_polling(self._request(range, position)))
+                    ahead = self._submit(_polling(self._request(range, position, known)))
                 yield from (batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq)
         finally:
             if ahead is not None:
@@ -212,11 +242,11 @@ class History:
         loop.close()
         self._loop = self._thread = self._transport = self._rpc = self._client = None
 
-    def _request(self, range: Range, after: int) -> PollRequest:
+    def _request(self, range: Range, after: int, known: Known) -> PollRequest:
         incarnation = bytes.fromhex(range.incarnation)
         return PollRequest(
             topics=self._topics,
-            positions=[Position(incarnation=incarnation, seq=after)],
+            positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
             latest=True,  # of the other logs nothing
             max_records=POLL_RECORDS_MAX,
@@ -248,7 +278,8 @@ class History:
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
             try:
-                await asyncio.wait_for(self._open(), CONNECT_TIMEOUT_MS / 1000)
+                async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
+                    await self._open()
             except TimeoutError:
                 raise UStatusError(UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms") from None
         assert self._client is not None, "_open makes one or raises"
@@ -297,17 +328,22 @@ def _polling(request: PollRequest) -> Callable[[HistoryClient], Coroutine[Any, A
 
 
 def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:
-    """Where to go on after `response`; beyond the range if the log is gone."""
+    """Where to go on after `response`."""
     position = max([after, *(place.seq for place in response.next if place.incarnation.hex() == range.incarnation)])
     for gap in response.gaps:
         if gap.incarnation.hex() == range.incarnation and gap.after_seq < range.until:
             on_loss(Loss(range.incarnation, max(gap.after_seq, after), min(gap.before_seq, range.until + 1)))
-            position = max(position, gap.before_seq - 1 if gap.before_seq else range.until)
+            position = max(position, gap.before_seq - 1)
     return position
 
 
-def _positions(places: Mapping[str, int]) -> list[Position]:
-    return [Position(incarnation=bytes.fromhex(incarnation), seq=seq) for incarnation, seq in places.items()]
+def _gone_back(response: PollResponse, range: Range) -> Loss | None:
+    losses = (Loss(range.incarnation, gap.after_seq, gap.before_seq) for gap in response.gaps if gap.incarnation.hex() == range.incarnation)
+    return next((loss for loss in losses if loss.went_back), None)
+
+
+def _positions(places: Offset) -> list[Position]:
+    return [witness.position(bytes.fromhex(name), seq, places.known.get(name, {})) for name, seq in places.seqs.items()]
 
 
 def _now_ms() -> int:

@@ -4,8 +4,10 @@ start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log,
                           |
                           +-- lost(start, logs): logs that are no longer there; what retention took is told when it is read
 
-A log is named by its incarnation in hex, a seq of 0 (before the first record) is left out: so a log that never held anything leaves
-no trace in a checkpoint, and may vanish without that being a loss. JSON of such a map is what Spark keeps in its checkpoint.
+A log is named by its incarnation in hex. Only logs that hold topics that were asked for count; a seq of 0 (before the first record) is left
+out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish without that being a loss.
+
+Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the one that they were had from.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
+from history.witness import Known, up_to
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse
 from uprotocol.status import invalid
 
@@ -29,6 +32,63 @@ _INCARNATION = re.compile(r"[0-9a-f]{32}")
 Offsets = dict[str, int]
 
 
+@dataclass(slots=True)
+class Offset:
+    """A place in each log. JSON of a log: its seq, or {"seq": ..., and what else there is}; older checkpoints have seqs only."""
+
+    seqs: Offsets = field(default_factory=dict)
+    known: dict[str, Known] = field(default_factory=dict)  # records that prove that a log is the same still
+    after: Offsets = field(default_factory=dict)  # a log that went back: where the batch that ends here begins
+    unread: frozenset[str] = frozenset()  # logs in memory at whose end the query began, and has had nothing of since
+
+    @classmethod
+    def of(cls, given: object) -> Offset:
+        """From JSON. Raises UStatusError(INVALID_ARGUMENT)."""
+        if not isinstance(given, dict):
+            raise invalid(f"expected a JSON object of log and seq, got {given!r}")
+        made = cls()
+        for incarnation, place in given.items():
+            if not _INCARNATION.fullmatch(str(incarnation)):
+                raise invalid(f"a log is named by its incarnation, 32 lower-case hex digits, got {incarnation!r}")
+            entry = place if isinstance(place, dict) else {"seq": place}
+            if _seq(incarnation, entry.get("seq")):
+                made._add(incarnation, entry)
+        return made
+
+    def _add(self, incarnation: str, entry: Mapping[str, Any]) -> None:
+        self.seqs[incarnation] = entry["seq"]
+        try:
+            known = {_seq(incarnation, seq): bytes.fromhex(digest) for seq, digest in entry.get("known", ())}
+        except (TypeError, ValueError):
+            raise invalid(f"what is known of log {incarnation} is a list of seq and digest in hex, got {entry['known']!r}") from None
+        if known:
+            self.known[incarnation] = known
+        if "after" in entry:
+            self.after[incarnation] = _seq(incarnation, entry["after"])
+        if entry.get("unread") is True:
+            self.unread |= {incarnation}
+
+    def json(self) -> dict[str, Any]:
+        return {incarnation: self.entry(incarnation) for incarnation in sorted(self.seqs)}
+
+    def entry(self, incarnation: str) -> Any:
+        """One log of the JSON."""
+        made: dict[str, Any] = {"seq": self.seqs.get(incarnation, 0)}
+        if known := self.known.get(incarnation):
+            made["known"] = [[seq, digest.hex()] for seq, digest in sorted(known.items())]
+        if incarnation in self.after:
+            made["after"] = self.after[incarnation]
+        if incarnation in self.unread:
+            made["unread"] = True
+        return made if len(made) > 1 else made["seq"]
+
+    def back_to(self, losses: Mapping[str, Loss]) -> Offset:
+        """Where to go on in logs that went back."""
+        agreed = {incarnation: loss.before - 1 for incarnation, loss in losses.items()}
+        known = {one: up_to(known, agreed[one]) if one in agreed else known for one, known in self.known.items()}
+        return Offset(self.seqs | agreed, known, dict(self.after), self.unread - agreed.keys())
+
+
 @dataclass(frozen=True, slots=True)
 class LogState:
     """One log as its streamer describes it. `wanted_seq` is the newest record of the topics that were asked for, 0 if there is none."""
@@ -37,28 +97,39 @@ class LogState:
     oldest_seq: int
     newest_seq: int
     wanted_seq: int
+    durable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Records (after, until] of one log."""
+    """Records (after, until] of one log, and what proves that it is the one that they were planned for."""
 
     incarnation: str
     after: int
     until: int
+    known: tuple[tuple[int, bytes], ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Records (after, before) of one log are gone; `before` 0: the whole log is."""
+    """Records (after, before) of one log are gone; `before` 0: the whole log is; not beyond `after`: it went back and goes on there."""
 
     incarnation: str
     after: int
     before: int
 
+    @property
+    def went_back(self) -> bool:
+        return 0 < self.before <= self.after + 1
+
     def __str__(self) -> str:
         if not self.before:
             return f"the log {self.incarnation} is gone, and with it what came after seq {self.after}"
+        if self.went_back:
+            return (
+                f"the log {self.incarnation} went back (restored from a copy?): it and what was read agree up to seq {self.before - 1}, "
+                f"and any of the records {self.before} to {self.after} may be gone, and others in their place"
+            )
         return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are gone"
 
 
@@ -66,10 +137,13 @@ def logs_of(described: DescribeResponse) -> list[LogState]:
     wanted: dict[bytes, int] = {}
     for topic in described.topics:
         wanted[topic.incarnation] = max(topic.newest_seq, wanted.get(topic.incarnation, 0))
-    return [LogState(log.incarnation.hex(), log.oldest_seq, log.newest_seq, wanted.get(log.incarnation, 0)) for log in described.logs]
+    return [
+        LogState(log.incarnation.hex(), log.oldest_seq, log.newest_seq, wanted.get(log.incarnation, 0), log.durable)
+        for log in described.logs
+    ]
 
 
-def parse(text: str) -> str | Offsets:
+def parse(text: str) -> str | Offset:
     """`earliest`, `latest`, or offsets in JSON. Raises UStatusError(INVALID_ARGUMENT)."""
     if text.lower() in (EARLIEST, LATEST):
         return text.lower()
@@ -77,29 +151,27 @@ def parse(text: str) -> str | Offsets:
         given = json.loads(text)
     except ValueError:
         raise invalid(f"expected earliest, latest or a JSON object of log and seq, got {text!r}") from None
-    return checked(given)
+    return Offset.of(given)
 
 
-def checked(given: object) -> Offsets:
-    """`given` if it is a map of incarnation to seq. Raises UStatusError(INVALID_ARGUMENT)."""
-    if not isinstance(given, dict):
-        raise invalid(f"expected a JSON object of log and seq, got {given!r}")
-    for incarnation, seq in given.items():
-        if not _INCARNATION.fullmatch(str(incarnation)):
-            raise invalid(f"a log is named by its incarnation, 32 lower-case hex digits, got {incarnation!r}")
-        if type(seq) is not int or not 0 <= seq < 1 << 63:
-            raise invalid(f"a seq is a number of 0 or more, got {seq!r} for log {incarnation}")
-    return _compact(given)
+def _seq(incarnation: str, seq: object) -> int:
+    if type(seq) is not int or not 0 <= seq < 1 << 63:
+        raise invalid(f"a seq is a number of 0 or more, got {seq!r} for log {incarnation}")
+    return seq
 
 
-def starting(where: str | Offsets, logs: Iterable[LogState]) -> Offsets:
-    """The place to begin at, for logs as they are now."""
+def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
+    """The place to begin at, for logs as they are now. A log without anything that was asked for needs none: all that comes is new."""
+    if isinstance(where, Offset):
+        return where
+    wanted = [log for log in logs if log.wanted_seq]
     if where == EARLIEST:
-        return _compact({log.incarnation: log.oldest_seq - 1 for log in logs if log.oldest_seq})
-    if where == LATEST:
-        return _compact({log.incarnation: log.newest_seq for log in logs})
-    assert isinstance(where, dict), "parse makes nothing else"
-    return _compact(where)
+        return Offset(_compact({log.incarnation: log.oldest_seq - 1 for log in wanted if log.oldest_seq}))
+    assert where == LATEST, "parse makes nothing else"
+    return Offset(
+        _compact({log.incarnation: log.newest_seq for log in wanted}),
+        unread=frozenset(log.incarnation for log in wanted if not log.durable),
+    )
 
 
 def newest(logs: Iterable[LogState]) -> Offsets:
@@ -107,13 +179,13 @@ def newest(logs: Iterable[LogState]) -> Offsets:
     return _compact({log.incarnation: log.newest_seq for log in logs})
 
 
-def lost(start: Mapping[str, int], logs: Iterable[LogState]) -> list[Loss]:
+def lost(start: Offset, logs: Iterable[LogState]) -> list[Loss]:
     """Logs that were read from and are gone, with whatever came after `start`.
 
     What retention has passed is known to the reply of Poll alone, which can tell it from records of other topics.
     """
     present = {log.incarnation for log in logs}
-    return [Loss(incarnation, seq, 0) for incarnation, seq in sorted(start.items()) if incarnation not in present]
+    return [Loss(incarnation, seq, 0) for incarnation, seq in sorted(start.seqs.items()) if incarnation not in present | start.unread]
 
 
 def advance(
@@ -141,17 +213,40 @@ def advance(
     return _compact(ends)
 
 
-def split(start: Mapping[str, int], end: Mapping[str, int]) -> list[Range]:
+def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Mapping[str, int]) -> Offset:
+    """The end of a batch from `start` to `seqs`, with what is `known` there now, and of logs that went back where they go on.
+
+    A log in which nothing moves stays as it is written in `start`, so that Spark sees that there is nothing new.
+    """
+    end = Offset(_compact(seqs))
+    for incarnation, seq in end.seqs.items():
+        stays = incarnation not in agreed and seq == start.seqs.get(incarnation)
+        proof = (start.known if stays else known).get(incarnation)
+        if proof:
+            end.known[incarnation] = proof
+        if incarnation in agreed:
+            end.after[incarnation] = agreed[incarnation]
+        elif stays and incarnation in start.after:
+            end.after[incarnation] = start.after[incarnation]
+        if stays and incarnation in start.unread:
+            end.unread |= {incarnation}
+    return end
+
+
+def split(start: Offset, end: Offset) -> list[Range]:
     """The records between two offsets in pieces of some size, the same ones for the same offsets."""
     ranges = []
-    for incarnation, until in sorted(end.items()):
-        after = start.get(incarnation, 0)
+    for incarnation, until in sorted(end.seqs.items()):
+        if end.entry(incarnation) == start.entry(incarnation):
+            continue
+        after = end.after.get(incarnation, start.seqs.get(incarnation, 0))
+        known = tuple(end.known.get(incarnation, {}).items())
         records = until - after
         if records <= 0:
             continue
         pieces = min(PARTITIONS_MAX, -(-records // PARTITION_RECORDS_MIN))
         cuts = [after + records * piece // pieces for piece in range(pieces + 1)]
-        ranges += [Range(incarnation, low, high) for low, high in itertools.pairwise(cuts)]
+        ranges += [Range(incarnation, low, high, known) for low, high in itertools.pairwise(cuts)]
     return ranges
 
 

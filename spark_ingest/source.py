@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
@@ -22,7 +22,7 @@ from pyspark.sql.types import StructType
 from spark_ingest import offsets
 from spark_ingest.client import History, Options
 from spark_ingest.decode import DDL, Decoder
-from spark_ingest.offsets import LogState, Loss, Offsets, Range
+from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -87,9 +87,26 @@ class _Reader:
         if self._options.fail_on_data_loss:
             raise UStatusError(
                 UCode.DATA_LOSS,
-                f"{loss}: its retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on without them",
+                f"{loss}: the retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on with what there is",
             )
         log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
+
+    def _plan(
+        self, history: History, start: Offset, logs: Iterable[LogState], limit_records: int | None, target: Offsets | None = None
+    ) -> Offset:
+        """The end of a batch that begins at `start`. Tells of logs that are gone, or no longer what they were when `start` was written."""
+        for loss in offsets.lost(start, logs):
+            self._on_loss(loss)
+        seqs = offsets.advance(start.seqs, logs, limit_records, target)
+        known, back = history.prove(seqs, start.known)
+        begin = start
+        if back:
+            for loss in back.values():
+                self._on_loss(loss)
+            begin = start.back_to(back)
+            seqs = offsets.advance(begin.seqs, logs, limit_records, target)
+            known, _ = history.prove(seqs, begin.known)
+        return offsets.between(start, seqs, known, {name: begin.seqs[name] for name in back})
 
 
 class BatchReader(_Reader, DataSourceReader):
@@ -98,10 +115,8 @@ class BatchReader(_Reader, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         with History(self._options) as history:
             logs = history.describe()
-        where = offsets.parse(self._options.starting_offsets)
-        start, end = offsets.starting(where, logs), offsets.newest(logs)
-        for loss in offsets.lost(start, logs):
-            self._on_loss(loss)
+            start = offsets.starting(offsets.parse(self._options.starting_offsets), logs)
+            end = self._plan(history, start, logs, None)
         return [_Partition(range) for range in offsets.split(start, end)]
 
 
@@ -113,7 +128,7 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._history: History | None = None
         self._target: Offsets | None = None
         self._logs: list[LogState] = []  # as described last
-        self._acked: Offsets | None = None  # what this run has told the history
+        self._acked: Offset | None = None  # what this run has told the history
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_options": self._options}
@@ -121,10 +136,12 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         self.__init__(state["_options"])  # type: ignore[misc]  # a reader that travelled starts anew
 
-    def initialOffset(self) -> Offsets:
+    def initialOffset(self) -> dict[str, Any]:
         start = offsets.starting(offsets.parse(self._options.starting_offsets), self._describe())
+        known, _ = self._driver.prove(start.seqs, start.known)
+        start.known = start.known or known
         self._hold(start)
-        return start
+        return start.json()
 
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.max_records_per_batch)
@@ -132,7 +149,10 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def prepareForTriggerAvailableNow(self) -> None:
         self._target = offsets.newest(self._describe())
 
-    def latestOffset(self, start: Offsets, limit: ReadLimit) -> Offsets:
+    def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        return self._latest(Offset.of(start), limit).json()
+
+    def _latest(self, start: Offset, limit: ReadLimit) -> Offset:
         assert isinstance(limit, ReadMaxRows | ReadAllAvailable), f"Spark gives the limit that it was told, or none; got {limit}"
         limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         try:
@@ -148,11 +168,8 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
             return start
         return end
 
-    def _end(self, start: Offsets, limit_records: int | None) -> Offsets:
-        logs = self._describe()
-        for loss in offsets.lost(start, logs):
-            self._on_loss(loss)
-        end = offsets.advance(start, logs, limit_records, self._target)
+    def _end(self, start: Offset, limit_records: int | None) -> Offset:
+        end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
         if self._acked is None or (end == start and self._acked != start):
             # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the next. But it calls
             # `commit` only when it begins the next, which may be never.
@@ -163,17 +180,18 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._logs = self._driver.describe()
         return self._logs
 
-    def _hold(self, acked: Offsets) -> None:
-        self._driver.hold({log.incarnation: acked.get(log.incarnation, 0) for log in self._logs or self._describe()})
+    def _hold(self, acked: Offset) -> None:
+        seqs = {log.incarnation: acked.seqs.get(log.incarnation, 0) for log in self._logs or self._describe()}
+        self._driver.hold(Offset(seqs, acked.known))
         self._acked = acked
 
-    def partitions(self, start: Offsets, end: Offsets) -> Sequence[InputPartition]:
-        return [_Partition(range) for range in offsets.split(start, end)]
+    def partitions(self, start: Mapping[str, Any], end: Mapping[str, Any]) -> Sequence[InputPartition]:
+        return [_Partition(range) for range in offsets.split(Offset.of(start), Offset.of(end))]
 
-    def commit(self, end: Offsets) -> None:
+    def commit(self, end: Mapping[str, Any]) -> None:
         """All up to `end` is in the sink: the history need not keep it for us."""
         try:
-            self._hold(end)
+            self._hold(Offset.of(end))
         except UStatusError as error:
             if not error.retryable:
                 raise

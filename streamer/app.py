@@ -15,7 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, Self
 
 import structlog
+from google.protobuf.message import Message
 
+from history.damage import Damage
+from history.gaps import Gaps
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
@@ -36,7 +39,7 @@ from streamer.view import View
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -76,9 +79,7 @@ class Streamer:
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority)
-        self.dead_letters = DeadLetters(
-            config.streamer.data_dir / "dead-letters.db", config.authority, self._publish_dead_letter, runtime=runtime
-        )
+        self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish, runtime=runtime)
         self.usubscription = self._embedded_service()
         self.interest = Interest(self._interest_sources(), lambda: tuple(one.newest_seq for one in logs))
         self.view = View(self.endpoints, self.rules, self.interest, logs)
@@ -114,6 +115,7 @@ class Streamer:
         ]
         for one, flow in flows.items():
             flow.followers = [pump for pump in self.pumps if pump.log is one]
+        self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
         self.history = HistoryService(self.hosted, self.local, list(logs))
         self.admin = self._make_admin()
@@ -222,6 +224,7 @@ class Streamer:
                 running = [
                     tasks.create_task(self._start(tasks), name="start"),
                     tasks.create_task(self.dead_letters.run(), name="dead letters"),
+                    tasks.create_task(self.gaps.run(), name="gaps"),
                 ]
                 await self._stopping.wait()
                 for task in (*running, *self._tasks):
@@ -269,6 +272,8 @@ class Streamer:
         """Open the transport; try again while its network is away."""
         backoff = _backoff(self.config, self._runtime)
         endpoint.transport.on_connection(lambda connected: self._connection(endpoint, connected))
+        endpoint.transport.on_loss(lambda what, messages: self._network_lost(endpoint, what, messages))
+        endpoint.transport.remember_in(str(self.config.streamer.data_dir / f"endpoint-{endpoint.name}.json"))
         while True:
             try:
                 await endpoint.open()
@@ -339,6 +344,15 @@ class Streamer:
 
     def _lost(self, peer: Endpoint, source: Log, after: int, before: int) -> None:
         """An endpoint will never get what is between these seqs."""
+        reason = Gap.REASON_RETENTION if before - 1 <= source.floor_seq else Gap.REASON_CORRUPTION
+        gap = Gap(reason=reason, incarnation=source.incarnation, after_seq=after, before_seq=before)
+        self.gaps.add(gap, peer.name, f"endpoint {peer.name} will not get these records of the {source.name} log")
+
+    def _network_lost(self, endpoint: Endpoint, what: str, messages: int | None) -> None:
+        """What was lost never came here, so nobody can say what it was."""
+        endpoint.dropped["lost_by_network"] += messages or 1
+        log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
+        self.logs.durable.note_network_loss(f"endpoint {endpoint.name}: {what}")
 
     # What is listened to
 
@@ -439,7 +453,10 @@ class Streamer:
         problems += self.claims.problems()
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
-        if self.usubscription is not None and not self.usubscription.healthy:
+        problems += [_damage_problem(one) for one in self.logs if one.damage]
+        if self.usubscription is not None and self.usubscription.trouble is not None:
+            problems.append(f"uSubscription answers nobody, and the last known subscriptions serve: {self.usubscription.trouble}")
+        elif self.usubscription is not None and not self.usubscription.healthy and "usubscription" not in self._troubles:
             problems.append("the subscriptions can't be stored")
         if not self.ready.is_set():
             problems.append("starting")
@@ -464,8 +481,9 @@ class Streamer:
             "problems": self.problems(),
         }
 
-    async def _publish_dead_letter(self, topic: UUri, letter: DeadLetter) -> None:
-        await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(letter))
+    async def _publish(self, topic: UUri, told: Message) -> None:
+        """On a topic of core.ustreamer."""
+        await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(told))
 
 
 class _Unmade(UTransport):
@@ -481,6 +499,14 @@ class _Unmade(UTransport):
 
     async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
         return [UStatus(code=UCode.UNAVAILABLE, message=self._why)] * len(messages)
+
+
+def _damage_problem(one: Log) -> str:
+    newest: Damage = one.damage[-1]
+    return (
+        f"the {one.name} log has {len(one.damage)} damages that nobody has acknowledged, at the last {newest.kind}"
+        f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer history acknowledge'"
+    )
 
 
 async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) -> None:

@@ -244,7 +244,12 @@ def usubscription(
     with _errors():
         given = {"authority": authority, "transport": transport, "store": store, "settings": client.parse_settings(settings or [])}
         loaded = service.validate(given, "options")
-    raise typer.Exit(service.run(loaded, lambda state: _print(as_json, state, f"ready: core.usubscription of {authority} on {transport}")))
+
+    def tell(state: dict[str, Any]) -> None:
+        ready = f"ready: core.usubscription of {authority} on {transport}"
+        _print(as_json, state, ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}")
+
+    raise typer.Exit(service.run(loaded, tell))
 
 
 # An ordinary uEntity

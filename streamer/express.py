@@ -3,6 +3,8 @@
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
              +--------- fail ----------+--> a request's originator gets a response that says why, and it is a dead letter
+
+A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is told at once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import lane
 from uprotocol.message import error_response
-from uprotocol.status import RETRYABLE, code_name
+from uprotocol.status import RETRYABLE, code_name, is_nobody_listening
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -142,7 +144,7 @@ class ExpressLane:
             for entry, status in zip(batch, statuses, strict=True):
                 if status.code == UCode.OK:
                     self.peer.forwarded += 1
-                elif status.code in RETRYABLE:
+                elif status.code in RETRYABLE and not is_nobody_listening(status):
                     again.append(entry)  # the ttl is looked at when it is its turn again
                 else:
                     self._express.fail(

@@ -17,7 +17,7 @@ from transports.listeners import ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import message as messages_
 from uprotocol import uuid as uuids
-from uprotocol.status import OK, UStatusError
+from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -76,8 +76,15 @@ class HostedTransport(UTransport):
         return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        statuses = []
+        """Behind a Notification or Publish that was not taken, no other one to the same destination leaves: that would be out of order."""
+        statuses: list[UStatus] = []
+        stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
         for message in messages:
+            attributes = message.attributes
+            destination = attributes.sink.authority_name if attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH) else None
+            if destination in stopped:
+                statuses.append(stopped[destination])
+                continue
             try:
                 messages_.validate(message)
                 if attrs.is_expired(message.attributes, uuids.now_ms()):
@@ -85,6 +92,8 @@ class HostedTransport(UTransport):
                 await self._send(message)
             except UStatusError as error:
                 statuses.append(error.status)
+                if destination is not None and error.code not in FINAL:
+                    stopped[destination] = error.status
             else:
                 statuses.append(OK)
         return statuses

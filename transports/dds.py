@@ -1,7 +1,7 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code; dds_link.py and dds_roll_call.py may block,
-and here is what runs on the loop.
+"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_config.py what it can be told; dds_link.py,
+dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
 
-send_batch -> one hop to the sender's thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
+send_batch -> one hop to the writers' thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
 listener   <- decode <- Inbox <- the readers' thread               <- DDS           nobody else
 register_listener -> a reader -> until every peer has announced that it has found it (RollCall), or SEEN_S has passed
 """
@@ -10,25 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, Final, NamedTuple, Self, TypeVar
-from xml.sax.saxutils import escape, quoteattr
+from typing import Any, Final, TypeVar
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from transports import dds_mapping as mapping
-from transports.dds_link import Participant, Readers, Writers
+from transports.dds_config import DdsConfig
+from transports.dds_link import Participant, translated
+from transports.dds_readers import Readers
 from transports.dds_roll_call import RollCall, Seen
-from transports.inbox import MESSAGES_MAX, Inbox
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable, all_of
+from transports.dds_writers import Batch, Route, Writers
+from transports.inbox import Inbox
+from transports.listeners import Filter, ListenerTable, all_of
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
 from transports.plugin import TransportPlugin
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
-from uprotocol.status import OK, UStatusError
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -37,9 +38,6 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 T = TypeVar("T")
 
-WRITERS_MAX: Final = 4_096  # of one transport, some 10 KB each; one per (source, sink, priority) in use
-SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is not slow but stuck
-DISCOVERY_QUIET_MS: Final = 100  # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
 DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 SEEN_S: Final = 1.0  # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
 SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
@@ -48,66 +46,8 @@ DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transpor
 log = structlog.get_logger()
 
 
-class DdsConfig(BaseModel):
-    """Which domain, over which network. Without any option Cyclone decides, from CYCLONEDDS_URI if that is set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    domain_id: int = Field(default=0, ge=0, le=230, description="participants of different domains never hear one another")
-    interface: str | None = Field(default=None, description="network interface by name, as in `ip link`: lo for this host only")
-    multicast: bool | None = Field(default=None, description="false: discovery asks the peers alone, by unicast")
-    peers: tuple[str, ...] = Field(default=(), description="hosts that discovery asks directly")
-    participants_per_host_max: int = Field(default=32, ge=1, le=119, description="without multicast: participants looked for on each peer")
-    tag: str | None = Field(default=None, min_length=1, description="only participants with the same tag find one another")
-    cyclone_xml: str | None = Field(default=None, description="a whole Cyclone configuration, instead of the options above")
-    cyclone_file: Path | None = Field(default=None, description="a file with a whole Cyclone configuration, instead of the options above")
-    discovery_quiet_ms: int = Field(default=DISCOVERY_QUIET_MS, ge=1, description="opening ends when discovery found nothing for so long")
-    send_timeout_ms: int = Field(
-        default=SEND_TIMEOUT_MS, ge=1, description="how long a slow receiver may hold up a sender: then UNAVAILABLE"
-    )
-    writers_max: int = Field(default=WRITERS_MAX, ge=1, description="DDS writers kept; the least recently used one gives way")
-    inbox_messages_max: int = Field(default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners")
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
-
-    @model_validator(mode="after")
-    def _one_configuration(self) -> Self:
-        given = [name for name in ("cyclone_xml", "cyclone_file") if getattr(self, name) is not None]
-        options = [name for name in ("interface", "multicast", "tag") if getattr(self, name) is not None] + ["peers"] * bool(self.peers)
-        if len(given) > 1 or (given and options):
-            raise ValueError(f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}")
-        if self.multicast is False and not self.peers:
-            raise ValueError("without multicast discovery needs peers: name at least one host, such as 127.0.0.1")
-        if not (self.configuration() or "").isascii():
-            raise ValueError("a Cyclone configuration is plain ASCII")
-        return self
-
-    def configuration(self) -> str | None:
-        """Cyclone's XML, or the URI of its file; None leaves it to Cyclone."""
-        if self.cyclone_xml is not None:
-            return self.cyclone_xml
-        if self.cyclone_file is not None:
-            return self.cyclone_file.absolute().as_uri()
-        general, discovery = "", ""
-        if self.interface is not None:
-            multicast = "" if self.multicast is None else f' multicast="{str(self.multicast).lower()}"'
-            general += f"<Interfaces><NetworkInterface name={quoteattr(self.interface)}{multicast}/></Interfaces>"
-        if self.multicast is not None:
-            general += f"<AllowMulticast>{str(self.multicast).lower()}</AllowMulticast>"
-        if self.tag is not None:
-            discovery += f"<Tag>{escape(self.tag)}</Tag>"
-        if self.multicast is False:
-            discovery += "<ParticipantIndex>auto</ParticipantIndex>"
-            discovery += f"<MaxAutoParticipantIndex>{self.participants_per_host_max - 1}</MaxAutoParticipantIndex>"
-        if self.peers:
-            discovery += f"<Peers>{''.join(f'<Peer address={quoteattr(peer)}/>' for peer in self.peers)}</Peers>"
-        if not general and not discovery:
-            return None
-        return f"<CycloneDDS><Domain><General>{general}</General><Discovery>{discovery}</Discovery></Domain></CycloneDDS>"
-
-
 class _Session:
-    """What exists while the transport is open. The blocking constructors and `close` run on `sender`."""
+    """What exists while the transport is open. Constructor and `close` block."""
 
     def __init__(
         self,
@@ -115,10 +55,11 @@ class _Session:
         arrived: Callable[[Filter, list[bytes]], None],
         changed: Callable[[frozenset[bytes], Seen], None],
     ) -> None:
-        with contextlib.ExitStack() as undo:
-            self.participant = Participant(config.domain_id, config.configuration())
+        with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
+            self.participant = Participant(config)
             undo.callback(self.participant.close)
             self.writers = Writers(self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000)
+            undo.callback(self.writers.close)
             self.readers = Readers(self.participant, arrived)
             undo.callback(self.readers.close)
             self.roll_call = RollCall(self.participant, changed)
@@ -130,17 +71,22 @@ class _Session:
         self.roll_call.close()
         self.participant.close()
 
-
-class _Lane(NamedTuple):
-    """Where and how messages of one stamp are written."""
-
-    partition: str
-    priority: int
-    lifespan_ms: int | None
+    def troubles(self, listening: list[str]) -> list[str]:
+        """Who holds back what is sent, and who can't talk with us though the partitions meet (`listening`: those of our readers)."""
+        found = list(self.writers.troubles)
+        for one in self.roll_call.misfits.values():
+            ours = listening if one.is_writer else self.writers.partitions()
+            if mapping.partitions_meet(one.partitions, ours):
+                found.append(f"{self.participant.name(one.participant)} and we can't talk: {one.why}")
+        return list(dict.fromkeys(found))
 
 
 class DdsTransport(UTransport):
-    """A DDS participant that carries UMessages. `dropped` counts what arrived and was thrown away: malformed, invalid, expired."""
+    """A DDS participant that carries UMessages.
+
+    `dropped` counts what arrived and was thrown away (malformed, invalid, expired), and what was sent to us and never came (lost,
+    lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk with us, while they do.
+    """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = True
@@ -152,11 +98,13 @@ class DdsTransport(UTransport):
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
         self._outbox = Outbox()
-        self._partitions: dict[Any, str] = {}  # by (source, sink); the sender's thread only
-        self._lanes: dict[Stamp, _Lane] = {}  # the sender thread's alone
+        self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
+        self._routes: dict[Stamp, Route] = {}  # the same
+        self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._readers: dict[Filter, asyncio.Task[int]] = {}
+        self._listening: dict[Filter, str] = {}  # partitions
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
         self._seen: OrderedDict[bytes, set[bytes]] = OrderedDict()  # own reader -> peers that have found it
@@ -166,12 +114,32 @@ class DdsTransport(UTransport):
 
     def __repr__(self) -> str:
         session = self._session
-        state = f"writers={len(session.writers)}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
+        state = f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
         return f"DdsTransport({self._authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
-        return self._table.dropped
+        lost = self._session.readers.lost if self._session is not None else Counter[str]()
+        return self._table.dropped + self._lost + lost
+
+    @property
+    def troubles(self) -> list[str]:
+        return self._session.troubles(list(self._listening.values())) if self._session is not None else []
+
+    @property
+    def key(self) -> bytes:
+        """GUID of our participant; empty while closed."""
+        return self._session.participant.key if self._session is not None else b""
+
+    @property
+    def returned(self) -> int:
+        """Participants that were not heard for longer than their lease and came back: what was sent meanwhile may be missing there."""
+        return self._session.roll_call.returned if self._session is not None else 0
+
+    @property
+    def misfits_found(self) -> int:
+        """Endpoints elsewhere whose QoS or type keeps them and ours apart, since open."""
+        return self._session.roll_call.misfits_found if self._session is not None else 0
 
     @property
     def connected(self) -> bool:
@@ -186,25 +154,27 @@ class DdsTransport(UTransport):
             if self._session is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._sender = ThreadPoolExecutor(1, thread_name_prefix="dds-sender")
-            self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             self._inbox: Inbox[tuple[Filter, bytes]] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
-            making = self._sender.submit(_Session, self._config, self._arrived, changed)
+            making = _made(lambda: _Session(self._config, self._arrived, changed))
             try:
                 session = await asyncio.wrap_future(making)
-                await self._discovered()
             except BaseException:
-                self._sender.submit(_discard, making)
-                self._sender.shutdown(wait=False)
-                self._registrar.shutdown(wait=False)
+                if not making.cancel():  # it is made already, and nobody wants it any more
+                    threading.Thread(target=_discard, args=(making,), name="dds-discard", daemon=True).start()
                 raise
-            self._session = session
-            await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+            self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
+            try:
+                await self._discovered()
+                self._session = session
+                await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+            except BaseException:
+                self._end(session)
+                raise
             self._tell_connection(True)
 
     async def _discovered(self) -> None:
@@ -214,7 +184,8 @@ class DdsTransport(UTransport):
         while loop.time() < end:
             self._news.clear()
             try:
-                await asyncio.wait_for(self._news.wait(), self._config.discovery_quiet_ms / 1000)
+                async with asyncio.timeout(self._config.discovery_quiet_ms / 1000):
+                    await self._news.wait()
             except TimeoutError:
                 return
 
@@ -224,21 +195,29 @@ class DdsTransport(UTransport):
             if session is None:
                 return
             self._session = None
-            session.writers.stopping.set()
+            session.writers.stop()
             session.readers.stop()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._inbox.drained(), DRAIN_S)
+                async with asyncio.timeout(DRAIN_S):
+                    await self._inbox.drained()
             self._inbox.close()
             self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
-            self._readers.clear()
-            await self._run(int)  # behind it no reader is being removed
-            await asyncio.get_running_loop().run_in_executor(self._sender, session.close)
-            self._sender.shutdown(wait=False)
-            self._registrar.shutdown(wait=False)
-            self._peers = frozenset()
-            self._seen.clear()
+            await asyncio.wrap_future(self._end(session))
+            self._lost += session.readers.lost
             self._tell_connection(False)
+
+    def _end(self, session: _Session) -> Future[None]:
+        """Close `session` behind whatever is being done with it, and forget what belongs to it."""
+        self._session = None
+        self._inbox.close()
+        self._readers.clear()
+        self._listening.clear()
+        self._peers = frozenset()
+        self._seen.clear()
+        ended = self._registrar.submit(session.close)
+        self._registrar.shutdown(wait=False)
+        return ended
 
     def _tell_connection(self, connected: bool) -> None:
         for callback in self._connection_callbacks:
@@ -255,44 +234,58 @@ class DdsTransport(UTransport):
     # sending
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
+        """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and sink; others pass."""
         try:
-            session = self._require_session()
+            writers = self._require_session().writers
         except UStatusError as error:
             return stopped([], len(messages), error.status)
-        return await asyncio.get_running_loop().run_in_executor(self._sender, self._send, session.writers, messages)
+        if not messages:
+            return []
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[list[UStatus]] = loop.create_future()
 
-    def _send(self, writers: Writers, messages: Sequence[Carried]) -> list[UStatus]:
-        statuses: list[UStatus] = []
+        def done(statuses: list[UStatus]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(_answer, answer, statuses)
+
+        batch = Batch(len(messages), done)
+        writers.submit(lambda: self._send(writers, batch, messages))
+        return await answer
+
+    def _send(self, writers: Writers, batch: Batch, messages: Sequence[Carried]) -> None:
         now_ms = self._outbox.now_ms()
-        for message in messages:
-            stamp = message.stamp if type(message) is EncodedMessage else None
-            lane = self._lanes.get(stamp) if stamp is not None else None
-            if lane is None or stamp is None or stamp.ttl:
-                refusal = self._outbox.refusal(decoded(message), now_ms)
-                if refusal is not None:
-                    statuses.append(refusal)
-                    continue
-                lane = lane or self._lane(decoded(message).attributes, stamp)
-            if stamp is not None:
-                sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
-            else:
-                sample = mapping.encode(decoded(message))
+        for index, message in enumerate(messages):
             try:
-                writers.write(*lane, sample)
-            except UStatusError as error:
-                return stopped(statuses, len(messages), error.status)
-            statuses.append(OK)
-        return statuses
+                refusal = self._put(writers, batch, index, message, now_ms)
+            except Exception as error:  # whatever it is: each message has its answer, and none keeps the others from theirs
+                log.exception("a message could not be sent over DDS")
+                refusal = UStatus(code=UCode.INTERNAL, message=f"the message could not be sent over DDS: {error!r}")
+            if refusal is not None:
+                batch.settle(index, refusal)
 
-    def _lane(self, attributes: UAttributes, stamp: Stamp | None) -> _Lane:
-        lane = _Lane(
-            self._partition(attributes), mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0), mapping.lifespan_ms(attributes.ttl)
-        )
+    def _put(self, writers: Writers, batch: Batch, index: int, message: Carried, now_ms: int) -> UStatus | None:
+        stamp = message.stamp if type(message) is EncodedMessage else None
+        route = self._routes.get(stamp) if stamp is not None else None
+        if route is None or stamp is None or stamp.ttl:
+            refusal = self._outbox.refusal(decoded(message), now_ms)
+            if refusal is not None:
+                return refusal
+            route = route or self._route(decoded(message).attributes, stamp)
         if stamp is not None:
-            if len(self._lanes) >= ROUTES_CACHED_MAX:
-                self._lanes.clear()
-            self._lanes[stamp] = lane
-        return lane
+            sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
+        else:
+            sample = mapping.encode(decoded(message))
+        writers.put(batch, index, route, sample)
+        return None
+
+    def _route(self, attributes: UAttributes, stamp: Stamp | None) -> Route:
+        priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
+        route = Route(self._partition(attributes), priority, mapping.lifespan_ms(attributes.ttl))
+        if stamp is not None:
+            if len(self._routes) >= ROUTES_CACHED_MAX:
+                self._routes.clear()
+            self._routes[stamp] = route
+        return route
 
     def _partition(self, attributes: UAttributes) -> str:
         addresses = (attributes.source.SerializeToString(), attributes.sink.SerializeToString() if attributes.HasField("sink") else None)
@@ -322,7 +315,7 @@ class DdsTransport(UTransport):
                     continue
                 message = mapping.decode(sample)
             except UStatusError:
-                self.dropped["malformed"] += 1
+                self._table.dropped["malformed"] += 1
                 continue
             pending.append(self._table.deliver_encoded(encoded))
             encoded = []
@@ -345,6 +338,7 @@ class DdsTransport(UTransport):
             with contextlib.suppress(UStatusError):
                 self._table.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
+            self._listening.pop(filter, None)
             raise
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
@@ -355,7 +349,7 @@ class DdsTransport(UTransport):
 
     async def _make_reader(self, filter: Filter) -> int:
         session = self._require_session()
-        partition = mapping.reader_partition(filter.source, filter.sink, self._authority)
+        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self._authority)
         token, key = await self._run(session.readers.add, filter, partition)
         await self._found(key)
         return token
@@ -363,7 +357,10 @@ class DdsTransport(UTransport):
     async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         session = self._require_session()
         filter = self._table.remove(source_filter, sink_filter, listener)
-        reader = self._readers.pop(filter, None) if filter is not None else None
+        reader = None
+        if filter is not None:
+            reader = self._readers.pop(filter, None)
+            self._listening.pop(filter, None)
         if reader is not None:
             token = await asyncio.shield(reader)
             if self._session is session:  # else close has removed it
@@ -414,10 +411,35 @@ class DdsTransport(UTransport):
                 self._awaited[key].set()
 
 
-def _discard(making: Future[_Session]) -> None:
-    """What an open that was given up has made. Runs behind it on the same thread, so it is done."""
-    if not making.cancelled() and making.exception() is None:
-        making.result().close()
+def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> None:
+    if not answer.done():  # else the caller has given up
+        answer.set_result(statuses)
+
+
+def _made(make: Callable[[], _Session]) -> Future[_Session]:
+    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session that nobody waits for
+    any more is closed again."""
+    made: Future[_Session] = Future()
+
+    def run() -> None:
+        try:
+            session = make()
+        except BaseException as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(session)
+        else:
+            session.close()
+
+    threading.Thread(target=run, name="dds-open", daemon=True).start()
+    return made
+
+
+def _discard(made: Future[_Session]) -> None:
+    if made.exception() is None:
+        made.result().close()
 
 
 PLUGIN: Final = TransportPlugin("dds", DdsConfig, DdsTransport, DdsTransport.capabilities)

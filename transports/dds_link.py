@@ -1,47 +1,47 @@
 """The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them. dds.py is the half on the loop.
 
-Writers    one per (partition, priority), made when first needed    only the sender's thread comes here
-Readers    one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
+here             Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
+dds_writers.py   one per (partition, priority), made when first needed    a thread of its own
+dds_readers.py   one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
+dds_roll_call.py who else is here, and what they have found               a thread of its own
 
 The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it is tried again
 after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks of the binding (its Listeners)
 run on DDS's own receiving thread, which then waits for the GIL while somebody who holds it waits for DDS: they are not used at all.
+It converts QoS through variables that all threads share: whoever makes or asks about an endpoint holds `binding`.
 """
 
 import contextlib
 import ctypes
-import itertools
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 
 import structlog
-from cyclonedds.core import DDSException, Entity, GuardCondition, InstanceState, ReadCondition, SampleState, ViewState, WaitSet
+from cyclonedds.core import DDSException, Entity, GuardCondition, InstanceState, SampleState, ViewState, WaitSet
 from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
-from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.qos import Policy, Qos
-from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
 from transports import dds_mapping as mapping
+from transports.dds_config import DdsConfig, trial
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 TAKE_SAMPLES_MAX: Final = 256  # per reader and turn, some 1 ms under the GIL; beyond it the cost per sample no longer falls
 READER_SAMPLES_MAX: Final = 8_192  # per reader, not yet taken, a quarter of a second; when it is full its writers are held back
-WRITE_RETRY_S_MIN: Final = 0.000_3  # a full writer has room again within a round trip, on loopback some 100 us
-WRITE_RETRY_S_MAX: Final = 0.02  # while nobody acknowledges, 50 tries a second cost nothing
-DRAIN_S: Final = 1.0  # what a writer that goes may wait for its last acknowledgements
+FAILED_TURN_S: Final = 0.02  # a thread that failed at one turn must not spin
 WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
 
 ANYTHING: Final = ViewState.Any | SampleState.Any | InstanceState.Any
 
 log = structlog.get_logger()
+
+binding: Final = threading.Lock()
 
 _CODES: Final[dict[int, UCode.ValueType]] = {
     DDSException.DDS_RETCODE_TIMEOUT: UCode.UNAVAILABLE,
@@ -63,10 +63,15 @@ def translate(error: DDSException, doing: str, otherwise: UCode.ValueType = UCod
 
 @contextlib.contextmanager
 def translated(doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> Iterator[None]:
+    """Nothing but UStatusError leaves this block."""
     try:
         yield
     except DDSException as error:
         raise translate(error, doing, otherwise) from error
+    except UStatusError:
+        raise
+    except Exception as error:  # the binding's own, or the system's: no more threads, files or memory
+        raise UStatusError(otherwise, f"{doing}: {error!r}") from error
 
 
 @dataclass(init=False)
@@ -136,50 +141,78 @@ class Triggers(WaitSet):
 class Participant:
     """A participant, and the domain that it shares with others of this process that have the same configuration."""
 
-    _domains: ClassVar[dict[int, tuple[str, Domain, int]]] = {}
+    _domains: ClassVar[dict[int, tuple[str, Domain, int]]] = {}  # by id: what it was made of, and its users
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, domain_id: int, configuration: str | None) -> None:
-        """`configuration`: Cyclone's XML, or the URI of a file; None leaves it to CYCLONEDDS_URI. Raises UStatusError."""
-        self.domain_id = domain_id
-        self._shares_domain = configuration is not None
-        if configuration is not None:
-            self._enter(domain_id, configuration)
+    def __init__(self, config: DdsConfig) -> None:
+        """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or Cyclone refuses."""
+        self.domain_id = config.domain_id
+        self.names: dict[bytes, str] = {}  # who the others are, by key; the roll call keeps it
+        self._shares_domain = False
+        configuration = self._enter(config)
         try:
-            with translated(f"can't join DDS domain {domain_id}: check the interface and the Cyclone configuration", UCode.UNAVAILABLE):
-                self.entity = DomainParticipant(domain_id)
-                self.topic = Topic(self.entity, mapping.TOPIC, Frame)
-                self.seen_topic = Topic(self.entity, mapping.SEEN_TOPIC, Frame)
-        except UStatusError:
+            with binding:
+                self.entity = DomainParticipant(config.domain_id)
+            self.topic = Topic(self.entity, mapping.TOPIC, Frame)
+            self.seen_topic = Topic(self.entity, mapping.SEEN_TOPIC, Frame)
+        except DDSException as error:
             self._leave()
-            raise
+            raise _refused(config, configuration, error) from error
 
     @property
     def key(self) -> bytes:
         return bytes(self.entity.guid.bytes)
 
-    @classmethod
-    def _enter(cls, domain_id: int, configuration: str) -> None:
-        with cls._lock:
-            known, domain, users = cls._domains.get(domain_id, (configuration, None, 0))
-            if known != configuration:
+    def name(self, key: bytes) -> str:
+        """Participant `key` for people: its key, and its process and host as far as they are known."""
+        known = self.names.get(key)
+        return f"participant {key.hex()}" + (f" ({known})" if known else "")
+
+    def _enter(self, config: DdsConfig) -> str | None:
+        """The configuration that counts; the domain is made if nobody here has it yet."""
+        identity = config.identity()
+        if identity is None:
+            if config.is_foreign:
+                _try(config, None)
+            return None
+        if self._joined(config.domain_id, identity):
+            return None
+        configuration = config.configuration()
+        if config.is_foreign:
+            _try(config, configuration)
+        with self._lock:
+            if not self._joined(config.domain_id, identity, locked=True):
+                try:
+                    domain = Domain(config.domain_id, configuration)
+                except DDSException as error:
+                    raise _refused(config, configuration, error) from error
+                self._domains[config.domain_id] = (identity, domain, 1)
+                self._shares_domain = True
+        return configuration
+
+    def _joined(self, domain_id: int, identity: str, *, locked: bool = False) -> bool:
+        """True if the domain was there, and is ours too now."""
+        with contextlib.nullcontext() if locked else self._lock:
+            if domain_id not in self._domains:
+                return False
+            known, domain, users = self._domains[domain_id]
+            if known != identity:
                 raise UStatusError(
                     UCode.FAILED_PRECONDITION,
                     f"DDS domain {domain_id} is in use in this process with another configuration: give both the same, or another id",
                 )
-            if domain is None:
-                with translated(f"DDS domain {domain_id}: Cyclone refuses the configuration, or the interface is away", UCode.UNAVAILABLE):
-                    domain = Domain(domain_id, configuration)
-            cls._domains[domain_id] = (configuration, domain, users + 1)
+            self._domains[domain_id] = (known, domain, users + 1)
+            self._shares_domain = True
+            return True
 
     def _leave(self) -> None:
         if not self._shares_domain:
             return
         self._shares_domain = False
         with self._lock:
-            configuration, domain, users = self._domains[self.domain_id]
+            identity, domain, users = self._domains[self.domain_id]
             if users > 1:
-                self._domains[self.domain_id] = (configuration, domain, users - 1)
+                self._domains[self.domain_id] = (identity, domain, users - 1)
             else:
                 del self._domains[self.domain_id]
                 delete(domain)
@@ -189,89 +222,17 @@ class Participant:
         self._leave()
 
 
-@dataclass(slots=True)
-class _Writer:
-    publisher: Publisher
-    entity: DataWriter[Frame]
-    lifespan_ms: int | None
-
-    def drained(self, timeout_s: float) -> bool:
-        return bool(self.entity._wait_for_acks(self.entity._ref, int(timeout_s * 1e9)) == 0)  # its own wrapper trips over a time-out
-
-    def close(self) -> None:
-        delete(self.entity, self.publisher)
+def _try(config: DdsConfig, configuration: str | None) -> None:
+    """What somebody else wrote may end the process: let another one go first."""
+    said = trial(config.domain_id, configuration)
+    if said:
+        raise UStatusError(UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {said}")
 
 
-class Writers:
-    """Writers by (partition, priority), the least recently used one giving way. For one thread only."""
-
-    def __init__(self, participant: Participant, *, writers_max: int, timeout_s: float) -> None:
-        self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
-        self._writers: OrderedDict[tuple[str, int], _Writer] = OrderedDict()
-        self.stopping = threading.Event()  # set from anywhere: give up what waits for room
-
-    def __len__(self) -> int:
-        return len(self._writers)
-
-    def write(self, partition: str, priority: int, lifespan_ms: int | None, data: bytes) -> None:
-        """Raises UStatusError(UNAVAILABLE) if there is no room for it within the time-out, because a receiver does not keep up."""
-        key = (partition, priority)
-        try:
-            writer = self._writers.get(key)
-            if writer is None:
-                writer = self._make(key, lifespan_ms)
-            else:
-                self._writers.move_to_end(key)
-                if writer.lifespan_ms is not None and (lifespan_ms is None or lifespan_ms > writer.lifespan_ms):
-                    # It only ever grows: several ttls on one topic must not mean several writers, or order would be lost.
-                    writer.entity.set_qos(Qos(_lifespan(lifespan_ms)))
-                    writer.lifespan_ms = lifespan_ms
-            self._write(writer.entity, Frame(data))
-        except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
-            raise translate(error, f"writing to {partition}") from error
-
-    def _write(self, entity: DataWriter[Frame], frame: Frame) -> None:
-        deadline, pause_s = 0.0, WRITE_RETRY_S_MIN
-        while True:
-            try:
-                entity.write(frame)
-                return
-            except DDSException as error:
-                if error.code != DDSException.DDS_RETCODE_TIMEOUT:
-                    raise
-            now = time.monotonic()
-            deadline = deadline or now + self._timeout_s
-            if now >= deadline or self.stopping.wait(pause_s):
-                raise UStatusError(
-                    UCode.UNAVAILABLE,
-                    f"a receiver has not taken what was sent before within {self._timeout_s * 1000:.0f} ms: try again when it keeps up",
-                )
-            pause_s = min(pause_s * 1.5, WRITE_RETRY_S_MAX)
-
-    def _make(self, key: tuple[str, int], lifespan_ms: int | None) -> _Writer:
-        partition, priority = key
-        while len(self._writers) >= self._writers_max:
-            _, oldest = self._writers.popitem(last=False)
-            oldest.drained(DRAIN_S)
-            oldest.close()
-        publisher = Publisher(self._participant.entity, Qos(Policy.Partition([partition])))
-        qos = reliable(Policy.History.KeepAll, Policy.TransportPriority(priority), _lifespan(lifespan_ms))
-        writer = _Writer(publisher, DataWriter(publisher, self._participant.topic, qos), lifespan_ms)
-        self._writers[key] = writer
-        return writer
-
-    def close(self) -> None:
-        """Wait for the last acknowledgements, DRAIN_S at most for all together, and delete everything."""
-        deadline = time.monotonic() + DRAIN_S
-        for writer in self._writers.values():
-            writer.drained(max(0.0, deadline - time.monotonic()))
-        for writer in self._writers.values():
-            writer.close()
-        self._writers.clear()
-
-
-def _lifespan(lifespan_ms: int | None) -> Any:
-    return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else (1 << 63) - 1)
+def _refused(config: DdsConfig, configuration: str | None, error: DDSException) -> UStatusError:
+    """The reason, too, which Cyclone tells on its own stderr only: so it is asked again in another process."""
+    said = trial(config.domain_id, configuration) or str(error)
+    return UStatusError(UCode.UNAVAILABLE, f"can't join DDS domain {config.domain_id}: Cyclone says: {said}")
 
 
 class ServingThread:
@@ -293,7 +254,7 @@ class ServingThread:
             except Exception:
                 if not self._ending:
                     log.exception("a DDS thread failed at one turn and goes on", thread=self._thread.name)
-                    time.sleep(WRITE_RETRY_S_MAX)  # whatever it is, it must not spin
+                    time.sleep(FAILED_TURN_S)
 
     def _serve(self, tokens: list[int]) -> None:
         raise NotImplementedError
@@ -309,80 +270,3 @@ class ServingThread:
         if self._thread.ident is not None:
             self._thread.join()
         delete(self._triggers, self._guard)
-
-
-@dataclass(slots=True)
-class _Reader:
-    owner: Any
-    subscriber: Subscriber
-    entity: DataReader[Frame]
-    condition: ReadCondition
-    last: dict[int, tuple[int, bytes]] = field(default_factory=dict)  # by writer: time and octets of its last sample
-
-    def new(self, samples: list[Any]) -> list[bytes]:
-        """The octets of `samples`, each once.
-
-        While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that match, also to those
-        that have stored it already. Such a copy directly follows its original, with the same time.
-        """
-        fresh, last = [], self.last
-        for sample in samples:
-            info = sample.sample_info
-            if type(sample) is not Frame:  # its writer has gone
-                last.pop(info.publication_handle, None)
-                continue
-            mark = (info.source_timestamp, sample.data)
-            if last.get(info.publication_handle) != mark:
-                last[info.publication_handle] = mark
-                fresh.append(sample.data)
-        return fresh
-
-
-class Readers(ServingThread):
-    """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are held back."""
-
-    def __init__(self, participant: Participant, arrived: Callable[[Any, list[bytes]], None]) -> None:
-        super().__init__(participant, "dds-readers")
-        self._participant, self._arrived = participant, arrived
-        self._readers: dict[int, _Reader] = {}
-        self._tokens = itertools.count(1)
-        self._thread.start()
-
-    def __len__(self) -> int:
-        return len(self._readers)
-
-    def add(self, owner: Any, partition: str) -> tuple[int, bytes]:
-        """A new reader's token, and its key on the network. Raises UStatusError."""
-        with translated(f"reading from {partition}"):
-            token = next(self._tokens)
-            subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition([partition])))
-            limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
-            entity = DataReader(subscriber, self._participant.topic, reliable(Policy.History.KeepAll, limits))
-            condition = ReadCondition(entity, ANYTHING)
-            self._readers[token] = _Reader(owner, subscriber, entity, condition)
-            self._triggers.attach_as(condition, token)
-            return token, entity.guid.bytes
-
-    def remove(self, token: int) -> None:
-        reader = self._readers.pop(token)
-        self._triggers.detach(reader.condition)
-        delete(reader.condition, reader.entity, reader.subscriber)
-
-    def _serve(self, tokens: list[int]) -> None:
-        for token in tokens:
-            reader = self._readers.get(token)
-            if reader is None:
-                continue
-            try:
-                samples = reader.entity.take(TAKE_SAMPLES_MAX)
-            except DDSException:
-                if token in self._readers:  # else it went while we looked
-                    raise
-                continue
-            self._arrived(reader.owner, reader.new(samples))
-
-    def close(self) -> None:
-        self._end()
-        for token in list(self._readers):
-            reader = self._readers.pop(token)
-            delete(reader.condition, reader.entity, reader.subscriber)

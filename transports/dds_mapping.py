@@ -9,6 +9,8 @@ octets  -> decode -> message, or INVALID_ARGUMENT
 from __future__ import annotations
 
 import struct
+from collections.abc import Collection, Iterable
+from fnmatch import fnmatchcase
 from typing import Final
 
 from google.protobuf.message import DecodeError
@@ -26,6 +28,10 @@ VERSION: Final = 1  # uProtocol's major version, first octet of every sample
 
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 NO_VALUE: Final = "{}"
+
+NUMBERED: Final = b"uprotocol/1 numbered"  # USER_DATA of a writer whose source time stamps carry numbers
+_NUMBER_BITS: Final = 24  # 16.8 ms of the time, and 16.8 million samples until the numbers begin anew: ten minutes of the fastest sender
+NUMBERS: Final = 1 << _NUMBER_BITS
 
 LIFESPAN_MS_MIN: Final = 1_024  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
 LIFESPAN_MS_MAX: Final = 2**31  # 24 days; beyond it a sample lives as long as its writer
@@ -71,6 +77,11 @@ def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_author
     return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
 
 
+def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:
+    """True if DDS brings endpoints with these partitions together: one is a pattern (fnmatch) that the other meets, or they are equal."""
+    return any(fnmatchcase(one, other) or fnmatchcase(other, one) for one in theirs for other in ours)
+
+
 def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
     """authority/type/instance/version/resource. Brackets are special to fnmatch; no name has a colon, so an IPv6 address goes without."""
     authority = uri.authority_name or local_authority
@@ -91,6 +102,17 @@ def lifespan_ms(ttl_ms: int) -> int | None:
     if not ttl_ms or ttl_ms > LIFESPAN_MS_MAX:
         return None
     return max(LIFESPAN_MS_MIN, 1 << (ttl_ms - 1).bit_length())
+
+
+def numbered_ns(now_ns: int, number: int) -> int:
+    """The source time stamp of a writer's sample `number`: the time, rounded up so that no lifespan ends early, and the number below."""
+    return (now_ns // NUMBERS + 1) * NUMBERS + number % NUMBERS
+
+
+def missing(last_ns: int, next_ns: int) -> int:
+    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one does not follow the first."""
+    distance = (next_ns - last_ns) % NUMBERS
+    return distance - 1 if 0 < distance < NUMBERS // 2 else -1
 
 
 def encode(message: UMessage) -> bytes:

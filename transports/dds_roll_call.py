@@ -2,29 +2,65 @@
 
 a reader appears elsewhere -> announce its key  -> topic uprotocol/v1/seen -> its owner knows: what I write reaches it
 a participant that announces appears, or goes   -> changed(peers, seen)    -> register_listener, which waits for them all
+a participant appears -> its name, for what we say of it                   goes, and comes back: what was sent meanwhile may be missing
+an endpoint appears that our QoS does not match -> told once, and kept in `misfits` while it is there
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from cyclonedds.builtin import BuiltinDataReader, BuiltinTopicDcpsPublication, BuiltinTopicDcpsSubscription
+import structlog
+from cyclonedds.builtin import (
+    BuiltinDataReader,
+    BuiltinTopicDcpsParticipant,
+    BuiltinTopicDcpsPublication,
+    BuiltinTopicDcpsSubscription,
+)
 from cyclonedds.core import DDSException, InstanceState, ReadCondition
 from cyclonedds.pub import DataWriter
-from cyclonedds.qos import Policy
+from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader
 
 from transports import dds_mapping as mapping
-from transports.dds_link import ANYTHING, READER_SAMPLES_MAX, TAKE_SAMPLES_MAX, Frame, Participant, ServingThread, delete, reliable
+from transports.dds_link import (
+    ANYTHING,
+    READER_SAMPLES_MAX,
+    TAKE_SAMPLES_MAX,
+    Frame,
+    Participant,
+    ServingThread,
+    binding,
+    delete,
+    reliable,
+)
 from uprotocol.status import UStatusError
 
 SEEN_DEPTH: Final = 64  # announcements kept for participants that come later; each names all readers found at one time
 ENDPOINTS_TAKE_MAX: Final = 1_024  # discovery samples per turn
 UNSAID_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; what is beyond it is found late, by time-out
 
+GONE_REMEMBERED_MAX: Final = 1_024  # participants that went: one that comes back under the same key had only not been heard
+MISFITS_MAX: Final = 256  # endpoints that can't talk with ours: more of them say nothing new
+INFINITE_NS: Final = (1 << 63) - 1
+NAME_CHARS_MAX: Final = 200  # of what a participant says of itself
+
 Seen = list[tuple[bytes, list[bytes]]]
+
+log = structlog.get_logger()
+
+
+class Misfit(NamedTuple):
+    """An endpoint elsewhere that can't talk with ours."""
+
+    is_writer: bool
+    partitions: tuple[str, ...]
+    participant: bytes
+    why: str
 
 
 class RollCall(ServingThread):
@@ -34,21 +70,32 @@ class RollCall(ServingThread):
     said about our readers, as (participant, reader keys).
     """
 
-    _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN = 1, 2, 3
+    _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN, _PARTICIPANTS = 1, 2, 3, 4
 
     def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], Seen], None]) -> None:
         super().__init__(participant, "dds-roll-call")
-        self._own, self._changed = participant.key, changed
+        self._own, self._changed, self._participant = participant.key, changed, participant
+        self._gone: OrderedDict[bytes, float] = OrderedDict()  # participants that are not heard any more, and since when
+        self.returned = 0  # participants that were not heard for longer than their lease, and were there again
+        self.misfits: dict[bytes, Misfit] = {}  # by endpoint; whole and new at each change, so anybody may read it
+        self.misfits_found = 0
         self._peers: dict[bytes, bytes] = {}  # endpoint -> participant
         entity, topic, kept = participant.entity, participant.seen_topic, Policy.Durability.TransientLocal
-        self._writer = DataWriter(entity, topic, reliable(Policy.History.KeepLast(SEEN_DEPTH), durability=kept))
         limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
-        self._seen = DataReader(entity, topic, reliable(Policy.History.KeepAll, limits, durability=kept))
-        self._publications = BuiltinDataReader(participant.entity, BuiltinTopicDcpsPublication)
-        self._subscriptions = BuiltinDataReader(participant.entity, BuiltinTopicDcpsSubscription)
+        with binding:
+            self._writer = DataWriter(entity, topic, reliable(Policy.History.KeepLast(SEEN_DEPTH), durability=kept))
+            self._seen = DataReader(entity, topic, reliable(Policy.History.KeepAll, limits, durability=kept))
+            self._participants = BuiltinDataReader(entity, BuiltinTopicDcpsParticipant)
+            self._publications = BuiltinDataReader(entity, BuiltinTopicDcpsPublication)
+            self._subscriptions = BuiltinDataReader(entity, BuiltinTopicDcpsSubscription)
         self._unsaid: list[bytes] = []
         self._conditions = []
-        readers = ((self._publications, self._PUBLICATIONS), (self._subscriptions, self._SUBSCRIPTIONS), (self._seen, self._SEEN))
+        readers = (
+            (self._publications, self._PUBLICATIONS),
+            (self._subscriptions, self._SUBSCRIPTIONS),
+            (self._seen, self._SEEN),
+            (self._participants, self._PARTICIPANTS),
+        )
         for reader, token in readers:
             condition = ReadCondition(reader, ANYTHING)
             self._conditions.append(condition)
@@ -56,6 +103,8 @@ class RollCall(ServingThread):
         self._thread.start()
 
     def _serve(self, tokens: list[int]) -> None:
+        if self._PARTICIPANTS in tokens:
+            self._find_participants()
         if self._SUBSCRIPTIONS in tokens:
             self._find_readers()
         if self._unsaid:
@@ -66,18 +115,63 @@ class RollCall(ServingThread):
         if tokens:
             self._changed(frozenset(self._peers.values()), seen)
 
+    def _find_participants(self) -> None:
+        for found in _take(self._participants):
+            key = found.key.bytes
+            if not _alive(found):
+                if self._participant.names.pop(key, None) is not None:
+                    self._gone[key] = time.monotonic()
+                    while len(self._gone) > GONE_REMEMBERED_MAX:
+                        self._gone.popitem(last=False)
+                continue
+            self._participant.names[key] = _name(found.qos)
+            gone_at = self._gone.pop(key, None)
+            if gone_at is not None:
+                self.returned += 1
+                log.warning(
+                    "a DDS participant was not heard for longer than its lease, and is back: what was sent between it and us meanwhile, or "
+                    "not acknowledged before, may be missing",
+                    participant=self._participant.name(key),
+                    seconds_after_lease=round(time.monotonic() - gone_at, 1),
+                )
+
     def _find_readers(self) -> None:
-        for found in self._subscriptions.take(ENDPOINTS_TAKE_MAX):
-            if _alive(found) and found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
+        for found in _take(self._subscriptions):
+            if not _alive(found):
+                self._forget(found.key.bytes)
+            elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
                 self._unsaid.append(found.key.bytes)
+                self._judge(found, _reader_misfit)
         del self._unsaid[UNSAID_MAX:]
 
     def _find_peers(self) -> None:
-        for found in self._publications.take(ENDPOINTS_TAKE_MAX):
+        for found in _take(self._publications):
             if not _alive(found):
                 self._peers.pop(found.key.bytes, None)
+                self._forget(found.key.bytes)
             elif found.topic_name == mapping.SEEN_TOPIC and found.participant_key.bytes != self._own:
                 self._peers[found.key.bytes] = found.participant_key.bytes
+            elif found.topic_name == mapping.TOPIC and found.participant_key.bytes != self._own:
+                self._judge(found, _writer_misfit)
+
+    def _judge(self, found: Any, misfit: Callable[[Qos, str], str]) -> None:
+        """If the QoS of an endpoint elsewhere keep it and ours apart, which DDS would not tell, that is told."""
+        key, why = found.key.bytes, misfit(found.qos, found.type_name)
+        if not why:
+            self._forget(key)  # QoS may change
+        elif key not in self.misfits and len(self.misfits) < MISFITS_MAX:
+            partition = found.qos[Policy.Partition]
+            partitions = tuple(partition.partitions) if partition is not None else ("",)
+            one = Misfit(misfit is _writer_misfit, partitions, found.participant_key.bytes, why)
+            self.misfits = {**self.misfits, key: one}
+            self.misfits_found += 1
+            log.warning(
+                "a DDS endpoint and ours can't talk", who=self._participant.name(one.participant), why=why, partitions=partitions[:4]
+            )
+
+    def _forget(self, endpoint: bytes) -> None:
+        if endpoint in self.misfits:
+            self.misfits = {other: one for other, one in self.misfits.items() if other != endpoint}
 
     def _announce(self) -> None:
         try:
@@ -102,8 +196,56 @@ class RollCall(ServingThread):
 
     def close(self) -> None:
         self._end()
-        delete(*self._conditions, self._seen, self._writer, self._publications, self._subscriptions)
+        delete(*self._conditions, self._seen, self._writer, self._publications, self._subscriptions, self._participants)
+
+
+def _take(reader: BuiltinDataReader) -> list[Any]:
+    with binding:
+        return list(reader.take(ENDPOINTS_TAKE_MAX))
 
 
 def _alive(found: Any) -> bool:
     return bool(found.sample_info.valid_data and found.sample_info.instance_state == InstanceState.Alive)
+
+
+def _name(qos: Qos) -> str:
+    """What a participant says of itself: "python3 4711 on host7, udp/10.0.0.7:7411"; nothing from an implementation that does not."""
+    said = {policy.key: str(policy.value) for policy in qos if isinstance(policy, Policy.Property)}
+    process = " ".join(filter(None, (said.get("__ProcessName"), said.get("__Pid"))))
+    place = ", ".join(filter(None, (said.get("__Hostname"), said.get("__NetworkAddresses"))))
+    return " on ".join(filter(None, (process, place)))[:NAME_CHARS_MAX]
+
+
+def _writer_misfit(qos: Qos, type_name: str) -> str:
+    """Why none of our readers gets what such a writer writes; nothing if they do."""
+    wrong = _type_misfit(qos, type_name)
+    if Policy.Reliability.BestEffort in qos:
+        wrong.append("its writer is BEST_EFFORT, and our readers ask for RELIABLE")
+    return "; ".join(wrong)
+
+
+def _reader_misfit(qos: Qos, type_name: str) -> str:
+    """Why such a reader gets nothing of what our writers write; nothing if it does."""
+    wrong = _type_misfit(qos, type_name)
+    if Policy.Durability in qos and Policy.Durability.Volatile not in qos:
+        wrong.append("its reader asks for the past (DURABILITY), and our writers are VOLATILE")
+    if Policy.DestinationOrder.BySourceTimestamp in qos:
+        wrong.append("its reader asks for BY_SOURCE_TIMESTAMP, and our writers have BY_RECEPTION_TIMESTAMP")
+    deadline, liveliness = qos[Policy.Deadline], qos[Policy.Liveliness]
+    if deadline is not None and deadline.deadline < INFINITE_NS:
+        wrong.append("its reader asks for a DEADLINE, and our writers have none")
+    if liveliness is not None and (not isinstance(liveliness, Policy.Liveliness.Automatic) or liveliness.lease_duration < INFINITE_NS):
+        wrong.append("its reader asks for LIVELINESS that our writers do not assert")
+    presentation = qos[Policy.PresentationAccessScope]
+    if presentation is not None and (
+        presentation.coherent_access or presentation.ordered_access or not isinstance(presentation, Policy.PresentationAccessScope.Instance)
+    ):
+        wrong.append("its reader asks for a PRESENTATION across instances, and our writers have none")
+    return "; ".join(wrong)
+
+
+def _type_misfit(qos: Qos, type_name: str) -> list[str]:
+    wrong = [f"its type is {type_name}, and ours {mapping.TYPE_NAME}"] if type_name != mapping.TYPE_NAME else []
+    if Policy.Ownership.Exclusive in qos:
+        wrong.append("its OWNERSHIP is EXCLUSIVE, and ours SHARED")
+    return wrong

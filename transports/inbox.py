@@ -1,12 +1,16 @@
 """Foreign thread -> event loop: bounded, one wake-up per batch, acknowledged last.
 
-network thread: put(item) -> items -> loop: deliver(batch) -> awaitable done -> taken(batch)
-                waits while full                 up to BATCH_MAX         in the order of arrival
+network thread: put(item, size) -> items -> loop: deliver(batch) -> awaitable done -> taken(batch)
+                waits while full, by messages or bytes   up to BATCH_MAX         in the order of arrival
+
+A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must pass meanwhile,
+give them an inbox of their own, and let the one for publishes grow while its consumer holds what it has (`held_messages_max`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -17,6 +21,9 @@ import structlog
 T = TypeVar("T")
 
 MESSAGES_MAX: Final = 8_192  # waiting or being taken; some 50 ms of the fastest network measured: more only hides a stall
+BYTES_MAX: Final = 64 << 20  # of large items that wait or are being taken: what a small gateway can spare
+SMALL_BYTES: Final = 1_024  # up to this size the number of messages bounds the bytes, and counting would cost each message
+HELD_S: Final = 0.1  # what is being taken for longer is held on purpose (a full disk), and is no matter of speed
 BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
 
 GATHER_MIN: Final = 64  # with fewer waiting, and the last batch less than ...
@@ -32,6 +39,9 @@ class Inbox(Generic[T]):
 
     `deliver(items)` may return an awaitable; the next batch does not wait for it, but `taken(items, error)` is called in the order of
     arrival, with None when the awaitable completed and with the exception when it failed (the network must not be told then).
+
+    Bounds: `messages_max`, waiting or being taken; `held_messages_max` instead, once the oldest batch has been held for HELD_S (default:
+    the same); and `bytes_max` of items over SMALL_BYTES, beyond which the one item that passes the bound still comes in.
     """
 
     def __init__(
@@ -40,17 +50,23 @@ class Inbox(Generic[T]):
         taken: Callable[[list[T], BaseException | None], None] | None = None,
         *,
         messages_max: int = MESSAGES_MAX,
+        held_messages_max: int = 0,
+        bytes_max: int = BYTES_MAX,
         batch_max: int = BATCH_MAX,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._deliver, self._taken = deliver, taken
         self._messages_max, self._batch_max = messages_max, batch_max
+        self._held_messages_max, self._bytes_max = max(held_messages_max, messages_max), bytes_max
         self._items: deque[T] = deque()
         self._awake = False
         self._last_drain = 0.0  # loop time
         self._span_start, self._span_messages, self._busy = 0.0, 0, False
-        self._pending: deque[tuple[list[T], asyncio.Future[None]]] = deque()
+        self._pending: deque[tuple[list[T], asyncio.Future[None], float]] = deque()  # with the loop time of their start
         self._pending_messages = 0
+        self._oldest_at = math.inf  # loop time at which the oldest batch that is being taken was handed over
+        self._sizes: dict[int, int] = {}  # of large items, by their identity; under _room
+        self._bytes = 0  # their sum
         self._room = threading.Condition()
         self._waiting = False
         self._closed = False
@@ -60,10 +76,14 @@ class Inbox(Generic[T]):
     def __repr__(self) -> str:
         return f"Inbox(waiting={len(self._items)}, being_taken={self._pending_messages})"
 
-    def put(self, item: T) -> None:
+    def put(self, item: T, size_bytes: int = 0) -> None:
         """From any thread but the loop's. Waits while the inbox is full, so that a slow consumer is felt by the sender."""
-        if len(self._items) + self._pending_messages >= self._messages_max:
+        if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
             self._wait_for_room()
+        if size_bytes > SMALL_BYTES and not self._closed:
+            with self._room:
+                self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
+                self._bytes += size_bytes
         self._items.append(item)
         if not self._awake and not self._closed:
             self._awake = True
@@ -72,14 +92,22 @@ class Inbox(Generic[T]):
             except RuntimeError:  # the loop has ended: nobody will ever read this
                 self._closed = True
 
+    def _is_full(self) -> bool:
+        held = self._loop.time() - self._oldest_at > HELD_S
+        limit = self._held_messages_max if held else self._messages_max
+        return len(self._items) + self._pending_messages >= limit or self._bytes >= self._bytes_max
+
     def _wait_for_room(self) -> None:
         with self._room:
-            while len(self._items) + self._pending_messages >= self._messages_max and not self._closed:
+            while self._is_full() and not self._closed:
                 self._waiting = True  # each time: whoever made room has taken it back
-                self._room.wait(1.0)
+                self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
 
-    def _make_room(self) -> None:
-        if self._waiting and len(self._items) + self._pending_messages < self._messages_max:
+    def _make_room(self, batch: list[T]) -> None:
+        if self._sizes:
+            with self._room:
+                self._bytes -= sum(self._sizes.pop(id(item), 0) for item in batch)
+        if self._waiting and not self._is_full():
             with self._room:
                 self._waiting = False
                 self._room.notify_all()
@@ -124,12 +152,14 @@ class Inbox(Generic[T]):
             future.set_result(None)
         else:
             future = asyncio.ensure_future(result)  # type: ignore[assignment, arg-type, unused-ignore]
-        self._pending.append((batch, future))
+        self._pending.append((batch, future, self._loop.time()))
+        self._oldest_at = self._pending[0][2]
         future.add_done_callback(self._settle)
 
-    def _settle(self, _: asyncio.Future[None]) -> None:
+    def _settle(self, _done: asyncio.Future[None]) -> None:
         while self._pending and self._pending[0][1].done():
-            batch, future = self._pending.popleft()
+            batch, future, _at = self._pending.popleft()
+            self._oldest_at = self._pending[0][2] if self._pending else math.inf
             self._pending_messages -= len(batch)
             self._finish(batch, asyncio.CancelledError() if future.cancelled() else future.exception())
         if not self._pending:
@@ -143,7 +173,7 @@ class Inbox(Generic[T]):
             self._taken(batch, error)
         elif error is not None:
             log.error("a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error))
-        self._make_room()
+        self._make_room(batch)
 
     async def drained(self) -> None:
         """Completes when everything put so far has been taken."""
@@ -156,4 +186,6 @@ class Inbox(Generic[T]):
         self._closed = True
         self._items.clear()
         with self._room:
+            self._sizes.clear()
+            self._bytes = 0
             self._room.notify_all()

@@ -239,7 +239,8 @@ class LocalTransport(UTransport):
         self.network.members.remove(self)
         if self._connected:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), DRAIN_MS_MAX / 1000)
+                async with asyncio.timeout(DRAIN_MS_MAX / 1000):
+                    await self._idle.wait()
         self.disconnect()
         self._load -= len(self._queue)
         self._queue.clear()

@@ -1,11 +1,15 @@
 """Zenoh: publications both ways, one subscriber for each filter.
 
-send_batch -> one hop -> sender thread: Outbox, encode, put by a declared publisher     BLOCK: a slow peer is felt here
-Zenoh's thread: bytes -> Inbox -> loop: decode, UUri matching for that filter -> listeners
+send_batch -> one hop -> sender thread: ZenohSender                                BLOCK: a slow peer is felt here
+Zenoh's thread: bytes -> Inbox of calls, or of the rest -> loop: decode, UUri matching for that filter -> listeners
+close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
 Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges nothing: what is on
-its way when a link breaks is lost, so there is no Capability.ACK. How priorities map: zenoh_mapping.PRIORITIES. Who may publish and
-subscribe what is the business of Zenoh's access_control (`settings`), with TLS or user and password to tell who is who.
+its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task, which stands while a subscriber's
+callback waits: hence two inboxes, so that requests and responses pass publishes that are held, as far as HELD_MESSAGES_MAX goes.
+
+How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's access_control (`settings`),
+with TLS or user and password to tell who is who.
 """
 
 from __future__ import annotations
@@ -13,13 +17,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
-import time
-from collections import Counter, OrderedDict
+import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import structlog
 import zenoh
@@ -28,23 +31,19 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from transports import zenoh_mapping as mapping
 from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped
+from transports.outbox import OK, stopped
 from transports.plugin import TransportPlugin
-from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
+from transports.zenoh_sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate, words
+from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each; beyond it the one unused for longest is undeclared
-SETTLE_POLL_S: Final = 0.005
-SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
-SETTLE_MORE_S: Final = 0.1  # after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
-LANES_MAX: Final = 16_384  # stamps whose publisher is known; the cache starts anew when it is full
-DRAIN_S_MAX: Final = 2.0  # how long `close` waits for listeners to take what has arrived
-SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
+CLOSE_S_MAX: Final = 2.5  # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
+LEAVE_S_MAX: Final = 1.5  # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
+HELD_MESSAGES_MAX: Final = 32_768  # publishes that wait while listeners hold those before them: a full link would stop requests, too
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -100,7 +99,7 @@ class ZenohConfig(BaseModel):
         for path, value in {**self._settings(), **self.settings}.items():
             try:
                 config.insert_json5(path, json.dumps(value))
-            except zenoh.ZError as error:
+            except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
                 raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
         return config
 
@@ -131,29 +130,6 @@ class ZenohConfig(BaseModel):
         return settings
 
 
-def words(error: Exception) -> str:
-    """What Zenoh says, without the places in its source."""
-    return SOURCE_PLACE.sub("", str(error)).strip()
-
-
-def translate(error: Exception, doing: str) -> UStatusError:
-    """The one place where Zenoh's errors become ours. Zenoh has one exception only, so the words decide."""
-    said = words(error)
-    if "already in use" in said:
-        return UStatusError(UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})")
-    if "Invalid Key Expr" in said or "Endpoints must be" in said or "onfig" in said:
-        return invalid(f"{doing}: {said}")
-    return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
-
-
-class _Lane(NamedTuple):
-    """Where messages of one stamp go, and what has to be looked at in each of them."""
-
-    publisher: zenoh.Publisher
-    ttl: int
-    format: int
-
-
 class ZenohTransport(UTransport):
     """One Zenoh session."""
 
@@ -162,23 +138,20 @@ class ZenohTransport(UTransport):
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
-        self._outbox = Outbox()  # the sender thread's alone
         self._table = ListenerTable(
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
         self._session: zenoh.Session | None = None
-        self._sender: ThreadPoolExecutor | None = None
-        self._publishers: OrderedDict[tuple[str, int], zenoh.Publisher] = OrderedDict()  # by key, priority; the sender thread's alone
-        self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id; the sender thread's alone
+        self._sender: ZenohSender | None = None
+        self._sending: ThreadPoolExecutor | None = None  # the sender's one thread
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
-        self._peers: set[str] = set()
-        self._settled_at = 0.0  # by then who has just linked us has declared its subscriptions; time.monotonic()
+        self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
         self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         state = f"{len(self._peers)} peers" if self._session is not None else "closed"
-        return f"ZenohTransport({self._authority}, {state}, filters={len(self._subscribers)}, publishers={len(self._publishers)})"
+        return f"ZenohTransport({self._authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
 
     @property
     def dropped(self) -> Counter[str]:
@@ -198,52 +171,109 @@ class ZenohTransport(UTransport):
         if self._session is not None:
             return
         self._loop = asyncio.get_running_loop()
-        self._inbox: Inbox[Arrived] = Inbox(self._deliver)
-        self._session = await self._call("opening the Zenoh session", lambda: zenoh.open(self._config.to_zenoh()))
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix=f"zenoh-send-{self._authority}")
+        self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX)
+        self._calls: Inbox[Arrived] = Inbox(self._deliver)
+        joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
+        try:
+            session = self._session = await asyncio.shield(joining)
+        except asyncio.CancelledError:
+            joining.add_done_callback(_close_late)  # the thread can't be stopped, and a session that nobody has would keep the port
+            raise
+        self._sender = ZenohSender(session, self._authority, self._peers)
+        self._sending = ThreadPoolExecutor(1, thread_name_prefix=f"zenoh-send-{self._authority}")
+        for transport in session.info.transports():
+            self._on_peer(transport, True)
+
+    def _join(self) -> zenoh.Session:
+        """On a thread of the pool."""
         loop = self._loop
 
         def on_event(event: zenoh.TransportEvent) -> None:
-            opened, peer = event.kind == zenoh.SampleKind.PUT, str(event.transport.zid)
+            opened = event.kind == zenoh.SampleKind.PUT
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._on_peer, peer, opened)
+                loop.call_soon_threadsafe(self._on_peer, event.transport, opened)
 
-        self._events = self._session.info.declare_transport_events_listener(on_event, history=True)
-        for transport in self._session.info.transports():
-            self._on_peer(str(transport.zid), True)
+        session = zenoh.open(self._config.to_zenoh())
+        try:
+            session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", answer_flush)
+            self._events = session.info.declare_transport_events_listener(on_event, history=True)
+        except zenoh.ZError:
+            _close(session)
+            raise
+        return session
 
     async def close(self) -> None:
-        """Stop listening, let the listeners take what has arrived, send what is queued, and leave."""
+        """Stop listening, let listeners take what has arrived and peers read what was sent, and leave.
+
+        Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
+        """
         session, self._session = self._session, None
-        if session is None or self._sender is None:
+        if session is None or self._sender is None or self._sending is None:
             return
+        flush = self._loop.run_in_executor(self._sending, self._flush, self._sender)  # behind what is queued
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await asyncio.gather(self._drain(), asyncio.shield(flush))
+        self._inbox.close()
+        self._calls.close()
+        if not flush.done():
+            log.warning("what was sent last may not have been read", authority=self._authority, waited_s=CLOSE_S_MAX)
+        await self._leave(session, self._sending)
+        self._sender = None
+        for peer in list(self._peers):
+            self._lost(peer)
+
+    async def _drain(self) -> None:
         async with self._registering:
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(DRAIN_S_MAX):
-                await asyncio.to_thread(_undeclare, subscribers)
-                await self._inbox.drained()
-        self._inbox.close()
-        await asyncio.to_thread(_close, session, self._sender)
-        self._publishers.clear()
-        self._lanes.clear()
-        for peer in list(self._peers):
-            self._on_peer(peer, False)
+        await asyncio.to_thread(_undeclare, subscribers)
+        await self._inbox.drained()
+        await self._calls.drained()
 
-    def _on_peer(self, peer: str, linked: bool) -> None:
-        before = bool(self._peers)
-        if linked and self._session is not None:
-            self._peers.add(peer)
-        else:
-            self._peers.discard(peer)
-        if bool(self._peers) == before:
-            return
-        if not before:
-            self._settled_at = time.monotonic() + SETTLE_S_MAX
+    def _flush(self, sender: ZenohSender) -> None:
+        """On the sender thread."""
+        with contextlib.suppress(zenoh.ZError):  # the session is closed by now
+            silent = sender.flush(CLOSE_S_MAX)
+            if silent:
+                log.info("peers that don't confirm what they have read", authority=self._authority, peers=silent)
+
+    async def _leave(self, session: zenoh.Session, sending: ThreadPoolExecutor) -> None:
+        """Close the session on a thread that nobody needs to wait for: not we, and not the end of the process."""
+        left = asyncio.Event()
+
+        def close() -> None:
+            _close(session)
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(left.set)
+
+        sending.shutdown(wait=False)  # a put that waits ends with the session
+        threading.Thread(target=close, name=f"zenoh-close-{self._authority}", daemon=True).start()
+        try:
+            async with asyncio.timeout(LEAVE_S_MAX):
+                await left.wait()
+        except TimeoutError:
+            log.warning("Zenoh is still closing the session", authority=self._authority, waited_s=LEAVE_S_MAX)
+
+    def _on_peer(self, transport: zenoh.Transport, linked: bool) -> None:
+        peer = str(transport.zid)
+        if not linked:
+            self._lost(peer)
+        elif self._session is not None and self._sender is not None:
+            before = bool(self._peers)
+            self._peers[peer] = transport.whatami == zenoh.WhatAmI.ROUTER or self._config.mode == "client"
+            if not before:
+                self._sender.first_link()
+                self._tell(True)
+
+    def _lost(self, peer: str) -> None:
+        if self._peers.pop(peer, None) is not None and not self._peers:
+            self._tell(False)
+
+    def _tell(self, connected: bool) -> None:
         for callback in self._connection_callbacks:
             try:
-                callback(not before)
+                callback(connected)
             except Exception:
                 log.exception("a connection callback failed", callback=repr(callback))
 
@@ -255,78 +285,14 @@ class ZenohTransport(UTransport):
             raise translate(error, doing) from None
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        session, sender = self._session, self._sender
-        if session is None or sender is None:
+        if self._session is None or self._sender is None or self._sending is None:
             return stopped([], len(messages), _NOT_OPEN)
         if not messages:
             return []
-        statuses = await self._loop.run_in_executor(sender, self._put, session, messages)
+        statuses = await self._loop.run_in_executor(self._sending, self._sender.put, messages)
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
-            return [_NO_PEER if status is OK else status for status in statuses]
+            return [NO_PEER if status is OK else status for status in statuses]
         return statuses
-
-    def _put(self, session: zenoh.Session, messages: Sequence[Carried]) -> list[UStatus]:
-        """On the sender thread. Messages of a stream that is known need no validation: what may differ is the payload and the age."""
-        statuses: list[UStatus] = []
-        now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
-        settling = time.monotonic() < self._settled_at
-        for message in messages:
-            mark: Any
-            if type(message) is EncodedMessage:
-                encoded, mark = message.encoded, message.stamp
-            else:
-                encoded = message.attributes.SerializeToString()
-                mark = suffix(encoded)
-            lane = lanes.get(mark)
-            try:
-                if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
-                    refusal = self._outbox.refusal(decoded(message), now_ms)
-                    if refusal is not None:
-                        statuses.append(refusal)
-                        continue
-                    lane = lane or self._lane(session, decoded(message), mark)
-                if not peers:
-                    return stopped(statuses, len(messages), _NO_PEER)
-                if settling:
-                    settling = self._await_match(lane.publisher)
-                lane.publisher.put(message.payload, attachment=version + encoded)
-            except zenoh.ZError as error:
-                return stopped(statuses, len(messages), translate(error, "sending").status)
-            statuses.append(OK)
-        return statuses
-
-    def _await_match(self, publisher: zenoh.Publisher) -> bool:
-        """On the sender thread, just after the first link: wait until somebody listens, or the time is over. True while it is not."""
-        while (now := time.monotonic()) < self._settled_at:
-            if _matches(publisher):
-                self._settled_at = min(self._settled_at, now + SETTLE_MORE_S)
-                return True
-            time.sleep(SETTLE_POLL_S)
-        return False
-
-    def _lane(self, session: zenoh.Session, message: UMessage, mark: Any) -> _Lane:
-        """The declared publisher for a message that is valid, remembered by its stamp."""
-        attributes = message.attributes
-        key = mapping.message_key(message, self._authority), attributes.priority
-        publisher = self._publishers.get(key)
-        if publisher is None:
-            if len(self._publishers) >= PUBLISHERS_MAX:
-                self._publishers.popitem(last=False)[1].undeclare()  # type: ignore[no-untyped-call]
-                self._lanes.clear()  # one of them may have led to it
-            publisher = self._publishers[key] = session.declare_publisher(
-                key[0],
-                congestion_control=zenoh.CongestionControl.BLOCK,
-                priority=_PRIORITIES.get(attributes.priority, zenoh.Priority.DATA_LOW),
-                reliability=zenoh.Reliability.RELIABLE,
-                allowed_destination=zenoh.Locality.REMOTE,
-            )
-        self._publishers.move_to_end(key)
-        lane = _Lane(publisher, attributes.ttl, attributes.payload_format)
-        if mark is not None and is_shared(attributes):
-            if len(self._lanes) >= LANES_MAX:
-                self._lanes.clear()
-            self._lanes[mark] = lane
-        return lane
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
@@ -356,7 +322,7 @@ class ZenohTransport(UTransport):
         return self._session
 
     def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
-        put, dropped = self._inbox.put, self.dropped
+        put, put_call, is_call, dropped = self._inbox.put, self._calls.put, mapping.is_call, self.dropped
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more."""
@@ -364,7 +330,8 @@ class ZenohTransport(UTransport):
             if attachment is None:
                 dropped["malformed"] += 1
             else:
-                put((filter, sample.payload.to_bytes(), attachment.to_bytes()))
+                payload, attributes = sample.payload.to_bytes(), attachment.to_bytes()
+                (put_call if is_call(attributes) else put)((filter, payload, attributes), len(payload) + len(attributes))
 
         return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
 
@@ -376,13 +343,6 @@ class ZenohTransport(UTransport):
 
 
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
-_NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
-_PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
-
-
-def _matches(publisher: zenoh.Publisher) -> bool:
-    status: Any = publisher.matching_status  # the stub says bool
-    return bool(status.matching)
 
 
 def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
@@ -391,8 +351,12 @@ def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
             subscriber.undeclare()  # type: ignore[no-untyped-call]
 
 
-def _close(session: zenoh.Session, sender: ThreadPoolExecutor) -> None:
-    sender.shutdown(wait=True)
+def _close_late(joining: asyncio.Future[zenoh.Session]) -> None:
+    if not joining.cancelled() and joining.exception() is None:
+        threading.Thread(target=_close, args=(joining.result(),), daemon=True).start()
+
+
+def _close(session: zenoh.Session) -> None:
     with contextlib.suppress(zenoh.ZError):
         session.close()  # type: ignore[no-untyped-call]
 

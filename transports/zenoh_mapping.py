@@ -12,13 +12,17 @@ from google.protobuf.message import DecodeError
 
 from uprotocol import uri as uris
 from uprotocol.status import invalid
-from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.uattributes_pb2 import UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
+
+_TYPE_AT: Final = 21  # in an attachment: after the version and the id (field 1 of UAttributes, 20 bytes)
+_TYPE_TAG: Final = b"\x10"  # field 2, a varint
+_CALLS: Final = (bytes([UMessageType.UMESSAGE_TYPE_REQUEST]), bytes([UMessageType.UMESSAGE_TYPE_RESPONSE]))
 
 PRIORITIES: Final[dict[int, str]] = {
     UPriority.UPRIORITY_UNSPECIFIED: "DATA_LOW",
@@ -66,6 +70,11 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
 def attachment(encoded_attributes: bytes) -> bytes:
     """dsn~up-transport-zenoh-attributes-mapping~1; the payload goes as it is."""
     return VERSION_BYTE + encoded_attributes
+
+
+def is_call(attachment: bytes) -> bool:
+    """True for a request or a response, by the type that every encoder writes behind the id; False where it stands elsewhere."""
+    return attachment[_TYPE_AT : _TYPE_AT + 1] == _TYPE_TAG and attachment[_TYPE_AT + 1 : _TYPE_AT + 2] in _CALLS
 
 
 def encode(message: UMessage) -> bytes:

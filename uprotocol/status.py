@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from google.protobuf.any_pb2 import Any
+
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -14,6 +16,26 @@ OK: Final = UStatus(code=UCode.OK)
 
 RETRYABLE: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED})
 """Codes after which the same message may be sent again; nothing else ever is."""
+
+FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
+"""Codes that are a "no" for good: whoever must get something done asks again after any other, those of a later specification included."""
+
+_NOT_FOUND: Final = Any()
+_NOT_FOUND.Pack(UStatus(code=UCode.NOT_FOUND))
+
+
+def nobody_listens(message: str) -> UStatus:
+    """For a request of which the network says that nobody is there to take it (MQTT: No matching subscribers).
+
+    UNAVAILABLE, since the service may come back, with a detail of code NOT_FOUND: the network itself is well, so that whoever tries again
+    for the caller until a network is back can tell him at once instead (`is_nobody_listening`).
+    """
+    return UStatus(code=UCode.UNAVAILABLE, message=message, details=[_NOT_FOUND])
+
+
+def is_nobody_listening(status: UStatus) -> bool:
+    """True for a status that `nobody_listens` has made."""
+    return status.code == UCode.UNAVAILABLE and _NOT_FOUND in status.details
 
 
 class UStatusError(Exception):

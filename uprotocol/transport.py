@@ -71,6 +71,7 @@ class LocalUriProvider:
 
 
 ConnectionCallback = Callable[[bool], None]
+LossCallback = Callable[[str, int | None], None]
 
 
 class UTransport(abc.ABC):
@@ -104,12 +105,32 @@ class UTransport(abc.ABC):
     def on_connection(self, callback: ConnectionCallback) -> None:
         """`callback(True)` on every (re)connection after open, `callback(False)` on every loss; on the event loop."""
 
+    def on_loss(self, callback: LossCallback) -> None:
+        """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before `open`.
+
+        `text` is one line: what happened, and where. `messages` is how many at most; None if nobody can know. Each loss is told once. A
+        network that loses nothing, or that can't tell, never calls.
+        """
+
+    def remember_in(self, file: str) -> None:
+        """Keep in `file` what the next process must know to tell of losses, and read what the last one has left; called before `open`.
+
+        The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to remember makes no file.
+        """
+
+    @property
+    def troubles(self) -> list[str]:
+        """What is wrong now though the network is there, in plain sentences that name the culprit; past losses are `on_loss`'s."""
+        return []
+
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         """Send in order; one status for each message, OK when the network has taken it (MQTT: PUBACK).
 
         An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
-        network (UNAVAILABLE) nothing behind it is tried, so that a later try keeps the order.
+        network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so that a later try keeps the order. The
+        rest may be tried, where it is one receiver that does not take what is sent to it. A request that nobody is there to take answers
+        `status.nobody_listens`, where the network can tell: UNAVAILABLE too, but of that request alone.
         """
 
     async def send(self, message: UMessage) -> None:
@@ -159,4 +180,14 @@ def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
         )
 
 
-__all__ = ["OK", "Capability", "ConnectionCallback", "LocalUriProvider", "UBatchListener", "UListener", "UTransport", "validate_filters"]
+__all__ = [
+    "OK",
+    "Capability",
+    "ConnectionCallback",
+    "LocalUriProvider",
+    "LossCallback",
+    "UBatchListener",
+    "UListener",
+    "UTransport",
+    "validate_filters",
+]

@@ -71,7 +71,10 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
 
 
 async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None = None) -> None:
-    """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened."""
+    """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
+
+    With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what to do}.
+    """
     local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
     transport = create(config.transport, config.settings, local)
     async with transport:
@@ -89,7 +92,9 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
         gc.freeze()  # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
         try:
             if ready is not None:
-                ready({"ready": True, "service": "core.usubscription", "authority": config.authority, "transport": config.transport})
+                state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
+                trouble = {"trouble": service.trouble} if service.trouble is not None else {}
+                ready({**state, "transport": config.transport, **trouble})
             await stop.wait()
         finally:
             await service.stop()

@@ -148,6 +148,8 @@ class V3:
 
     def read_change(self, payload: UPayload) -> Row:
         told = payload.unpack(v3.Update)
+        if not told.HasField("status"):
+            raise invalid("the notification has no status")  # and does not end a subscription
         attributes = told.attributes
         expires_ms = _read_time(attributes.expire) if attributes.HasField("expire") else None
         status = _known_status(told.status.state)

@@ -20,9 +20,10 @@ from typing import Any, Final
 from storage.disk import REAL_DISK, Disk
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.handled import Handled
 from usubscription.reader import Reader, StoredChange, read_link, write_change
-from usubscription.schema import StoreFile
-from usubscription.state import Change, Event, Key, Link, Orphaned, Record, Status, Subscribe, TimedOut, step
+from usubscription.schema import StoreFile, explain
+from usubscription.state import Change, Event, Key, Link, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
@@ -66,7 +67,35 @@ class Sent:
     number: int
 
 
-StoreEvent = Event | Register | Unregister | Reset | Sent
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Write something, to see whether the disk takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commanded:
+    """A client's command, with the id of its request (16 bytes): one that comes again does not undo a later one."""
+
+    event: Subscribe | Unsubscribe
+    request: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Keep these changes (destination, number, change, recipients there) until their destination takes them."""
+
+    changes: tuple[tuple[str, int, Change, tuple[tuple[Key, int], ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The changes held for `destination` up to this number have been told."""
+
+    destination: str
+    number: int
+
+
+StoreEvent = Event | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
 
 
 @dataclass(slots=True)
@@ -101,9 +130,11 @@ class Database:
         self._keys: dict[int, Key] = {}
         self._unused: set[int] = set()
         self._count = self._registrations = 0
+        self._held = 0  # changes that wait for a destination of theirs
         self._number = 0  # of the last change
         self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
         self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
+        self._handled: Handled | None = None  # None: to be read
         self.outbox_dropped = 0
         self._file: StoreFile | None = None
         self._db: sqlite3.Connection | None = None
@@ -116,12 +147,19 @@ class Database:
         self._file = StoreFile(self.path, self.authority, self._disk)
         assert self._file.db is not None
         self._db = self._file.db
-        (self._count,) = self._db.execute("SELECT count(*) FROM subscription").fetchone()
-        (self._registrations,) = self._db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
-        (last,) = self._db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
+        try:
+            self._load(self._db)
+        except sqlite3.Error as error:
+            raise explain(error, self.path) from error
+
+    def _load(self, db: sqlite3.Connection) -> None:
+        (self._count,) = db.execute("SELECT count(*) FROM subscription").fetchone()
+        (self._registrations,) = db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
+        (self._held,) = db.execute("SELECT count(*) FROM held").fetchone()
+        (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
-        self._number = self._last_number(self._db)
-        self._clients = None
+        self._number = self._last_number(db)
+        self._clients = self._handled = None
 
     def _last_number(self, db: sqlite3.Connection) -> int:
         row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
@@ -139,32 +177,32 @@ class Database:
         """All of `events` in order, in one transaction: committed when this returns.
 
         What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the disk fails; then
-        nothing of the batch is stored.
+        nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         db = self._db
         assert db is not None, "open() comes first"
-        counts = self._count, self._registrations, self._number
+        counts = self._count, self._registrations, self._number, self._held
         try:
             db.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(db, event, now_ms) for event in events]
             if self._telling:
                 self._store_changes(db)
+            if self._handled is not None:
+                self._handled.store(db)
             if self._unused:
                 self._sweep(db)
             db.execute("COMMIT")
         except BaseException as error:
-            self._count, self._registrations, self._number = counts
+            self._count, self._registrations, self._number, self._held = counts
             self._telling.clear()
-            self._clients = None
+            self._clients = self._handled = None
             self._ids.clear()
             self._keys.clear()
             self._unused.clear()
             with contextlib.suppress(sqlite3.Error):
                 db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
-                full = "full" in str(error)
-                code = UCode.RESOURCE_EXHAUSTED if full else UCode.UNAVAILABLE
-                raise UStatusError(code, f"nothing was stored, because the disk {'is full' if full else f'failed: {error}'}") from error
+                raise explain(error, self.path) from error
             raise
         return outcomes
 
@@ -172,6 +210,17 @@ class Database:
         match event:
             case Sent(number):
                 db.execute("DELETE FROM outbox WHERE id <= ?", (number,))
+                return Outcome()
+            case Probe():
+                db.execute("INSERT OR REPLACE INTO meta VALUES('probed_ms', ?)", (str(now_ms),))
+                return Outcome()
+            case Commanded(command, request):
+                return self._command(db, command, request, now_ms)
+            case Hold(changes):
+                self._hold(db, changes)
+                return Outcome()
+            case Released(destination, number):
+                self._held -= db.execute("DELETE FROM held WHERE destination = ? AND number <= ?", (destination, number)).rowcount
                 return Outcome()
             case Register():
                 return self._register(db, event)
@@ -183,6 +232,18 @@ class Database:
             case Subscribe() if self._count >= self._subscriptions_max:
                 return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._count} subscriptions are stored, which is the limit")
         return self._step(db, event, now_ms)
+
+    def _command(self, db: sqlite3.Connection, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
+        """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks go back."""
+        if self._handled is None:
+            self._handled = Handled(db)
+        about = self._handled.about(command.subscriber, command.topic)
+        if self._handled.is_past(request, about):
+            return UStatusError(UCode.ABORTED, "this request was handled before, and later ones about the topic since: it changes nothing")
+        done = self._apply(db, command, now_ms)
+        if isinstance(done, Outcome):
+            self._handled.add(request, about)
+        return done
 
     def _step(self, db: sqlite3.Connection, event: Event, now_ms: int) -> Outcome:
         remote = event.topic[0] != self.authority
@@ -268,6 +329,20 @@ class Database:
             self.outbox_dropped += max(dropped, 0)
         self._telling.clear()
 
+    def _hold(self, db: sqlite3.Connection, changes: Sequence[tuple[str, int, Change, Sequence[tuple[Key, int]]]]) -> None:
+        """At the limit the destination that holds most loses its oldest."""
+        rows = [(destination, number, write_change(change, recipients)) for destination, number, change, recipients in changes]
+        self._held += db.executemany("INSERT OR IGNORE INTO held VALUES(?, ?, ?)", rows).rowcount
+        while self._held > self._outbox_max:
+            (longest,) = db.execute("SELECT destination FROM held GROUP BY destination ORDER BY count(*) DESC LIMIT 1").fetchone()
+            dropped = db.execute(
+                """DELETE FROM held WHERE destination = ?1
+                   AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)""",
+                (longest, self._held - self._outbox_max + self._outbox_max // 64),
+            ).rowcount
+            self._held -= dropped
+            self.outbox_dropped += dropped
+
     def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
         """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask the disk."""
         if self._clients is None:
@@ -334,8 +409,11 @@ class Database:
         self._ids.clear()
         self._keys.clear()
         self._unused.clear()
+        if self._handled is not None:
+            self._handled.store(db)
+        db.execute("UPDATE handled SET about = 0")
         self._count = self._registrations = 0
-        self._clients = None
+        self._clients = self._handled = None
         self._number = self._last_number(db)
         return Outcome(many_changes=True)
 
@@ -433,4 +511,18 @@ def _record(row: Sequence[Any]) -> Record:
     return Record(Status(row[0]), row[1], row[2], row[3], row[4] or b"")
 
 
-__all__ = ["Database", "Outcome", "Reader", "Register", "Reset", "Sent", "StoreEvent", "StoredChange", "Unregister"]
+__all__ = [
+    "Commanded",
+    "Database",
+    "Hold",
+    "Outcome",
+    "Probe",
+    "Reader",
+    "Register",
+    "Released",
+    "Reset",
+    "Sent",
+    "StoreEvent",
+    "StoredChange",
+    "Unregister",
+]

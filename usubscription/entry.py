@@ -3,13 +3,17 @@
 arrived batch -> check, codec -> store.command -> one transaction -> answered -> responses -> one send_batch
                       '-> refused at once: commstatus and UStatus
 
+One listener takes both methods of both versions, and one queue leads to the store: so commands count in the order in which they arrive,
+and of those of one client about one topic the last one wins.
+
 The other methods are served by InMemoryRpcServer; to callers there is no difference.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import Message
 
@@ -19,11 +23,11 @@ from uprotocol import uuid as uuids
 from uprotocol.communication import RequestCheck, Responses
 from uprotocol.message import PROTOBUF
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.database import Outcome
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription.database import Commanded, Outcome
 from usubscription.outbox import AnswersFirst, Tag
 from usubscription.state import Subscribe, Unsubscribe
 from usubscription.store import Store
@@ -34,21 +38,31 @@ DRAIN_MS_MAX: Final = 5_000  # close() gives the network this long to take what 
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
 
-Read = Callable[[UMessage], tuple[Subscribe | Unsubscribe, Any]]
-"""What a request asks, and what its answer needs of it. Raises UStatusError."""
 
-Write = Callable[[Any, Outcome], Message]
+class Method(NamedTuple):
+    """One method of one version."""
+
+    name: str
+    sink: UUri
+    read: Callable[[UMessage], tuple[Subscribe | Unsubscribe, Any]]
+    """What a request asks, and what its answer needs of it. Raises UStatusError."""
+    write: Callable[[Any, Outcome], Message]
 
 
 class Asked:
     """One request until it is answered."""
 
-    __slots__ = ("context", "entry", "request", "tag", "waits")
+    __slots__ = ("context", "entry", "method", "request", "tag", "waits")
 
-    def __init__(self, entry: CommandEntry, request: UAttributes, context: Any) -> None:
-        self.entry, self.request, self.context = entry, request, context
+    def __init__(self, entry: CommandEntry, method: Method, request: UAttributes, context: Any) -> None:
+        self.entry, self.method, self.request, self.context = entry, method, request, context
         self.tag: Tag = (request.id.msb, request.id.lsb)
         self.waits = True
+
+    @property
+    def request_id(self) -> bytes:
+        """16 bytes."""
+        return self.tag[0].to_bytes(8, "big") + self.tag[1].to_bytes(8, "big")
 
     def answered(self, answer: Outcome | BaseException) -> None:
         if self.waits:
@@ -57,37 +71,30 @@ class Asked:
 
 
 class CommandEntry:
-    """One method of one version."""
+    """Subscribe and Unsubscribe of all versions. `requests` counts by the methods' names."""
 
-    def __init__(
-        self,
-        answers: AnswersFirst,
-        local: LocalUriProvider,
-        method: int,
-        store: Store,
-        read: Read,
-        write: Write,
-        check: RequestCheck | None,
-    ) -> None:
-        self._answers, self._store, self._read, self._write, self._check = answers, store, read, write, check
-        self._sink = local.get_resource(method)
+    def __init__(self, answers: AnswersFirst, store: Store, methods: Sequence[Method], check: RequestCheck | None) -> None:
+        self._answers, self._store, self._check = answers, store, check
+        self._methods = {(method.sink.ue_version_major, method.sink.resource_id): method for method in methods}
         self._responses = Responses(answers, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
         self.dropped = self._responses.dropped
-        self.requests = 0
+        self.requests = Counter({method.name: 0 for method in methods})
 
     def __repr__(self) -> str:
-        return f"CommandEntry({uris.format(self._sink)}, responses={len(self._responses)})"
+        return f"CommandEntry({', '.join(self.requests)}, responses={len(self._responses)})"
 
     async def open(self) -> None:
-        await self._answers.register_listener(_CALLERS, self, self._sink)
+        for method in self._methods.values():
+            await self._answers.register_listener(_CALLERS, self, method.sink)
 
     async def close(self) -> None:
         """Take no more requests."""
-        try:
-            await self._answers.unregister_listener(_CALLERS, self, self._sink)
-        except UStatusError as error:  # closed already, and its listeners with it, or never opened
-            if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
-                raise
+        for method in self._methods.values():
+            try:
+                await self._answers.unregister_listener(_CALLERS, self, method.sink)
+            except UStatusError as error:  # closed already, and its listeners with it, or never opened
+                if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
+                    raise
 
     async def drain(self) -> None:
         """Wait until the network has taken the responses, for a while."""
@@ -99,15 +106,18 @@ class CommandEntry:
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         now_ms = uuids.now_ms()
         for request in messages:
-            self.requests += 1
+            sink = request.attributes.sink
+            method = self._methods[sink.ue_version_major, sink.resource_id]
+            self.requests[method.name] += 1
             if attrs.is_expired(request.attributes, now_ms):
                 self.dropped["expired"] += 1
                 continue
             try:
                 if self._check is not None:
                     self._check(request)
-                event, context = self._read(request)
-                self._store.command(event, Asked(self, request.attributes, context))
+                event, context = method.read(request)
+                asked = Asked(self, method, request.attributes, context)
+                self._store.command(Commanded(event, asked.request_id), asked)
             except Exception as error:
                 self._responses.refuse(request.attributes, error)
 
@@ -117,7 +127,7 @@ class CommandEntry:
             self._responses.refuse(asked.request, answer)
             return
         request = asked.request
-        response = UMessage(payload=self._write(asked.context, answer).SerializeToString())
+        response = UMessage(payload=asked.method.write(asked.context, answer).SerializeToString())
         attributes = response.attributes
         attributes.id.CopyFrom(uuids.new())
         attributes.type = attrs.RESPONSE

@@ -1,8 +1,10 @@
 """Tells changes: to the subscriber, to those who registered, and to everybody on the change topics; after the answer, in order.
 
-outbox (committed) -> wait for the responses of their requests -> messages -> send_batch -> Sent(number) -> deleted with a later commit
-                                                                     |
-                                                                     '-> network away: again, later; refused: counted
+outbox (committed) -> wait for the responses of their requests -> by destination -> send_batch -> Sent(number) -> deleted later
+                                                                      |
+                                                                      '-> in trouble: Hold -> told from the store (telling.py)
+
+A destination is an authority, or the change topics of the own network: each keeps its order, and its trouble is its own.
 """
 
 from __future__ import annotations
@@ -11,35 +13,27 @@ import asyncio
 import contextlib
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
-from uprotocol import uri as uris
-from uprotocol import uuid as uuids
-from uprotocol.attributes import NOTIFICATION, PUBLISH
-from uprotocol.message import PROTOBUF
-from uprotocol.status import RETRYABLE, UStatusError
-from uprotocol.transport import Capability, UListener, UTransport
-from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
-from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.status import UStatusError
+from uprotocol.transport import UListener, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE
-from usubscription.database import Sent
+from usubscription.database import Hold, Sent
 from usubscription.reader import StoredChange
 from usubscription.store import Store
+from usubscription.telling import Part, Teller, Troubles
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
 CHANGES_BATCH_MAX: Final = 16  # some 50 messages at once, 1 ms of the loop: what waits for it is answers
 GATHER_MS: Final = 5  # while changes follow one another, so that they leave together: a message alone costs ten times as much
 NOTE_MS: Final = 200  # between notes of what was told: each is a commit, and after a crash only what came since is told twice
-ANSWER_WAIT_MS_MAX: Final = 1_000  # for the response to leave first; a response that the RPC server had to drop never does
-ANSWERS_KEPT_MAX: Final = 20_000  # requests whose response has left, until their change asks for it
-RETRY_FIRST_MS: Final = 200  # doubles up to ...
-RETRY_MAX_MS: Final = 5_000  # ... as long as the network is away
-PRIORITY: Final = UPriority.UPRIORITY_CS2
+ANSWER_WAIT_MS_MAX: Final = 1_000  # for a response to leave first, from its commit on; one that the RPC server had to drop never does
+STORE_RETRY_FIRST_MS: Final = 200  # while the store can't be read or written; doubles up to ...
+STORE_RETRY_MAX_MS: Final = 5_000
 
 Tag = tuple[int, int]
 """A request's id."""
@@ -48,12 +42,15 @@ log = structlog.get_logger()
 
 
 class AnswersFirst(UTransport):
-    """The transport as the RPC servers see it: it notes which responses have left."""
+    """The transport as the RPC servers see it: it notes which responses have left.
+
+    Remembered is what is still to leave, not what has left: of that there may be any number before a change asks for it.
+    """
 
     def __init__(self, inner: UTransport) -> None:
         self._inner = inner
         self.capabilities = inner.capabilities
-        self._left: dict[Tag, None] = {}
+        self._expected: dict[Tag, float] = {}  # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
         self._news = asyncio.Event()
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -61,20 +58,28 @@ class AnswersFirst(UTransport):
             return await self._inner.send_batch(messages)
         finally:  # failed or not: it won't leave later
             for message in messages:
-                self._left[message.attributes.reqid.msb, message.attributes.reqid.lsb] = None
-            while len(self._left) > ANSWERS_KEPT_MAX:
-                del self._left[next(iter(self._left))]
+                self._expected.pop((message.attributes.reqid.msb, message.attributes.reqid.lsb), None)
             self._news.set()
 
+    def expect(self, tag: Tag) -> None:
+        """The response to `tag` is about to leave. Call it on the turn of the loop on which the response is given."""
+        self._expected[tag] = asyncio.get_running_loop().time() + ANSWER_WAIT_MS_MAX / 1000
+        self._forget()
+
+    def _forget(self) -> None:
+        now = asyncio.get_running_loop().time()
+        while self._expected and (first := next(iter(self._expected.items())))[1] <= now:
+            del self._expected[first[0]]
+
     async def left(self, tags: set[Tag]) -> None:
-        """Completes when the responses to all of `tags` have left, or after ANSWER_WAIT_MS_MAX."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000):
-                while not tags <= self._left.keys():
-                    self._news.clear()
+        """Completes when the responses to all of `tags` that were expected have left, or each had its time."""
+        self._forget()
+        while waiting := [self._expected[tag] for tag in tags if tag in self._expected]:
+            self._news.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(max(waiting)):
                     await self._news.wait()
-        for tag in tags:
-            self._left.pop(tag, None)
+            self._forget()
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         await self._inner.register_listener(source_filter, listener, sink_filter)
@@ -87,27 +92,29 @@ class Pump:
     """Sends what is in the outbox. `sent` is the number of the last change that was told; `dropped` counts messages by reason."""
 
     def __init__(self, transport: UTransport, authority: str, store: Store, answers: AnswersFirst) -> None:
-        self._transport, self._store, self._answers = transport, store, answers
-        topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
-        common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
-        self._notifications = {major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()}
-        self._publications = {major: UAttributes(type=PUBLISH, source=topic, **common) for major, topic in topics.items()}
-        self._publishes = Capability.PUBLISH_WITHOUT_SINK in transport.capabilities
+        self._teller, self._store, self._answers = Teller(transport, authority), store, answers
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
         self._behind = True  # there may be more in the store than is waiting here
         self._news = asyncio.Event()
         self._progress = asyncio.Event()
-        self._connection = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._noting: asyncio.TimerHandle | None = None
         self._last = 0.0  # loop time at which something was told
         self.sent = 0
-        self.messages_sent = 0
-        self.dropped: Counter[str] = Counter()
-        transport.on_connection(lambda connected: self._connection.set() if connected else None)
+        self._troubles = Troubles(self._teller, store)
+        transport.on_connection(lambda connected: self._troubles.kick() if connected else None)
 
     def __repr__(self) -> str:
-        return f"Pump(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''})"
+        return f"Pump(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''}, {self._troubles!r})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Messages that were refused for good, by reason."""
+        return self._teller.dropped
+
+    @property
+    def messages_sent(self) -> int:
+        return self._teller.sent
 
     def start(self) -> None:
         self._news.set()
@@ -119,6 +126,7 @@ class Pump:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        await self._troubles.stop()
         if self._noting is not None:
             self._noting.cancel()
             self._note()
@@ -151,11 +159,15 @@ class Pump:
         return not self._waiting and not self._behind
 
     async def _run(self) -> None:
+        delay_ms, begun = STORE_RETRY_FIRST_MS, False
         while True:
-            if not self._waiting and not self._behind:
+            if begun and not self._waiting and not self._behind:
                 self._news.clear()
                 await self._news.wait()
             try:
+                if not begun:
+                    await self._troubles.start()
+                    begun = True
                 if not self._waiting:
                     await self._catch_up()
                     continue
@@ -163,15 +175,16 @@ class Pump:
                     await asyncio.sleep(GATHER_MS / 1000)
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
                 await self._tell(batch)
+                delay_ms = STORE_RETRY_FIRST_MS
+                continue
             except UStatusError as error:
                 log.warning("changes can't be read from the store", why=error.message)
-                self._behind = True
-                await asyncio.sleep(RETRY_FIRST_MS / 1000)
             except Exception:
                 log.exception("telling changes failed")
-                self._behind = True  # from the store again, from the last one that was told
                 self._waiting.clear()
-                await asyncio.sleep(RETRY_FIRST_MS / 1000)
+            self._behind = True  # from the store again, from the last one that was told
+            await asyncio.sleep(delay_ms / 1000)
+            delay_ms = min(delay_ms * 2, STORE_RETRY_MAX_MS)
 
     async def _catch_up(self) -> None:
         self._behind = False  # first: what is added from here on either waits behind these, or sets it again
@@ -188,58 +201,40 @@ class Pump:
         tags = {tag for _, tag in batch if tag is not None}
         if tags:
             await self._answers.left(tags)
-        messages: list[UMessage] = []
-        for stored, _ in batch:
-            if stored.number > self.sent:
-                messages.extend(self._messages(stored))
-        await self._send(messages)
+        parts = [part for stored, _ in batch if stored.number > self.sent for part in self._teller.parts(stored)]
+        held = [part for part in parts if part.destination in self._troubles]
+        held += await self._send([part for part in parts if part.destination not in self._troubles])
+        if held:
+            await self._hold(held)
         self.sent = max(self.sent, batch[-1][0].number)
         self._progress.set()
         self._last = asyncio.get_running_loop().time()
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
 
-    def _messages(self, stored: StoredChange) -> list[UMessage]:
-        """Notifications, then the Publish in either version (spec-facts C-18, A-41). The transport validates them, so nothing does here."""
-        payloads = {major: codec.change(stored.change).SerializeToString() for major, codec in CODECS.items()}
-        made = []
-        for client, major in stored.recipients:
-            message = _message(self._notifications[major], payloads[major])
-            sink = message.attributes.sink
-            sink.authority_name, sink.ue_id, sink.ue_version_major, sink.resource_id = client
-            made.append(message)
-        if self._publishes:
-            made.extend(_message(self._publications[major], payload) for major, payload in payloads.items())
-        return made
+    async def _send(self, parts: list[Part]) -> list[Part]:
+        """What was not taken. The first one of it has its destination's trouble; the others behind it are tried once more without it."""
+        held: list[Part] = []
+        while parts:
+            failed, _ = await self._teller.send(parts)
+            if not failed:
+                break
+            troubled = failed[0].destination
+            self._troubles.begin(troubled)
+            held += [part for part in failed if part.destination == troubled]
+            parts = [part for part in failed if part.destination != troubled]
+        return held
 
-    async def _send(self, messages: Sequence[UMessage]) -> None:
-        """Until the network has taken or refused each of them."""
-        delay_ms = RETRY_FIRST_MS
-        while messages:
-            self._connection.clear()
-            statuses = await self._try(messages)
-            again = next((number for number, status in enumerate(statuses) if status.code in RETRYABLE), len(messages))
-            for status in statuses[:again]:
-                if status.code == UCode.OK:
-                    self.messages_sent += 1
-                else:
-                    self.dropped[UCode.Name(status.code)] += 1
-            if again:
-                delay_ms = RETRY_FIRST_MS
-            messages = messages[again:]
-            if messages:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._connection.wait(), delay_ms / 1000)
-                delay_ms = min(delay_ms * 2, RETRY_MAX_MS)
-
-    async def _try(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        try:
-            return await self._transport.send_batch(messages)
-        except UStatusError as error:
-            return [error.status] * len(messages)
-
-
-def _message(attributes: UAttributes, payload: bytes) -> UMessage:
-    message = UMessage(attributes=attributes, payload=payload)
-    message.attributes.id.CopyFrom(uuids.new())
-    return message
+    async def _hold(self, held: list[Part]) -> None:
+        """Into the store, before anything behind it counts as told."""
+        event = Hold(tuple((part.destination, part.number, part.change, part.recipients) for part in held))
+        delay_ms = STORE_RETRY_FIRST_MS
+        with self._troubles.holding(held):
+            while True:
+                try:
+                    await self._store.submit(event)
+                    return
+                except UStatusError as error:
+                    log.warning("changes for a destination that is away can't be stored: waiting", why=error.message)
+                await asyncio.sleep(delay_ms / 1000)
+                delay_ms = min(delay_ms * 2, STORE_RETRY_MAX_MS)

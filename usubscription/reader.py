@@ -14,10 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.codec import Row
-from usubscription.schema import Check, open_connection
+from usubscription.schema import Check, damaged, open_connection
 from usubscription.state import Change, Command, Key, Link, Status
 
 
@@ -43,7 +41,8 @@ class Reader:
         try:
             self._db = open_connection(path, writer=False, check=check, disk=disk)
         except sqlite3.DatabaseError as error:
-            raise UStatusError(UCode.DATA_LOSS, f"{path} can't be read as a store: {error}") from None
+            raise damaged(path, str(error)) from None
+        self.path = path
 
     def close(self) -> None:
         self._db.close()
@@ -112,14 +111,30 @@ class Reader:
 
     def outbox(self, after: int, limit: int) -> list[StoredChange]:
         rows = self._db.execute("SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", (after, limit)).fetchall()
-        return [_read_change(number, text) for number, text in rows]
+        return self._changes(rows)
+
+    def held(self, destination: str, limit: int) -> list[StoredChange]:
+        """The oldest changes that wait for `destination`."""
+        rows = self._db.execute("SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?", (destination, limit))
+        return self._changes(rows.fetchall())
+
+    def _changes(self, rows: list[Any]) -> list[StoredChange]:
+        """Raises DATA_LOSS: a bit that flipped in a text is no error to SQLite."""
+        try:
+            return [_read_change(number, text) for number, text in rows]
+        except (ValueError, TypeError, AttributeError) as error:
+            raise damaged(self.path, f"a change in it can't be read: {error!r}") from None
+
+    def destinations_held(self) -> list[str]:
+        """Destinations that have not been told everything."""
+        return [destination for (destination,) in self._db.execute("SELECT DISTINCT destination FROM held").fetchall()]
 
     def outbox_last(self) -> int:
         """The number of the newest change that may not have been told."""
         return self._number("SELECT coalesce(max(id), 0) FROM outbox")
 
     def outbox_count(self) -> int:
-        return self._number("SELECT count(*) FROM outbox")
+        return self._number("SELECT (SELECT count(*) FROM outbox) + (SELECT count(*) FROM held)")
 
     def authority(self) -> str:
         (authority,) = self._db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()

@@ -16,10 +16,17 @@ from storage.disk import REAL_DISK, Disk, InUseError, Lock
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
 CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
 
+_ADDED_IN_2: Final = (
+    # told to others already, and still to be told to this destination
+    """CREATE TABLE held(destination TEXT NOT NULL, number INTEGER NOT NULL, change TEXT NOT NULL,
+       PRIMARY KEY(destination, number)) WITHOUT ROWID""",
+    # commands that were handled: the request's id, and a hash of client and topic
+    "CREATE TABLE handled(number INTEGER PRIMARY KEY, request BLOB NOT NULL, about INTEGER NOT NULL)",
+)
 SCHEMA: Final = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL, version INTEGER NOT NULL,
@@ -36,8 +43,9 @@ SCHEMA: Final = (
        PRIMARY KEY(topic, client, major)) WITHOUT ROWID""",
     "CREATE INDEX registration_client ON registration(client)",
     "CREATE TABLE outbox(id INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL)",
+    *_ADDED_IN_2,
 )
-MIGRATIONS: Final[dict[int, Sequence[str]]] = {}
+MIGRATIONS: Final[dict[int, Sequence[str]]] = {1: _ADDED_IN_2}
 """From version n to n + 1: what to execute."""
 
 
@@ -78,6 +86,24 @@ def require_ours(connection: sqlite3.Connection, path: Path) -> None:
         )
 
 
+def explain(error: sqlite3.Error, path: Path) -> UStatusError:
+    """What SQLite said while the store was in use: DATA_LOSS (damaged), RESOURCE_EXHAUSTED (the disk is full), UNAVAILABLE (it failed)."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the extension
+    if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "Could not decode" in str(error):
+        return damaged(path, str(error))
+    if code == sqlite3.SQLITE_FULL:
+        return UStatusError(UCode.RESOURCE_EXHAUSTED, "nothing was stored, because the disk is full: make room")
+    return UStatusError(UCode.UNAVAILABLE, f"nothing was stored or read, because the disk failed: {error}")
+
+
+def damaged(path: Path, what: str) -> UStatusError:
+    return UStatusError(
+        UCode.DATA_LOSS,
+        f"the store {path} is damaged ({what}), and left as it is: stop the service, restore the file from a backup "
+        "(or move it away to begin without subscriptions), and start again",
+    )
+
+
 class StoreFile:
     """The file of one service while it is open."""
 
@@ -93,8 +119,9 @@ class StoreFile:
             if not path.exists():
                 self._create()
             elif path.stat().st_size == 0:
-                raise UStatusError(UCode.DATA_LOSS, f"the store {path} is empty (0 bytes): restore it, or delete it to begin anew")
-            self.db = open_connection(path, writer=True, check=require_ours, disk=disk)
+                raise damaged(path, "it has 0 bytes")
+            self._inspect()
+            self.db = open_connection(path, writer=True, disk=disk)
             self._check(self.db)
         except (sqlite3.Error, OSError) as error:
             self.close()
@@ -140,19 +167,34 @@ class StoreFile:
         os.replace(making, self.path)
         self._disk.sync_folder(self.path.parent)
 
+    def _inspect(self) -> None:
+        """Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead log moved into it."""
+        db = self._disk.connect(self.path, read_only=True)
+        try:
+            require_ours(db, self.path)
+            (fault,) = db.execute("PRAGMA quick_check(1)").fetchone()
+        finally:
+            db.close()
+        if fault != "ok":
+            raise damaged(self.path, fault)
+
     def _check(self, db: sqlite3.Connection) -> None:
         (version,) = db.execute("PRAGMA user_version").fetchone()
-        (fault,) = db.execute("PRAGMA quick_check(1)").fetchone()
-        if fault != "ok":
-            raise UStatusError(UCode.DATA_LOSS, f"the store {self.path} is corrupt ({fault}): restore it from a backup")
         self._migrate(db, version)
-        (authority,) = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
+        row = db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
+        if row is None:
+            raise damaged(self.path, "it does not say whose it is")
+        (authority,) = row
         if authority != self.authority:
             raise UStatusError(
                 UCode.FAILED_PRECONDITION,
                 f"the store {self.path} belongs to authority {authority!r}, not {self.authority!r}: use that one's own store",
             )
-        db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))  # a read-only file shows here
+        try:
+            db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))  # a read-only file shows here
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_FULL:  # a full disk passes; what is asked meanwhile is refused
+                raise
 
     def _migrate(self, db: sqlite3.Connection, version: int) -> None:
         while version < SCHEMA_VERSION:
@@ -181,4 +223,4 @@ class StoreFile:
             return UStatusError(UCode.FAILED_PRECONDITION, f"the directory of the store {self.path} does not exist: make it first")
         if isinstance(error, sqlite3.OperationalError | OSError):
             return UStatusError(UCode.UNAVAILABLE, f"the store {self.path} can't be used now: {text}")
-        return UStatusError(UCode.DATA_LOSS, f"the store {self.path} is corrupt ({text}): restore it from a backup")
+        return damaged(self.path, text)

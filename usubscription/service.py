@@ -22,20 +22,21 @@ from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
-from usubscription.database import Database, Outcome, Register, Reset, Unregister
-from usubscription.entry import CommandEntry
+from usubscription.database import Database, Outcome, Probe, Register, Reset, Unregister
+from usubscription.entry import CommandEntry, Method
+from usubscription.lane import REPEAT_FIRST_MS
 from usubscription.outbox import AnswersFirst, Pump
 from usubscription.reader import Reader
-from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
-from usubscription.state import Change, Expire, Key, Subscribe, Unsubscribe
+from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
+from usubscription.state import Change, Expire, Key
 from usubscription.store import LONG, Store
 
 PAGE_ENTRIES_MAX: Final = 50_000  # of a version 3 listing (A-37): some 4 MB, which every transport takes as one message
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
 EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
 EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
+COMMANDS: Final = ("subscribe", "unsubscribe")
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
@@ -98,7 +99,10 @@ class USubscriptionService:
             )
             for major in CODECS
         }
-        self._entries = {(major, method): self._entry(major, method, check) for major in CODECS for method in ("subscribe", "unsubscribe")}
+        methods = [self._command(major, name) for major in CODECS for name in COMMANDS]
+        self._entry = CommandEntry(self._answers, self._store, methods, check)
+        self._store.on_trouble = self._in_trouble
+        self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
         self._next_expiry_ms: int | None = None
@@ -111,13 +115,18 @@ class USubscriptionService:
 
     @property
     def healthy(self) -> bool:
-        """False while the disk does not take what is asked of it."""
+        """False while the disk does not take what is asked of it, and for good while there is `trouble`."""
         return self._store.healthy
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE with it meanwhile."""
+        return self._store.trouble
 
     @property
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
-        return self._calls + Counter({f"{method}_v{major}": entry.requests for (major, method), entry in self._entries.items()})
+        return self._calls + self._entry.requests
 
     @property
     def dropped(self) -> Counter[str]:
@@ -125,45 +134,64 @@ class USubscriptionService:
         total = Counter(self._pump.dropped)
         for server in self._servers.values():
             total.update(server.dropped)
-        for entry in self._entries.values():
-            total.update(entry.dropped)
+        total.update(self._entry.dropped)
         total["outbox_full"] += self._store.database.outbox_dropped
         return total
 
     async def start(self) -> None:
-        """Open the store, go on where it stopped, serve. The transport must be open. Raises UStatusError (see schema.StoreFile)."""
+        """Open the store, go on where it stopped, serve. The transport must be open. With a damaged store it serves, too: see `trouble`.
+
+        Raises UStatusError: FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see schema.StoreFile), or what the transport says.
+        """
         await self._store.start()
         try:
-            self._pump.start()
-            await self._remote.start()
+            await self._go_on()
             for major, server in self._servers.items():
                 for method, resource in CODECS[major].methods.items():
-                    if (major, method) not in self._entries:
+                    if method not in COMMANDS:
                         await server.register_request_handler(resource, self._handler(major, method))
-            for entry in self._entries.values():
-                await entry.open()
+            await self._entry.open()
         except BaseException:
             await self.stop()
             raise
-        self._expirer = asyncio.ensure_future(self._expire_for_ever())
+        if self.trouble is None:
+            self._expirer = asyncio.ensure_future(self._expire_for_ever())
         self._started = True
+
+    async def _go_on(self) -> None:
+        if self.trouble is None:
+            try:
+                self._pump.start()
+                await self._remote.start()
+            except UStatusError:
+                if self._store.trouble is None:
+                    raise
+                await self._halt()  # damage that reading showed
 
     async def stop(self) -> None:
         """Answer what is being handled, then close the store. May be called twice."""
         for server in self._servers.values():
             await server.close()
-        for entry in self._entries.values():
-            await entry.close()
-        if self._expirer is not None:
-            self._expirer.cancel()
-            await asyncio.gather(self._expirer, return_exceptions=True)
-            self._expirer = None
+        await self._entry.close()
+        if self._halting is not None:
+            await self._halting
+        await self._halt()
+        await self._store.stop()
+        await self._entry.drain()
+        self._started = False
+
+    async def _halt(self) -> None:
+        """Do nothing more by ourselves."""
+        expirer, self._expirer = self._expirer, None
+        if expirer is not None:
+            expirer.cancel()
+            await asyncio.gather(expirer, return_exceptions=True)
         await self._remote.stop()
         await self._pump.stop()
-        await self._store.stop()
-        for entry in self._entries.values():
-            await entry.drain()
-        self._started = False
+
+    def _in_trouble(self) -> None:
+        if self._started:
+            self._halting = asyncio.ensure_future(self._halt())
 
     def on_change(self, hook: Hook) -> None:
         """`hook(changes)` after every commit that changed something, before the answers leave; an awaitable is awaited."""
@@ -191,25 +219,19 @@ class USubscriptionService:
 
         return handler
 
-    def _entry(self, major: int, method: str, check: RequestCheck | None) -> CommandEntry:
+    def _command(self, major: int, name: str) -> Method:
         codec, own = self._codecs[major], self.authority
-
-        def subscribe(request: UMessage) -> tuple[Subscribe, UUri]:
-            return codec.subscribe(request, own)
-
-        def unsubscribe(request: UMessage) -> tuple[Unsubscribe, None]:
-            return codec.unsubscribe(request, own), None
-
-        def subscribed(topic: UUri, outcome: Outcome) -> Message:
-            return codec.subscribed(topic, outcome.answer)
-
-        def unsubscribed(_: None, outcome: Outcome) -> Message:
-            return codec.unsubscribed()
-
-        local, resource = LocalUriProvider(own, ENTITY_TYPE, major), codec.methods[method]
-        if method == "subscribe":
-            return CommandEntry(self._answers, local, resource, self._store, subscribe, subscribed, check)
-        return CommandEntry(self._answers, local, resource, self._store, unsubscribe, unsubscribed, check)
+        sink = LocalUriProvider(own, ENTITY_TYPE, major).get_resource(codec.methods[name])
+        if name == "subscribe":
+            return Method(
+                f"{name}_v{major}",
+                sink,
+                lambda request: codec.subscribe(request, own),
+                lambda topic, outcome: codec.subscribed(topic, outcome.answer),
+            )
+        return Method(
+            f"{name}_v{major}", sink, lambda request: (codec.unsubscribe(request, own), None), lambda _, outcome: codec.unsubscribed()
+        )
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.registration(request, self.authority)
@@ -241,6 +263,7 @@ class USubscriptionService:
         topic = asked.topic
         assert topic is not None
 
+        self._store.require()
         found = self._store.index.subscribers(topic, now_ms, asked.offset, self._page_max)
         if found is not None:
             return V3_CODEC.subscribers(*found)
@@ -266,7 +289,8 @@ class USubscriptionService:
             try:
                 result = hook(changes)
                 if inspect.isawaitable(result):
-                    await asyncio.wait_for(result, HOOK_MS_MAX / 1000)
+                    async with asyncio.timeout(HOOK_MS_MAX / 1000):
+                        await result
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
@@ -280,6 +304,8 @@ class USubscriptionService:
             if outcome.many_changes:
                 self._remote.forget_all()
                 self._pump.look()
+            if outcome.tag is not None:
+                self._answers.expect(outcome.tag)
             if outcome.changes:
                 self._pump.add(outcome.changes, outcome.tag)
                 self._watch_expiry(outcome)
@@ -313,10 +339,13 @@ class USubscriptionService:
             if self._next_expiry_ms is not None:
                 wait_ms = min(max(self._next_expiry_ms + 1 - self._now_ms(), 1), wait_ms)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._expiry_news.wait(), wait_ms / 1000)
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self._expiry_news.wait()
 
     async def _expire(self) -> bool:
         """True if there may be more."""
+        if not self._store.healthy:
+            await self._store.submit(Probe())
         now_ms = self._now_ms()
         due, self._next_expiry_ms = await self._store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
         if due:

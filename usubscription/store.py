@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -20,6 +21,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Outcome, StoreEvent
 from usubscription.index import Index
 from usubscription.reader import Reader
+from usubscription.schema import damaged, explain
 
 WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
 BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
@@ -120,25 +122,81 @@ class Store:
         self._reading: dict[str, Reader] = {}
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
         self._answering: asyncio.Task[None] | None = None
-        self.healthy = True
+        self._commits = True
+        self.trouble: str | None = None
+        self.on_trouble: Callable[[], None] = lambda: None
         self.index = Index()
 
+    @property
+    def healthy(self) -> bool:
+        """False while nothing can be stored."""
+        return self._commits and self.trouble is None
+
     async def start(self) -> None:
-        """Open the file. Raises UStatusError as Database.open."""
-        await asyncio.to_thread(self._open)
+        """Open the file. One that is damaged is left as it is: `trouble` says what is wrong. Raises UStatusError as Database.open."""
+        try:
+            await asyncio.to_thread(self._open)
+        except UStatusError as error:
+            if error.code != UCode.DATA_LOSS:
+                raise
+            self._damaged(error)
+            return
         self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker)
         for name, reader in self._reading.items():
             answer = functools.partial(_answer_reads, reader)
-            self._readers[name] = Lane(f"usubscription-{name}", answer, _give, worker=self._start_worker)
+            self._readers[name] = Lane(f"usubscription-{name}", answer, self._read, worker=self._start_worker)
         self._answering = asyncio.ensure_future(self._answer())
 
+    def _damaged(self, error: UStatusError) -> None:
+        """From here on nothing is read and nothing written, until a person has come: what is asked is answered with the reason."""
+        if self.trouble is None:
+            self.trouble = error.message
+            log.error("the subscriptions are damaged: every request is answered UNAVAILABLE", why=error.message)
+            self.on_trouble()
+
+    def _seen(self, answers: Sequence[Any]) -> list[Any]:
+        """What callers get of `answers`: damage is UNAVAILABLE to them."""
+        lost = next((answer for answer in answers if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS), None)
+        if lost is None:
+            return list(answers)
+        self._damaged(lost)
+        away = UStatusError(UCode.UNAVAILABLE, lost.message)
+        return [away if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS else answer for answer in answers]
+
+    def require(self) -> None:
+        """Raises UNAVAILABLE while the store can't be used."""
+        if self.trouble is not None:
+            raise UStatusError(UCode.UNAVAILABLE, self.trouble)
+        if self._writer is None:
+            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        self._batches.put_nowait((batch, answers))
+        self._batches.put_nowait((batch, self._seen(answers)))
+
+    def _read(self, batch: list[Any], answers: Sequence[Any]) -> None:
+        _give(batch, self._seen(answers))
 
     def _open(self) -> None:
         self.database.open()
-        self._reading = {name: self.database.reader() for name in (QUICK, LONG)}
-        self.index.load(self._reading[LONG])
+        try:
+            self._reading = {name: self.database.reader() for name in (QUICK, LONG)}
+            self.index.load(self._reading[LONG])
+        except (sqlite3.Error, KeyError, ValueError) as error:  # a bit that flipped in a row is no error to SQLite
+            self._close()
+            raise (
+                explain(error, self.database.path)
+                if isinstance(error, sqlite3.Error)
+                else damaged(self.database.path, f"{error!r} while its subscriptions were read")
+            ) from error
+        except BaseException:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        for reader in self._reading.values():
+            reader.close()
+        self._reading = {}
+        self.database.close()
 
     async def stop(self) -> None:
         """Commit and answer what waits, then close the file. May be called twice."""
@@ -150,27 +208,23 @@ class Store:
             await self._batches.join()
             self._answering.cancel()
             await asyncio.gather(self._answering, return_exceptions=True)
-        for reader in self._reading.values():
-            reader.close()
-        self._reading = {}
-        await asyncio.to_thread(self.database.close)
+        await asyncio.to_thread(self._close)
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
         """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
-        if self._writer is None:
-            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        self.require()
+        assert self._writer is not None
         return self._writer.ask((event, tag))
 
     def command(self, event: StoreEvent, asked: Command) -> None:
         """Apply `event`, and tell `asked` once it is on disk. Raises as `submit`."""
-        if self._writer is None:
-            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        self.require()
+        assert self._writer is not None
         self._writer.put((event, asked.tag), asked)
 
     def read(self, question: Callable[[Reader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
         """`question(reader)` on a reader's thread; what may look at the whole store goes to the LONG one."""
-        if lane not in self._readers:
-            raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        self.require()
         return self._readers[lane].ask(question)
 
     def _write(self, events: list[tuple[StoreEvent, Any]]) -> Sequence[Outcome | BaseException]:
@@ -187,7 +241,7 @@ class Store:
             batch, answers = await self._batches.get()
             try:
                 outcomes = [answer for answer in answers if isinstance(answer, Outcome)]
-                self.healthy = bool(outcomes) or not any(isinstance(answer, BaseException) for answer in answers)
+                self._commits = bool(outcomes) or not any(isinstance(answer, BaseException) for answer in answers)
                 if outcomes:
                     self.index.apply(outcomes)
                     result = self._committed(outcomes)
@@ -212,6 +266,8 @@ def _answer_reads(reader: Reader, questions: list[Callable[[Reader], Any]]) -> l
     for question in questions:
         try:
             answers.append(question(reader))
+        except sqlite3.Error as error:
+            answers.append(explain(error, reader.path))
         except Exception as error:
             answers.append(error)
     return answers

@@ -2,7 +2,7 @@
 
 subscribe, unsubscribe -> commands, one per topic, the last one wins -> a batch in flight, in order -> answers
 fetch, register        -> at once
-(re)connected          -> what was subscribed and registered is said again
+(re)connected          -> what was subscribed and registered is said again, until it is taken or refused for good
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import FINAL, UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -32,6 +32,8 @@ LIST_FACTOR: Final = 6  # a listing may take that many times as long as other ca
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
 COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left yet
 COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
+RESTORE_FIRST_MS: Final = 500  # before what could not be said again after a reconnect is tried once more; doubles up to ...
+RESTORE_MAX_MS: Final = 30_000  # ... as long as the service can't take it
 PAGES_MAX: Final = 10_000  # of one version 3 listing; a service that always has more is broken
 NOT_SPOKEN: Final = frozenset({UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED})
 
@@ -84,6 +86,7 @@ class USubscriptionClient:
         self._rpc = InMemoryRpcClient(transport, local)
         self._probing: asyncio.Task[int] | None = None
         self._commands: dict[tuple[str, int, int, int], _Command] = {}
+        self._in_flight: dict[tuple[str, int, int, int], _Command] = {}
         self._sender: asyncio.Task[None] | None = None
         self._subscribed: dict[tuple[str, int, int, int], _Command] = {}
         self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
@@ -92,6 +95,9 @@ class USubscriptionClient:
         self._changes: list[ChangeCallback] = []
         self._ears: list[_Ear] = []
         self._restoring: asyncio.Task[None] | None = None
+        self._to_restore: set[tuple[str, int, int, int]] = set()  # topics that the service may have forgotten
+        self._to_register: set[tuple[str, int, int, int] | None] = set()
+        self._reconnected = asyncio.Event()
         self._open = False
         transport.on_connection(self._connection_changed)
 
@@ -161,8 +167,6 @@ class USubscriptionClient:
             if listener is not None:
                 await self._unlisten(topic, listener)
             raise
-        if status.wanting:
-            self._subscribed[uris.key(topic)] = command
         return status
 
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
@@ -202,9 +206,11 @@ class USubscriptionClient:
             while self._commands:
                 keys = list(self._commands)[:COMMANDS_BATCH_MAX]
                 batch = [self._commands.pop(key) for key in keys]
+                self._in_flight = dict(zip(keys, batch, strict=True))
                 await asyncio.gather(*(self._send_command(command) for command in batch))
+                self._in_flight = {}
         finally:
-            self._sender = None
+            self._sender, self._in_flight = None, {}
             for command in batch:
                 _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before the answer came"))
 
@@ -223,9 +229,19 @@ class USubscriptionClient:
             log.exception("a command could not be sent", command=repr(command))
             _settle(command, UStatusError(UCode.INTERNAL, repr(error)))
         else:
+            key = uris.key(command.topic)
+            if command.method == wire.SUBSCRIBE and key not in self._commands:  # in the order of the answers, before any caller goes on
+                self._keep(key, command, status)
             for future in command.waiting:
                 if not future.done():
                     future.set_result(status)
+
+    def _keep(self, key: tuple[str, int, int, int], command: _Command, status: Status) -> None:
+        """What is to be said again after a reconnect."""
+        if status.wanting:
+            self._subscribed[key] = command
+        else:
+            self._subscribed.pop(key, None)
 
     # -- questions --------------------------------------------------------------------------------------------------------------------
 
@@ -302,23 +318,30 @@ class USubscriptionClient:
             self.version = task.result()
 
     async def _probe(self) -> int:
-        """Ask both at once for next to nothing, so that an old service costs no more than PROBE_MS."""
-        four = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, wire.fetch_subscriptions(4, self._service(0x8000, 4), None)))
+        """Ask both at once for next to nothing, so that an old service costs no more than PROBE_MS.
+
+        Version 4 is asked twice: one lost message must not make a service an old one for good.
+        """
+        request = wire.fetch_subscriptions(4, self._service(0x8000, 4), None)
+        four = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request))
+        again = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request, after_ms=self._probe_ms // 2))
         three = asyncio.ensure_future(self._speaks(3, wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(self._service(0x8000, 3))))
         try:
-            if await four:
-                return 4
+            for asked in asyncio.as_completed((four, again)):
+                if await asked:
+                    return 4
             if await three:
                 return 3
         finally:
-            for task in (four, three):
+            for task in (four, again, three):
                 task.cancel()
-            await asyncio.gather(four, three, return_exceptions=True)
+            await asyncio.gather(four, again, three, return_exceptions=True)
         raise UStatusError(UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?")
 
-    async def _speaks(self, version: int, method: int, request: Message) -> bool:
+    async def _speaks(self, version: int, method: int, request: Message, after_ms: int = 0) -> bool:
+        await asyncio.sleep(after_ms / 1000)
         try:
-            await self._invoke(version, method, request, self._probe_ms)
+            await self._invoke(version, method, request, max(self._probe_ms - after_ms, 1))
         except UStatusError as error:
             return error.code not in NOT_SPOKEN
         return True
@@ -378,23 +401,73 @@ class USubscriptionClient:
             callback(change)
 
     def _connection_changed(self, connected: bool) -> None:
-        if connected and self._open and (self._subscribed or self._registered) and self._restoring is None:
+        if not connected or not self._open:
+            return
+        self._to_restore.update(self._subscribed)
+        self._to_register.update(self._registered)
+        self._reconnected.set()
+        if (self._to_restore or self._to_register) and self._restoring is None:
             self._restoring = asyncio.ensure_future(self._restore())
 
     async def _restore(self) -> None:
         """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing otherwise."""
+        delay_ms = RESTORE_FIRST_MS
         try:
-            again = [_Command(one.method, one.topic, one.options) for key, one in self._subscribed.items() if key not in self._commands]
-            results = await asyncio.gather(
-                *(self._command(command) for command in again),
-                *(self.register_for_notifications(topic) for topic in list(self._registered.values())),
-                return_exceptions=True,
-            )
-            failed = [result for result in results if isinstance(result, BaseException)]
-            if failed:
-                log.warning("not everything could be restored after the reconnect", failed=len(failed), why=str(failed[0]))
+            while self._to_restore or self._to_register:
+                self._reconnected.clear()
+                failed = await self._restore_once()
+                if not failed:
+                    continue
+                log.warning("not everything could be restored after the reconnect: trying again", failed=len(failed), why=str(failed[0]))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(delay_ms / 1000):
+                        await self._reconnected.wait()
+                delay_ms = min(delay_ms * 2, RESTORE_MAX_MS)
         finally:
             self._restoring = None
+
+    async def _restore_once(self) -> list[UStatusError]:
+        """Why the rest could not be said; what was, or was refused for good, is no longer to be restored."""
+        topics, registrations = list(self._to_restore), list(self._to_register)
+        results = await asyncio.gather(
+            *(self._resubscribe(key) for key in topics), *(self._reregister(key) for key in registrations), return_exceptions=True
+        )
+        failed: list[UStatusError] = []
+        for result in results:
+            if isinstance(result, UStatusError):
+                failed.append(result)
+            elif isinstance(result, BaseException):
+                raise result
+        return failed
+
+    async def _resubscribe(self, key: tuple[str, int, int, int]) -> None:
+        self._to_restore.discard(key)
+        known = self._subscribed.get(key)
+        if known is None or key in self._commands or key in self._in_flight:
+            return  # ended meanwhile, or a newer command is on its way
+        try:
+            await self._command(_Command(known.method, known.topic, known.options))
+        except UStatusError as error:
+            if error.code in FINAL:
+                log.warning("the service refuses what it had granted", topic=uris.format(known.topic), why=str(error))
+                self._subscribed.pop(key, None)
+            elif key in self._subscribed:
+                self._to_restore.add(key)
+                raise
+
+    async def _reregister(self, key: tuple[str, int, int, int] | None) -> None:
+        self._to_register.discard(key)
+        if key not in self._registered:
+            return
+        try:
+            await self._register(wire.REGISTER, self._registered[key])
+        except UStatusError as error:
+            if error.code in FINAL:
+                log.warning("the service refuses a registration that it had granted", why=str(error))
+                self._registered.pop(key, None)
+            elif key in self._registered:
+                self._to_register.add(key)
+                raise
 
 
 class _Ear:

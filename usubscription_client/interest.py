@@ -174,7 +174,8 @@ class ServiceInterest(TableSource):
             delay_ms = self._retry_first_ms if ok else min(delay_ms * 2, RETRY_MAX_MS)
             wait_ms = (self._refresh_ms if ok else delay_ms) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._kick.wait(), wait_ms / 1000)
+                async with asyncio.timeout(wait_ms / 1000):
+                    await self._kick.wait()
 
     async def _try(self) -> bool:
         async with self._fetching:

@@ -16,6 +16,8 @@ from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 ENTITY: Final = 0x0000
@@ -91,10 +93,17 @@ def reset(version: int) -> Message:
 
 
 def read_status(version: int, payload: UPayload) -> Status:
-    """The status in a subscribe response. Raises INVALID_ARGUMENT, as all that reads here."""
-    if version == 4:
-        return _status(payload.unpack(v4.SubscribeResponse).status - 1)
-    return _status(payload.unpack(v3.SubscriptionResponse).status.state)
+    """The status in a subscribe response. Raises INTERNAL for one that says nothing: that is no refusal, and may be asked again."""
+    try:
+        if version == 4:
+            return Status(payload.unpack(v4.SubscribeResponse).status - 1)
+        response = payload.unpack(v3.SubscriptionResponse)
+        if response.HasField("status"):
+            return Status(response.status.state)
+        why = "it has no status"
+    except (UStatusError, ValueError) as error:
+        why = str(error)
+    raise UStatusError(UCode.INTERNAL, f"the answer of the uSubscription service can't be read: {why}")
 
 
 def read_subscriptions(version: int, payload: UPayload) -> tuple[list[Subscription], bool]:

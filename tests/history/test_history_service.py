@@ -15,7 +15,7 @@ from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -250,6 +250,44 @@ async def test_a_position_beyond_the_end_is_a_gap(world: World) -> None:
     assert places(response)[world.durable.incarnation] == 1
 
 
+async def test_a_position_that_proves_where_it_was_finds_out_a_log_that_went_back(world: World) -> None:
+    sent = await world.append(*[0] * 5)
+    first = await world.client.poll(PollRequest(max_records=3))
+    assert seqs(first, world.durable) == [1, 2, 3]
+    assert not (await world.client.poll(PollRequest(positions=first.next))).gaps
+    (mine,) = [position for position in first.next if position.incarnation == world.durable.incarnation]
+    (witness,) = mine.witnesses
+    assert witness.seq == mine.seq == 3
+    assert uuids.to_bytes(sent[2].attributes.id) not in mine.SerializeToString(), "of a message that one may not see nothing is told"
+    other = Position(incarnation=mine.incarnation, seq=4, witnesses=[witness, Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")])
+    response = await world.client.poll(PollRequest(positions=[other], consumer="c", acked=[other]))
+    assert [(gap.reason, gap.after_seq, gap.before_seq) for gap in response.gaps] == [(Gap.REASON_CORRUPTION, 4, 4)]
+    assert seqs(response, world.durable) == [4, 5]
+    assert world.durable.cursor("consumer:c") == 3, "what is read again is held"
+    unknown = Position(incarnation=mine.incarnation, seq=4, witnesses=[Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")])
+    response = await world.client.poll(PollRequest(positions=[unknown]))
+    assert [(gap.after_seq, gap.before_seq) for gap in response.gaps] == [(4, 1)]
+    assert seqs(response, world.durable) == [1, 2, 3, 4, 5]
+    beyond = Position(incarnation=mine.incarnation, seq=9, witnesses=[Witness(seq=9, digest=b"?"), witness])
+    response = await world.client.poll(PollRequest(positions=[beyond]))
+    assert [(gap.after_seq, gap.before_seq) for gap in response.gaps] == [(9, 4)]
+
+
+async def test_a_witness_that_is_no_longer_there_proves_nothing(world: World) -> None:
+    await world.append(0)
+    first = await world.client.poll()
+    await world.append(0)
+    world.now += 120_000
+    await world.append(0)
+    await world.retention()
+    response = await world.client.poll(PollRequest(positions=first.next))
+    assert [gap.reason for gap in response.gaps] == [Gap.REASON_RETENTION]
+
+
+async def test_of_a_log_from_which_nothing_was_read_nothing_is_lost(world: World) -> None:
+    assert not (await world.client.poll(PollRequest(positions=[Position(incarnation=bytes(16))]))).gaps
+
+
 async def test_a_consumer_holds_retention_until_its_lease_ends(world: World) -> None:
     for _ in range(4):
         await world.append(0)
@@ -303,6 +341,7 @@ BAD = {
     "an until of no bytes": PollRequest(until=[Position(seq=1)]),
     "an acked of 17 bytes": PollRequest(consumer="c", acked=[Position(incarnation=bytes(17))]),
     "an id of 15 bytes": PollRequest(after_message_id=bytes(15)),
+    "a position with 41 witnesses": PollRequest(positions=[Position(incarnation=bytes(16), witnesses=[Witness()] * 41)]),
     "a name without end": PollRequest(consumer="c" * 201),
 }
 

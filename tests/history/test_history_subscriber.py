@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import random
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,14 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from history import acceptor as acceptor_module
 from history import subscriber as subscriber_module
+from history import witness
+from history.acceptor import Acceptor, Places, Record
 from history.log import Log
 from history.service import HistoryService
-from history.subscriber import Acceptor, CursorFile, GaplessSubscriber, HistoryClient, Record
+from history.subscriber import CursorFile, GaplessSubscriber, HistoryClient
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -191,6 +197,143 @@ async def test_a_log_made_anew_is_one_gap_and_then_all_of_it() -> None:
     await world.close()
 
 
+# -- a log that went back
+
+
+async def restored(world: World, path: Path, copy: Path) -> None:
+    """The streamer starts again with `path` as it was when `copy` was made."""
+    await world.service.stop()
+    await world.log.close()
+    shutil.rmtree(path.parent)
+    shutil.copytree(copy, path.parent)
+    await served(world, await Log.open(path, name="restored"))
+
+
+async def served(world: World, *logs: Log) -> None:
+    world.log = logs[0]
+    world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), logs)
+    await world.service.start()
+
+
+@pytest.fixture
+async def copied(tmp_path: Path) -> AsyncIterator[tuple[World, Path, Path]]:
+    """A log of 100 records, the path of its file, and a copy of its folder."""
+    world, path, copy = World(), tmp_path / "data" / "l.db", tmp_path / "copy"
+    await world.open(path)
+    await world.append(0, 100)
+    await world.service.stop()
+    await world.log.close()
+    shutil.copytree(path.parent, copy)
+    await served(world, await Log.open(path, name="test"))
+    yield world, path, copy
+    await world.close()
+
+
+@pytest.mark.parametrize("grown", [0, 50, 100, 150])
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_log_that_went_back_is_noticed_whatever_came_since(
+    copied: tuple[World, Path, Path], tmp_path: Path, grown: int, is_restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, path, copy = copied
+    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    gaps: list[Gap] = []
+
+    def reading() -> GaplessSubscriber:
+        return GaplessSubscriber(world.client, cursor_path=tmp_path / "cursor", max_records=10, on_gap=gaps.append, wait_ms_max=300)
+
+    subscriber = reading()
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(subscriber)
+        await world.append(100, 100)
+        assert await take(subscriber, 200) == list(range(200))
+        await subscriber.commit()
+        if is_restarted:
+            await subscriber.close()
+            subscriber = reading()
+        await restored(world, path, copy)
+        if grown:
+            await world.append(1_000, grown)
+        if is_restarted:
+            await stack.enter_async_context(subscriber)
+        last = 1_000 + grown - 1 if grown else 99
+        seen = await take(subscriber, 1)
+        while seen[-1] != last:
+            seen += await take(subscriber, 1)
+    assert [(gap.reason, gap.incarnation, gap.after_seq) for gap in gaps] == [(Gap.REASON_CORRUPTION, world.log.incarnation, 200)]
+    agreed = gaps[0].before_seq - 1
+    assert 0 < agreed <= 100, "some of what was read is known to be there still"
+    assert seen == [*range(agreed, 100), *range(1_000, 1_000 + grown)]
+
+
+async def test_a_sound_log_is_no_gap_after_a_restart(copied: tuple[World, Path, Path], tmp_path: Path) -> None:
+    world, path, _ = copied
+    for _ in range(3):
+        async with GaplessSubscriber(world.client, cursor_path=tmp_path / "cursor") as subscriber:
+            await world.append(0, 10)
+            await take(subscriber, 10)
+            await subscriber.commit()
+            assert subscriber.gaps == 0
+        await world.service.stop()
+        await world.log.close()
+        await served(world, await Log.open(path, name="again"))
+
+
+async def test_a_cursor_file_of_the_first_version_is_read(world: World, tmp_path: Path) -> None:
+    await world.append(0, 10)
+    path = tmp_path / "cursor"
+    path.write_text(json.dumps({"positions": {world.log.incarnation.hex(): 4, "00" * 16: 0}}))
+    async with GaplessSubscriber(world.client, cursor_path=path) as subscriber:
+        assert await take(subscriber, 6) == list(range(4, 10))
+        await subscriber.commit()
+        assert subscriber.gaps == 0, "nothing was read of the log that is gone"
+    saved = json.loads(path.read_text())
+    assert saved["positions"] == {world.log.incarnation.hex(): 10}, "an older program reads it, too"
+    assert [seq for seq, _ in saved["known"][world.log.incarnation.hex()]][-1] == 10
+
+
+@given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=300))
+def test_what_is_known_is_little_and_reaches_far_back(steps: list[int]) -> None:
+    known: witness.Known = {}
+    newest, told = 0, []
+    for step in steps:
+        newest += step
+        told.append(newest)
+        known = witness.learn(known, Position(seq=newest, witnesses=[Witness(seq=newest, digest=b"%d" % newest)]))
+    assert newest in known
+    assert len(known) <= witness.KNOWN_MAX < witness.WITNESSES_MAX
+    assert known.items() <= {seq: b"%d" % seq for seq in told}.items()
+    assert min(known) == told[0] or newest - min(known) > 1 << 31
+
+
+# -- a ring in memory
+
+
+async def test_a_volatile_log_that_gave_nothing_may_vanish_and_one_that_was_read_is_a_gap(world: World) -> None:
+    gaps: list[Gap] = []
+    ring = await Log.open(None, name="ring")
+    await world.service.stop()
+    await served(world, world.log, ring)
+    async with GaplessSubscriber(world.client, [TOPICS[0]], on_gap=gaps.append, wait_ms_max=100) as subscriber:
+        for has_records in (False, True):
+            message = UMessageBuilder.publish(TOPICS[3]).build()  # of another topic: the position moves, but nothing is had
+            await ring.append([ring.stream_id(TOPICS[3])], [message])
+            if has_records:
+                message = UMessageBuilder.publish(TOPICS[0]).build_from_upayload(UPayload(b"7", 4))
+                await ring.append([ring.stream_id(TOPICS[0])], [message])
+                assert await take(subscriber, 1) == [7]
+            async with asyncio.timeout(10):
+                while subscriber._acceptor.positions.get(ring.incarnation) != ring.newest_seq:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            await world.service.stop()
+            lost, ring = ring, await Log.open(None, name="ring")
+            await served(world, world.log, ring)
+            await world.append(0, 1)
+            assert await take(subscriber, 1) == [0]
+            assert [(gap.reason, gap.incarnation) for gap in gaps] == [(Gap.REASON_INCARNATION, lost.incarnation)] * has_records
+            await lost.close()
+    await ring.close()
+
+
 class Faulty(HistoryClient):
     """Loses calls, and answers: late ones again, records left out, doubled or out of order, cut columns. All from one seed."""
 
@@ -238,7 +381,7 @@ class Faulty(HistoryClient):
 async def test_under_faults_every_record_comes_once_and_in_order(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
     monkeypatch.setattr(subscriber_module, "PAUSE_MS", 1)
-    monkeypatch.setattr(subscriber_module, "REFUSED_MAX", 1_000)
+    monkeypatch.setattr(acceptor_module, "REFUSED_MAX", 1_000)
     client = Faulty(world.client, seed)
     async with GaplessSubscriber(client, max_records=23, wait_ms_max=50, rng=random.Random(seed)) as subscriber:
 
@@ -303,7 +446,7 @@ def test_a_gap_lets_the_chain_go_on() -> None:
 
 def test_what_never_follows_becomes_a_gap() -> None:
     acceptor = Acceptor({LOG: 1})
-    told = [gap for _ in range(subscriber_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
+    told = [gap for _ in range(acceptor_module.REFUSED_MAX + 1) for gap in acceptor.accept(answer([(9, 5, 0)], 9)).gaps]
     assert [(gap.after_seq, gap.before_seq) for gap in told] == [(1, 6)]
     assert acceptor.positions == {LOG: 9}
 
@@ -330,7 +473,7 @@ def test_whatever_answers_leave_out_nothing_is_skipped_within_a_topic(topics: li
         after = acceptor.positions[LOG]
         records = [record for record in whole if record[0] > after and rng.random() < 0.7]
         accepted = acceptor.accept(answer(records, rng.randint(after, len(whole))))
-        assert not accepted.gaps or acceptor.dropped["refused"] >= subscriber_module.REFUSED_MAX
+        assert not accepted.gaps or acceptor.dropped["refused"] >= acceptor_module.REFUSED_MAX
         if accepted.gaps:
             return
         seen += [record.seq for record in accepted.records]
@@ -346,10 +489,11 @@ def test_whatever_answers_leave_out_nothing_is_skipped_within_a_topic(topics: li
 
 def test_a_cursor_file_comes_back_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
     file = CursorFile(tmp_path / "c.json")
-    assert file.load() == {}
-    file.save({LOG: 7})
-    file.save({LOG: 8})
-    assert file.load() == {LOG: 8}
+    assert file.load() == Places()
+    file.save(Places({LOG: 7}))
+    places = Places({LOG: 8}, {LOG: {3: b"three", 8: b"eight"}}, {LOG})
+    file.save(places)
+    assert file.load() == places
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 

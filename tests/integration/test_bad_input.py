@@ -21,8 +21,9 @@ from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
 from transports import dds_mapping, zenoh_mapping
-from transports.dds import DdsConfig
-from transports.dds_link import Participant, Writers
+from transports.dds_config import DdsConfig
+from transports.dds_link import Participant
+from transports.dds_writers import Route, Writers
 from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import ZenohConfig
@@ -125,7 +126,7 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(mak
     mcu = await gateway.node("dds", "mcu1", settings, 0x8001)
     await mcu.send(says(RPM, "first"))
     await heard.expect(1)  # they know each other now
-    participant = Participant(DOMAIN, DdsConfig(**settings).configuration())
+    participant = Participant(DdsConfig(**settings))
     writers = Writers(participant, writers_max=16, timeout_s=1.0)
     try:
         good = dds_mapping.encode(says(RPM, "x"))
@@ -138,9 +139,10 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(mak
         spoof = foreign()
         async with asyncio.timeout(60):
             while sum(dropped(metrics := await gateway.metrics(), "mcu").values()) < 6:  # until the gateway has found this writer
-                for sample in samples:
-                    writers.write(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None, sample)
-                writers.write(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None, dds_mapping.encode(spoof))
+                route = Route(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None)
+                spoofed = Route(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None)
+                await asyncio.to_thread(writers.write, route, samples)
+                await asyncio.to_thread(writers.write, spoofed, [dds_mapping.encode(spoof)])
                 await asyncio.sleep(0.5)
     finally:
         writers.close()

@@ -25,22 +25,19 @@ AUTHORITY = "gateway"
 async def main(port: int, path: str, retention_ms: int) -> None:
     local = LocalUriProvider(AUTHORITY, 0x4, 1)
     log = await Log.open(path, name="durable", retention_ms=retention_ms)
-    async with log, plugin.create("zenoh", {"listen": [f"tcp/127.0.0.1:{port}"]}, local) as transport:
-        service = HistoryService(transport, local, [log])
+    ring = await Log.open(None, name="volatile")
+    async with log, ring, plugin.create("zenoh", {"listen": [f"tcp/127.0.0.1:{port}"]}, local) as transport:
+        service = HistoryService(transport, local, [log, ring])
         await service.start()
-        print(json.dumps({"incarnation": log.incarnation.hex()}), flush=True)
+        print(json.dumps({"incarnation": log.incarnation.hex(), "ring": ring.incarnation.hex()}), flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            print(json.dumps(await answer(log, service, json.loads(line))), flush=True)
+            print(json.dumps(await answer(log, ring, service, json.loads(line))), flush=True)
         await service.stop()
 
 
-async def answer(log: Log, service: HistoryService, asked: dict[str, Any]) -> dict[str, Any]:
-    messages = [UMessage.FromString(base64.b64decode(text)) for text in asked.get("append", [])]
-    first = None
-    for begin in range(0, len(messages), 500):
-        part = messages[begin : begin + 500]
-        seq = await log.append([log.stream_id(message.attributes.source) for message in part], part)
-        first = seq if first is None else first
+async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, Any]) -> dict[str, Any]:
+    first = await append(log, asked.get("append", []))
+    await append(ring, asked.get("volatile", []))
     return {
         "first": first,
         "oldest": log.oldest_seq,
@@ -48,6 +45,17 @@ async def answer(log: Log, service: HistoryService, asked: dict[str, Any]) -> di
         "cursors": log.cursors(),
         "polls": service.counts["polls"],
     }
+
+
+async def append(log: Log, texts: list[str]) -> int | None:
+    """The first seq."""
+    messages = [UMessage.FromString(base64.b64decode(text)) for text in texts]
+    first = None
+    for begin in range(0, len(messages), 500):
+        part = messages[begin : begin + 500]
+        seq = await log.append([log.stream_id(message.attributes.source) for message in part], part)
+        first = seq if first is None else first
+    return first
 
 
 if __name__ == "__main__":

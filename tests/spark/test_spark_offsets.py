@@ -9,12 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest import offsets
-from spark_ingest.offsets import LogState, Loss, Range
+from spark_ingest.offsets import LogState, Loss, Offset, Range
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, TopicState
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState as PbLogState
 from uprotocol.status import UStatusError
 
 A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
+
+
+PLACES: list[object] = [-1, "1", True, 2**63, [1], {}, {"seq": 1, "known": [[1, "x"]]}, {"seq": 1, "known": 7}, {"seq": 1, "after": -1}]
+WRONG = [json.dumps({A: place}) for place in PLACES]
 
 
 def log(name: str, newest: int, oldest: int = 1, wanted: int | None = None) -> LogState:
@@ -37,10 +41,10 @@ logs = st.lists(
 @given(logs, st.integers(1, 60_000), st.sampled_from(["earliest", "latest"]))
 def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where: str) -> None:
     start = offsets.starting(where, logs)
-    assert json.loads(json.dumps(start)) == start
-    seen: dict[str, int] = dict(start)
+    assert Offset.of(json.loads(json.dumps(start.json()))) == start
+    seen: dict[str, int] = dict(start.seqs)
     for _ in range(400_000 // limit + 6):
-        end = offsets.advance(start, logs, limit)
+        end = offsets.between(start, offsets.advance(start.seqs, logs, limit), {}, {})
         if end == start:
             break
         ranges = offsets.split(start, end)
@@ -51,7 +55,8 @@ def test_batches_meet_and_reach_the_end(logs: list[LogState], limit: int, where:
         assert offsets.split(start, end) == ranges
         start = end
     for state in logs:
-        assert start.get(state.incarnation, 0) >= (state.wanted_seq if where == "earliest" else state.newest_seq)
+        expected = state.newest_seq if where == "latest" and state.wanted_seq else state.wanted_seq
+        assert start.seqs.get(state.incarnation, 0) >= expected
 
 
 @given(logs, st.integers(1, 60_000), st.integers(0, 2_000))
@@ -74,34 +79,69 @@ def test_a_log_in_which_only_other_topics_grow_stays_where_it_is() -> None:
 
 
 def test_losses() -> None:
-    assert offsets.lost({A: 5}, [log(A, 9, oldest=8), log(B, 3)]) == []  # whether that is a loss is told by Poll
-    assert offsets.lost({A: 5, C: 1}, [log(B, 4)]) == [Loss(A, 5, 0), Loss(C, 1, 0)]
+    assert offsets.lost(Offset({A: 5}), [log(A, 9, oldest=8), log(B, 3)]) == []  # whether that is a loss is told by Poll
+    assert offsets.lost(Offset({A: 5, C: 1}), [log(B, 4)]) == [Loss(A, 5, 0), Loss(C, 1, 0)]
     assert str(Loss(A, 5, 8)) == f"records 6 to 7 of log {A} are gone"
     assert "is gone" in str(Loss(A, 5, 0))
-    assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == {A: 7}
+    assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == Offset({A: 7})
     assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}  # what is gone doesn't count against the limit
 
 
 def test_a_range_is_cut_for_several_tasks() -> None:
     records = 3 * offsets.PARTITION_RECORDS_MIN
-    parts = offsets.split({A: 7}, {A: 7 + records, B: 3})
+    parts = offsets.split(Offset({A: 7}), Offset({A: 7 + records, B: 3}))
     assert [part.until - part.after for part in parts] == [records // 3] * 3 + [3]
     assert parts[-1] == Range(B, 0, 3)
-    assert len(offsets.split({}, {A: 10**9})) == offsets.PARTITIONS_MAX
-    assert offsets.split({A: 3}, {A: 3}) == offsets.split({A: 3}, {}) == []
+    assert len(offsets.split(Offset(), Offset({A: 10**9}))) == offsets.PARTITIONS_MAX
+    assert offsets.split(Offset({A: 3}), Offset({A: 3})) == offsets.split(Offset({A: 3}), Offset()) == []
+
+
+def test_only_logs_that_hold_what_was_asked_for_count() -> None:
+    states = [log(A, 10), LogState(B, 5, 9, 0, durable=False), LogState(C, 5, 9, 7, durable=False)]
+    assert offsets.starting("latest", states) == Offset({A: 10, C: 9}, unread=frozenset([C]))
+    assert offsets.starting("earliest", states) == Offset({C: 4})
+    assert offsets.lost(offsets.starting("latest", states), [log(A, 10)]) == []
+    moved = offsets.between(offsets.starting("latest", states), {A: 10, C: 12}, {}, {})
+    assert offsets.lost(moved, [log(A, 10)]) == [Loss(C, 12, 0)]
+
+
+def test_a_log_that_went_back_is_read_from_where_both_agree() -> None:
+    start = Offset({A: 200, B: 5}, {A: {90: b"a", 150: b"b", 200: b"c"}, B: {5: b"d"}})
+    loss = Loss(A, 200, 91)
+    assert loss.went_back
+    assert "agree up to seq 90, and any of the records 91 to 200" in str(loss)
+    assert not Loss(A, 5, 7).went_back
+    begin = start.back_to({A: loss})
+    assert (begin.seqs, begin.known[A]) == ({A: 90, B: 5}, {90: b"a"})
+    end = offsets.between(start, {A: 200, B: 5}, {A: {90: b"a", 200: b"new"}, B: {5: b"d"}}, {A: 90})
+    assert Offset.of(json.loads(json.dumps(end.json()))) == end
+    assert offsets.split(start, end) == [Range(A, 90, 200, ((90, b"a"), (200, b"new")))], "though no seq has moved"
+    assert offsets.split(end, end) == []
+    further = offsets.between(end, {A: 210, B: 6}, {A: {210: b"e"}}, {})
+    assert [(one.incarnation, one.after, one.until) for one in offsets.split(end, further)] == [(A, 200, 210), (B, 5, 6)]
 
 
 def test_parse() -> None:
     assert offsets.parse("Earliest") == "earliest"
-    assert offsets.parse(json.dumps({B: 2, A: 0})) == {B: 2}
-    for wrong in ("newest", "[1]", '{"x": 1}', json.dumps({A: -1}), json.dumps({A: "1"}), json.dumps({A: True}), json.dumps({A: 2**63})):
+    assert offsets.parse(json.dumps({B: 2, A: 0})) == Offset({B: 2})
+    assert offsets.parse(json.dumps({A: {"seq": 7, "known": [[7, "0a"]]}})) == Offset({A: 7}, {A: {7: b"\x0a"}})
+    for wrong in (
+        "newest",
+        "[1]",
+        '{"x": 1}',
+        json.dumps({A: -1}),
+        json.dumps({A: "1"}),
+        json.dumps({A: True}),
+        json.dumps({A: 2**63}),
+        *WRONG,
+    ):
         with pytest.raises(UStatusError):
             offsets.parse(wrong)
 
 
 def test_logs_of_a_description() -> None:
     described = DescribeResponse(
-        logs=[PbLogState(incarnation=b"\xaa" * 16, oldest_seq=2, newest_seq=9), PbLogState(incarnation=b"\xbb" * 16)],
+        logs=[PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9), PbLogState(incarnation=b"\xbb" * 16)],
         topics=[TopicState(incarnation=b"\xaa" * 16, newest_seq=7), TopicState(incarnation=b"\xaa" * 16, newest_seq=4)],
     )
-    assert offsets.logs_of(described) == [LogState(A, 2, 9, 7), LogState(B, 0, 0, 0)]
+    assert offsets.logs_of(described) == [LogState(A, 2, 9, 7, durable=True), LogState(B, 0, 0, 0, durable=False)]

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import pytest
 from spark_ingest import parquet, pipeline
 from spark_ingest.client import History, Options
 from spark_ingest.decode import Decoder
-from spark_ingest.offsets import Range
+from spark_ingest.offsets import Offset, Range
 from spark_ingest.source import StreamReader
 from streamer import drive
 from streamer.processes import free_port
@@ -48,7 +49,9 @@ class Host:
     def start(self) -> None:
         command = [sys.executable, str(HOST), str(self.port), str(self.path), str(self.retention_ms)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.incarnation: str = self._line()["incarnation"]
+        told = self._line()
+        self.incarnation: str = told["incarnation"]
+        self.ring: str = told["ring"]
 
     def kill(self) -> None:
         self.process.kill()
@@ -58,11 +61,22 @@ class Host:
         if self.process.poll() is None:
             self.process.communicate(timeout=DEADLINE_S)
 
-    def ask(self, messages: list[UMessage] | None = None) -> dict[str, Any]:
-        """Append `messages`; how the log is then."""
+    def restart(self, instead: Path | None = None) -> None:
+        """On the files in the folder `instead`, if given."""
+        self.stop()
+        if instead is not None:
+            shutil.rmtree(self.path.parent)
+            shutil.copytree(instead, self.path.parent)
+        self.start()
+
+    def ask(self, messages: list[UMessage] | None = None, volatile: list[UMessage] | None = None) -> dict[str, Any]:
+        """Append `messages`, and others to the log in memory; how the log is then."""
         assert self.process.stdin is not None
-        texts = [base64.b64encode(message.SerializeToString()).decode() for message in messages or []]
-        self.process.stdin.write(json.dumps({"append": texts}) + "\n")
+        asked = {
+            name: [base64.b64encode(message.SerializeToString()).decode() for message in given or []]
+            for name, given in (("append", messages), ("volatile", volatile))
+        }
+        self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         return self._line()
 
@@ -92,7 +106,7 @@ def hosting(tmp_path: Path) -> Iterator[Callable[..., Host]]:
     hosts: list[Host] = []
 
     def make(**settings: Any) -> Host:
-        hosts.append(Host(tmp_path / f"history{len(hosts)}.db", **settings))
+        hosts.append(Host(tmp_path / f"data{len(hosts)}" / "history.db", **settings))
         return hosts[-1]
 
     yield make
@@ -132,6 +146,26 @@ def eventually(holds: Callable[[], bool]) -> None:
 def read(options: Options, range: Range) -> list[int]:
     with History(options) as history:
         return [seq for batch in history.read(range, _no_loss) for seq in batch.seq]
+
+
+def seqs_of(offset: dict[str, Any]) -> dict[str, int]:
+    return Offset.of(offset).seqs
+
+
+def reach(*readers: StreamReader) -> None:
+    """Until a host that started again is linked."""
+
+    def answers(reader: StreamReader) -> bool:
+        with contextlib.suppress(UStatusError):
+            return bool(reader._describe())
+        return False
+
+    for reader in readers:
+        eventually(lambda reader=reader: answers(reader))  # type: ignore[misc]
+
+
+def rows_of(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
+    return [seq for part in reader.partitions(start, end) for batch in reader.read(part) for seq in batch["seq"].to_pylist()]
 
 
 def _no_loss(loss: object) -> None:
@@ -177,7 +211,7 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
         assert start == {}
         assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 0}  # nothing may be forgotten from now on
         end = reader.latestOffset(start, reader.getDefaultReadLimit())
-        assert end == {host.incarnation: 21_000}
+        assert seqs_of(end) == {host.incarnation: 21_000}
         partitions = reader.partitions(start, end)
         assert len(partitions) == 2
         twice = [[seq for part in partitions for batch in reader.read(part) for seq in batch["seq"].to_pylist()] for _ in range(2)]
@@ -185,11 +219,11 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
         reader.commit(end)
         assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 21_000}
         last = reader.latestOffset(end, reader.getDefaultReadLimit())
-        assert last == {host.incarnation: 25_000}
+        assert seqs_of(last) == {host.incarnation: 25_000}
         host.ask(samples(10))
         reader.prepareForTriggerAvailableNow()
         host.ask(samples(10))
-        assert reader.latestOffset(last, reader.getDefaultReadLimit()) == {host.incarnation: 25_010}
+        assert seqs_of(reader.latestOffset(last, reader.getDefaultReadLimit())) == {host.incarnation: 25_010}
         assert reader.latestOffset({host.incarnation: 25_010}, reader.getDefaultReadLimit()) == {host.incarnation: 25_010}
         assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 25_010}
     finally:
@@ -223,7 +257,7 @@ def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
     assert seqs == list(range(1, 30_001))
     reader = StreamReader(host.options(poll_timeout_ms=300))
     try:
-        assert reader.latestOffset({}, reader.getDefaultReadLimit()) == {host.incarnation: 30_000}
+        assert seqs_of(reader.latestOffset({}, reader.getDefaultReadLimit())) == {host.incarnation: 30_000}
         host.kill()
         assert reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit()) == {host.incarnation: 7}  # no news, no failure
         reader.commit({host.incarnation: 7})
@@ -265,12 +299,109 @@ def test_commit_lets_the_history_forget(hosting: Callable[..., Host]) -> None:
         start = reader.initialOffset()
         newest = host.ask(samples(2_000))["newest"]
         end = reader.latestOffset(start, reader.getDefaultReadLimit())
-        assert end == {host.incarnation: newest}
+        assert seqs_of(end) == {host.incarnation: newest}
         (part,) = reader.partitions(start, end)
         assert sum(batch.num_rows for batch in reader.read(part)) >= 2_000
         assert host.ask(samples(1))["oldest"] <= max(1, min(start.values(), default=0) + 1)
         reader.commit(end)
         eventually(lambda: host.ask(samples(1))["oldest"] > newest)
+    finally:
+        reader.stop()
+
+
+@pytest.fixture
+def copied(host: Host, tmp_path: Path) -> Path:
+    """A copy of the host's files, from when there were 100 records."""
+    host.ask(samples(100))
+    host.stop()
+    copy = tmp_path / "copy"
+    shutil.copytree(host.path.parent, copy)
+    host.start()
+    return copy
+
+
+@pytest.mark.parametrize("grown", [0, 50, 150])
+def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: Path, grown: int) -> None:
+    strict, loose = StreamReader(host.options()), StreamReader(host.options(fail_on_data_loss=False))
+    try:
+        limit = strict.getDefaultReadLimit()
+        middle = strict.latestOffset({}, limit)  # 100
+        host.ask(samples(100, seed=2))
+        end = strict.latestOffset(middle, limit)
+        assert rows_of(strict, {}, middle) + rows_of(strict, middle, end) == list(range(1, 201))
+        host.restart(copied)
+        reach(strict, loose)
+        if grown:
+            host.ask(samples(grown, seed=3))
+        newest = 100 + grown
+        with pytest.raises(UStatusError, match=rf"log {host.incarnation} went back.* agree up to seq 100, .*101 to 200 .*failOnDataLoss"):
+            strict.latestOffset(end, limit)
+        with pytest.raises(UStatusError, match="went back"):  # a batch that was planned before, and is read again as it was
+            rows_of(strict, middle, end)
+        assert rows_of(loose, middle, end) == list(range(101, min(200, newest) + 1))
+        after = loose.latestOffset(end, limit)
+        assert seqs_of(after) == {host.incarnation: newest}
+        assert rows_of(loose, end, after) == rows_of(loose, end, after) == list(range(101, newest + 1)), "from where both agree"
+        assert loose.latestOffset(after, limit) == after
+        host.ask(samples(5, seed=4))
+        for reader in (strict, loose):
+            further = reader.latestOffset(after, limit)
+            assert rows_of(reader, after, further) == list(range(newest + 1, newest + 6))
+        loose.commit(further)
+    finally:
+        strict.stop()
+        loose.stop()
+
+
+def test_the_checkpoint_of_an_older_version_goes_on(host: Host) -> None:
+    host.ask(samples(100))
+    reader = StreamReader(host.options())
+    try:
+        limit = reader.getDefaultReadLimit()
+        assert reader.latestOffset({host.incarnation: 100}, limit) == {host.incarnation: 100}
+        end = reader.latestOffset({host.incarnation: 60}, limit)
+        assert rows_of(reader, {host.incarnation: 60}, end) == list(range(61, 101))
+        assert json.loads(json.dumps(end)) == end
+        assert list(Offset.of(end).known[host.incarnation]) == [100]
+    finally:
+        reader.stop()
+
+
+@pytest.mark.parametrize("where", ["earliest", "latest"])
+def test_volatile_topics_that_are_not_asked_for_cost_a_restart_nothing(host: Host, where: str) -> None:
+    quiet = UMessageBuilder.publish(uris.uri("vehicle1", 1, 1, 0x8000)).build()
+    host.ask(samples(100), volatile=[quiet])
+    reader = StreamReader(host.options(topics="up://mcu1/8001/1/FFFF", starting_offsets=where))
+    try:
+        limit = reader.getDefaultReadLimit()
+        start = reader.initialOffset()
+        end = reader.latestOffset(start, limit)
+        host.restart()
+        reach(reader)
+        host.ask(samples(10), volatile=[quiet])
+        assert len(rows_of(reader, end, reader.latestOffset(end, limit))) > 0
+    finally:
+        reader.stop()
+
+
+def test_volatile_topics_that_are_asked_for_are_lost_with_a_restart_once_they_were_read(host: Host) -> None:
+    host.ask(samples(10), volatile=samples(10))
+    reader = StreamReader(host.options(starting_offsets="latest"))
+    try:
+        limit = reader.getDefaultReadLimit()
+        start = reader.initialOffset()
+        assert set(seqs_of(start)) == {host.incarnation, host.ring}
+        host.restart()  # nothing came since the query began: nothing is lost
+        reach(reader)
+        assert seqs_of(reader.latestOffset(start, limit)) == {host.incarnation: 10}
+        host.ask(volatile=samples(10))
+        end = reader.latestOffset(start, limit)
+        assert rows_of(reader, start, end) == list(range(1, 11)), "of the new log all is news"
+        gone = host.ring
+        host.restart()
+        reach(reader)
+        with pytest.raises(UStatusError, match=f"the log {gone} is gone, and with it what came after seq 10"):
+            reader.latestOffset(end, limit)
     finally:
         reader.stop()
 

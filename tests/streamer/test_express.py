@@ -17,6 +17,7 @@ from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
+from uprotocol.status import nobody_listens
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
@@ -153,3 +154,37 @@ async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None
     assert [message.attributes.commstatus for message in inside.told] == [UCode.RESOURCE_EXHAUSTED] * 2
     assert inside.told[-1].attributes.reqid == asked.attributes.id
     assert letters == []
+
+
+@pytest.mark.spec("local~disp-rpc-error")
+async def test_a_request_that_nobody_takes_is_told_at_once_and_one_whose_network_is_away_is_tried_again() -> None:
+    lanes, endpoints, networks, letters = express(10)
+    vehicle, cloud = networks["vehicle1"], networks["cloud"]
+    asked: list[int] = []
+    answered = asyncio.Event()
+
+    async def answer(messages: Sequence[UMessage]) -> list[UStatus]:
+        cloud.taken += messages
+        answered.set()
+        return [UStatus(code=UCode.OK)] * len(messages)
+
+    async def send_batch(messages: Sequence[UMessage]) -> list[UStatus]:
+        asked.append(len(messages))
+        if len(asked) == 1:
+            return [UStatus(code=UCode.UNAVAILABLE)] * len(messages)
+        return [nobody_listens("no subscriber")] * len(messages)
+
+    vehicle.send_batch, cloud.send_batch = send_batch, answer  # type: ignore[method-assign]
+    tasks = [asyncio.create_task(lane.run()) for lane in lanes.lanes.values()]
+    one = request(UPriority.UPRIORITY_CS4)
+    lanes.put(endpoints["vehicle1"], one, endpoints["cloud"])
+    await asyncio.wait_for(answered.wait(), 20)  # of a ttl of 60
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert asked == [1, 1]
+    (response,) = cloud.taken
+    assert response.attributes.reqid == one.attributes.id
+    assert response.attributes.commstatus == UCode.UNAVAILABLE
+    assert UStatus.FromString(response.payload).code == UCode.UNAVAILABLE
+    assert [code for _, code in letters] == [UCode.UNAVAILABLE]

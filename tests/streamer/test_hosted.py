@@ -158,3 +158,29 @@ settings = {{ network = "{n}-vehicle" }}
     await asyncio.wait_for(serving, 10)
     stopping.set()
     await asyncio.wait_for(apps.serve(world.config, lambda streamer: None, stopping), 10)  # at once
+
+
+@pytest.mark.parametrize("code", [UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED, UCode.PERMISSION_DENIED], ids=UCode.Name)
+async def test_behind_a_notification_that_was_not_taken_no_other_one_to_its_destination_leaves(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, code: UCode.ValueType
+) -> None:
+    """So that what is tried again is not overtaken. A no for good, and other destinations, hold nothing up."""
+    world = await make_world()
+    hosted = world.streamer.hosted
+    verdicts = iter([code])
+    left: list[UMessage] = []
+
+    async def send(message: UMessage) -> None:
+        if message.attributes.sink.authority_name == "cloud" and (verdict := next(verdicts, None)) is not None:
+            raise UStatusError(verdict, "not now")
+        left.append(message)
+
+    monkeypatch.setattr(hosted, "_send", send)
+    source = uris.parse("//vehicle1/4/1/8001")
+    sinks = [uris.parse(f"//{authority}/9001/1/0") for authority in ("mcu1", "cloud", "cloud", "mcu1")]
+    messages = [UMessageBuilder.notification(source, sink).build() for sink in sinks]
+    request = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/77/1/1"), 60_000).build()
+    statuses = [status.code for status in await hosted.send_batch([*messages, request])]
+    stops = code != UCode.PERMISSION_DENIED
+    assert statuses == [0, code, code if stops else 0, 0, 0]
+    assert left == [messages[0], *([] if stops else [messages[2]]), messages[3], request]

@@ -7,7 +7,8 @@ import json
 import sys
 from collections import Counter
 
-from transports.dds import DdsConfig, DdsTransport
+from transports.dds import DdsTransport
+from transports.dds_config import DdsConfig
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider

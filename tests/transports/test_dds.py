@@ -4,7 +4,9 @@ import asyncio
 import itertools
 import json
 import os
+import socket
 import sys
+import threading
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
@@ -25,8 +27,10 @@ from pydantic import ValidationError
 from transports import dds_mapping as mapping
 from transports import plugin
 from transports.conformance import Sink, TransportConformance
-from transports.dds import DdsConfig, DdsTransport
-from transports.dds_link import Participant, Writers
+from transports.dds import DdsTransport
+from transports.dds_config import DdsConfig
+from transports.dds_link import Participant
+from transports.dds_writers import Route, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -37,13 +41,14 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 DEADLINE_S = 15.0
+SLOW_MS = 15_000  # for a sender on a busy computer
 DOMAIN = 100 + os.getpid() % 100  # ports follow from it; the tag keeps runs apart that meet all the same
 RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 TOPIC = uris.uri("alpha", 0x10AB, 3, 0x8001)
 
 
 def settings(tag: str, **more: Any) -> dict[str, Any]:
-    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag, **more}
+    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag} | more
 
 
 def end(tag: str, authority: str, **more: Any) -> DdsTransport:
@@ -69,12 +74,12 @@ class Raw:
     """A participant that writes whatever octets it is told to."""
 
     def __init__(self, tag: str) -> None:
-        self.participant = Participant(DOMAIN, DdsConfig(**settings(tag)).configuration())
+        self.participant = Participant(DdsConfig(**settings(tag)))
         self.writers = Writers(self.participant, writers_max=16, timeout_s=1.0)
 
     def write(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
-        for sample in samples:
-            self.writers.write(mapping.writer_partition(source, sink, "raw"), 0, None, sample)
+        statuses = self.writers.write(Route(mapping.writer_partition(source, sink, "raw"), 0, None), samples)
+        assert [status.code for status in statuses] == [UCode.OK] * len(samples)
 
     def close(self) -> None:
         self.writers.close()
@@ -124,6 +129,10 @@ class TestDds(TransportConformance):
         raw.write(source, sink, *samples)
         await asyncio.to_thread(raw.close)
 
+    async def make_unreachable(self, authority: str) -> UTransport:
+        elsewhere = settings(self.tag, interface="nosuch0", domain_id=DOMAIN + 2)
+        return DdsTransport(DdsConfig(**elsewhere), LocalUriProvider(authority, 0x10AB, 3))
+
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         return "transports.dds:PLUGIN", settings(self.tag)
 
@@ -140,7 +149,7 @@ class OtherProcess:
         script = str(Path(__file__).with_name("dds_publisher.py"))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, script, json.dumps(settings(tag)), stdin=pipe, stdout=pipe, env=environment
+            sys.executable, script, json.dumps(settings(tag, send_timeout_ms=SLOW_MS)), stdin=pipe, stdout=pipe, env=environment
         )
         other = cls(process)
         await other._line()
@@ -383,9 +392,53 @@ async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(beta.open(), 0.2)
     assert not beta.connected
-    await asyncio.to_thread(beta._sender.shutdown)
+    await asyncio.to_thread(beta._registrar.shutdown)
     async with end(tag + "x", "beta"):  # another configuration: the domain has been left
         pass
+
+
+async def test_an_open_that_is_given_up_before_there_is_anything_leaves_nothing_behind(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As while a name is being resolved."""
+    resolve, resolving, known = threading.Event(), threading.Event(), socket.getaddrinfo
+
+    def slow(*arguments: Any) -> Any:
+        resolving.set()
+        assert resolve.wait(DEADLINE_S)
+        return known("127.0.0.1", *arguments[1:])
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    beta = end(tag, "beta", peers=["slow.invalid"])
+    opening = asyncio.ensure_future(beta.open())
+    await asyncio.to_thread(resolving.wait, DEADLINE_S)
+    (thread,) = (one for one in threading.enumerate() if one.name == "dds-open")
+    assert thread.daemon  # the process may end meanwhile
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    resolve.set()
+    await asyncio.to_thread(thread.join, DEADLINE_S)
+    assert DOMAIN not in Participant._domains
+    assert not beta.connected
+
+
+async def test_an_open_that_cannot_listen_again_may_be_tried_again(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with end(tag, "alpha") as alpha:
+        beta, heard = end(tag, "beta"), Sink(DEADLINE_S)
+        await beta.open()
+        await beta.register_listener(TOPIC, heard)
+        await beta.close()
+
+        def fail(*_: Any) -> Any:
+            raise OSError("no more files")
+
+        with monkeypatch.context() as patch:
+            patch.setattr("transports.dds_readers.DataReader", fail)
+            with pytest.raises(UStatusError, match="no more files"):
+                await beta.open()
+        assert not beta.connected
+        async with beta:
+            await deliver(alpha, numbered(0, 2))
+            await heard.expect(2)
 
 
 async def test_listeners_come_and_go_while_the_transport_closes(tag: str) -> None:
@@ -420,7 +473,7 @@ def test_our_octets_are_those_of_the_generated_type(attributes: bytes, payload: 
 async def test_a_foreign_implementation_of_the_type_talks_to_us(tag: str) -> None:
     """Partition and type are all that it needs; it knows nothing of our announcements."""
     async with end(tag, "alpha") as alpha:
-        foreign = Participant(DOMAIN, DdsConfig(**settings(tag)).configuration())
+        foreign = Participant(DdsConfig(**settings(tag)))
         topic = Topic(foreign.entity, mapping.TOPIC, Generated)
         assert topic.typename == mapping.TYPE_NAME
         qos = Qos(Policy.Reliability.Reliable(1_000_000), Policy.History.KeepAll)
@@ -444,15 +497,19 @@ async def test_a_foreign_implementation_of_the_type_talks_to_us(tag: str) -> Non
 
 def test_the_configuration_of_cyclone() -> None:
     assert DdsConfig().configuration() is None
-    xml = DdsConfig(interface='e"0', multicast=False, peers=["10.0.0.1", "h&m"], tag="<t>", participants_per_host_max=5).configuration()
+    config = DdsConfig(
+        interface="lo", multicast=False, peers=["10.0.0.1", "localhost:7410"], tag="<t>", lease_ms=1500, participants_per_host_max=5
+    )
+    xml = config.configuration()
     assert xml is not None
-    assert '<NetworkInterface name=\'e"0\' multicast="false"/>' in xml
+    assert '<NetworkInterface name="lo" multicast="false"/>' in xml
     assert "<AllowMulticast>false</AllowMulticast>" in xml
-    assert "<MaxAutoParticipantIndex>4</MaxAutoParticipantIndex>" in xml
-    assert '<Peers><Peer address="10.0.0.1"/><Peer address="h&amp;m"/></Peers>' in xml
+    assert "<MaxAutoParticipantIndex>5</MaxAutoParticipantIndex>" in xml
+    assert '<Peers><Peer address="10.0.0.1"/><Peer address="127.0.0.1:7410"/></Peers>' in xml
     assert "<Tag>&lt;t&gt;</Tag>" in xml
+    assert "<LeaseDuration>1500 ms</LeaseDuration>" in xml
+    assert config.identity() != DdsConfig(interface="lo", multicast=False, peers=["10.0.0.1", "localhost"]).identity()
     assert DdsConfig(cyclone_xml="<CycloneDDS/>").configuration() == "<CycloneDDS/>"
-    assert str(DdsConfig(cyclone_file=Path("/etc/cyclone.xml")).configuration()) == "file:///etc/cyclone.xml"
 
 
 @pytest.mark.parametrize(
@@ -463,7 +520,21 @@ def test_the_configuration_of_cyclone() -> None:
         ({"multicast": False}, "needs peers"),
         ({"cyclone_xml": "<CycloneDDS/>", "interface": "lo"}, "can't be combined with interface"),
         ({"cyclone_xml": "<CycloneDDS/>", "cyclone_file": "x.xml"}, "can't be combined with cyclone_file"),
+        ({"cyclone_xml": "<CycloneDDS/>", "lease_ms": 1_000}, "can't be combined with lease_ms"),
         ({"cyclone_xml": "<CycloneDDS>ü</CycloneDDS>"}, "ASCII"),
+        ({"cyclone_xml": "<Cyclone"}, "this is not"),
+        ({"cyclone_xml": ""}, "this is not"),
+        ({"interface": ""}, "named as in"),
+        ({"interface": "lo lo"}, "named as in"),
+        ({"tag": "x" * 70_000}, "255"),
+        ({"tag": "a\nb"}, "printable"),
+        ({"lease_ms": 0}, "200"),
+        ({"peers": ["127.0.0.1"] * 257}, "256"),
+        *(
+            ({"peers": [peer]}, "(?i)peer|octet")
+            for peer in ("", "::1", "[::1]", "a b", "udp/127.0.0.1", "256.1.1.1", "1", "127.1", "0.0.0.0", "0x7f000001", "255.255.255.255")
+        ),
+        *(({"peers": [f"127.0.0.1:{port}"]}, "peer") for port in ("0", "65536", "99999", "x", "", "-1")),
     ],
 )
 def test_a_wrong_configuration_says_what_is_wrong(wrong: dict[str, Any], words: str) -> None:
@@ -471,11 +542,64 @@ def test_a_wrong_configuration_says_what_is_wrong(wrong: dict[str, Any], words: 
         DdsConfig(**wrong)
 
 
-@pytest.mark.parametrize("wrong", [{"cyclone_xml": "<Cyclone"}, {"interface": "nosuch0"}, {"cyclone_file": "/nosuch/file.xml"}])
-async def test_a_configuration_that_cyclone_refuses_is_a_clear_error(wrong: dict[str, Any]) -> None:
+def whole(discovery: str) -> dict[str, str]:
+    return {"cyclone_xml": f"<CycloneDDS><Domain>{discovery}</Domain></CycloneDDS>"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"interface": "nosuch0"}, "no network interface 'nosuch0' now, only .*lo"),
+        ({"peers": ["no-such-host.invalid"]}, "'no-such-host.invalid' has no IPv4 address now"),
+        ({"peers": ["no-such-host.invalid:7410"]}, "no IPv4 address now"),
+        ({"cyclone_file": "/nosuch/file.xml"}, "/nosuch/file.xml can't be used now"),
+        (whole("<Discovery><Peers><Peer address='::1'/></Peers></Discovery>"), "::1: unknown address; ended by signal 6"),
+        (whole("<Discovery><Peers><Peer address='0.0.0.0'/></Peers></Discovery>"), "ended by signal 11"),
+        (whole("<Discovery><LeaseDuration>never</LeaseDuration></Discovery>"), "LeaseDuration"),
+        (whole("<General><Interfaces><NetworkInterface name='nosuch0'/></Interfaces></General>"), "nosuch0: does not match an available"),
+    ],
+)
+async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[str, Any], words: str) -> None:
+    """Each of them ended the process, or said why on its stderr alone."""
     transport = plugin.create("dds", {"domain_id": DOMAIN, **wrong}, LocalUriProvider("alpha", 1, 1))
-    with pytest.raises(UStatusError, match=f"DDS domain {DOMAIN}") as raised:
+    with pytest.raises(UStatusError, match=words) as raised:
         await transport.open()
     assert raised.value.code == UCode.UNAVAILABLE
     assert not transport.connected
     await transport.close()
+
+
+async def test_what_cyclone_itself_refuses_is_told_in_its_words(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with an interface that is there, and is down."""
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "nosuch0")])
+    with pytest.raises(UStatusError, match="Cyclone says: nosuch0: does not match an available interface") as raised:
+        await end(tag, "alpha", interface="nosuch0").open()
+    assert raised.value.code == UCode.UNAVAILABLE
+
+
+async def test_a_peer_that_gets_its_address_later_is_found_then(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    alpha = end(tag, "alpha", peers=["later.invalid"])
+    with pytest.raises(UStatusError):
+        await alpha.open()
+    known = socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: known("127.0.0.1" if host == "later.invalid" else host, *rest))
+    async with alpha:
+        assert alpha.connected
+
+
+async def test_the_file_with_the_configuration_may_have_a_space_in_its_name(tag: str, tmp_path: Path) -> None:
+    file = tmp_path / "cyclone of ours.xml"
+    options = DdsConfig(**settings(tag))
+    alpha = DdsTransport(DdsConfig(domain_id=DOMAIN, cyclone_file=file), LocalUriProvider("alpha", 0x10AB, 3))
+    file.write_text("<CycloneDDS")
+    with pytest.raises(UStatusError, match="this is not") as raised:
+        await alpha.open()
+    assert raised.value.code == UCode.UNAVAILABLE
+    file.write_text(str(options.configuration()))
+    async with alpha:
+        other = await OtherProcess.start(tag)
+        heard = Sink(DEADLINE_S)
+        await alpha.register_listener(TOPIC, heard)
+        await other.send(TOPIC.resource_id, 1)
+        await heard.expect(1)
+        await other.close()

@@ -252,7 +252,7 @@ async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTrans
 async def test_publishers_are_bounded_and_evicted_ones_come_back(
     two: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("transports.zenoh.PUBLISHERS_MAX", 3)
+    monkeypatch.setattr("transports.zenoh_sender.PUBLISHERS_MAX", 3)
     alpha, beta = two
     heard = Sink(10)
     await alpha.register_listener(uris.ANY, heard, reply("alpha"))
@@ -264,7 +264,7 @@ async def test_publishers_are_bounded_and_evicted_ones_come_back(
     heard.messages.clear()
     await beta.send_batch([notification(b"%d" % number, sources[number % 10], reply("alpha")) for number in range(100)])
     await heard.expect_payload(b"99")
-    assert len(beta._publishers) == 3
+    assert beta._sender.publishers == 3
     assert {int(payload) for payload in heard.payloads if payload.isdigit()} == set(range(100))
 
 
@@ -325,7 +325,7 @@ async def test_a_login_that_is_refused(tmp_path: Path) -> None:
 
 
 async def test_what_nobody_wants_holds_up_nothing_for_long_after_the_first_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.zenoh.SETTLE_S_MAX", 600.0)
+    monkeypatch.setattr("transports.zenoh_sender.SETTLE_S_MAX", 600.0)
     port = free_port()
     settings = ZenohConfig(connect=[f"tcp/127.0.0.1:{port}"], connect_timeout_ms=20_000)
     async with (

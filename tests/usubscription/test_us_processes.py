@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import signal
+import sqlite3
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -247,6 +249,19 @@ def test_options_go_over_the_file(tmp_path: Path) -> None:
 
 
 def test_a_store_that_cannot_be_opened_ends_it_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "s.db").write_bytes(b"")
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as other:
+        other.execute("CREATE TABLE t(x)")
     assert process_module.main(["--authority", "a", "--store", str(tmp_path / "s.db"), "--transport", "local"]) == 1
-    assert "is empty" in capsys.readouterr().err
+    assert "not a uSubscription store" in capsys.readouterr().err
+
+
+async def test_a_damaged_store_does_not_end_it_and_it_says_so(tmp_path: Path) -> None:
+    (tmp_path / "s.db").write_bytes(b"")
+    states: list[dict[str, Any]] = []
+    config = process_module.parse(["--authority", "a", "--store", str(tmp_path / "s.db"), "--transport", "local"])
+    stop = asyncio.Event()
+    await process_module.serve(config, stop, lambda state: (states.append(state), stop.set())[0])
+    (state,) = states
+    assert state["ready"] is False
+    assert "0 bytes" in state["trouble"]
+    assert "backup" in state["trouble"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +16,15 @@ from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import UStatusError
+from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.uuid import now_ms
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.codec import timestamp
+from usubscription.lane import WINDOW_FIRST
 from usubscription.state import Status
 
 A_TOPIC = uris.parse("//a/20/1/8001")
@@ -337,6 +340,7 @@ async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: 
 async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote_answers(
     world: Any, peer: Peer, major: int, answer: Any
 ) -> None:
+    """And a shortage there is waited out, so that no copy of it stays."""
     peer.answer = lambda command, request: Status.SUBSCRIBED if command == "subscribe" else answer
     service = await world.service("a")
     raw = await world.raw("a")
@@ -345,6 +349,9 @@ async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote
     await raw.call(major, 2, unsubscribe(major, B_TOPIC))
     assert await service.subscriptions() == []
     await peer.until("subscribe", "unsubscribe")
+    if isinstance(answer, UStatusError) and answer.code == UCode.INTERNAL:
+        peer.answer = lambda command, request: Status.UNSUBSCRIBED
+        await peer.until("subscribe", "unsubscribe", "unsubscribe")
     await wait_for(lambda: _no_links(service))
     assert UPayload.of(peer.commands[1][1]).unpack(v3.UnsubscribeRequest if major == 3 else v4.UnsubscribeRequest).topic == B_TOPIC
 
@@ -355,7 +362,7 @@ async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote
 @spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v3")
 @spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v4")
 @spec("req~usubscription-remote-unsubscribe-notifications~1", doc="v4")
-async def test_crossing_commands_end_in_the_state_of_the_last_one_in_order_one_in_flight(world: Any, peer: Peer, major: int) -> None:
+async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic_in_flight(world: Any, peer: Peer, major: int) -> None:
     gate = asyncio.Event()
 
     async def slowly(command: str, request: UMessage) -> Any:
@@ -384,26 +391,104 @@ async def test_crossing_commands_end_in_the_state_of_the_last_one_in_order_one_i
     assert len(raw.published[major].heard) == 5
 
 
-async def test_commands_to_one_remote_leave_in_order_one_in_flight_and_remotes_do_not_wait_for_each_other(world: Any, peer: Peer) -> None:
-    stuck = asyncio.Event()
+async def test_commands_to_one_remote_leave_in_order_and_a_lost_one_holds_its_own_topic_only(world: Any, peer: Peer) -> None:
+    topics = [uris.uri("b", 0x20, 1, 0x8000 + number) for number in range(100)]
 
-    async def stick(command: str, request: UMessage) -> Any:
-        await stuck.wait()
+    async def one_is_lost(command: str, request: UMessage) -> Any:
+        if UPayload.of(request).unpack(v4.SubscribeRequest).topic == topics[1]:
+            await asyncio.Event().wait()
         return Status.SUBSCRIBED
 
-    peer.answer = stick
+    peer.answer = one_is_lost
     await world.service("c")
     service = await world.service("a", remote_repeat_ms=60_000)
     raw = await world.raw("a")
-    topics = [uris.uri("b", 0x20, 1, 0x8000 + number) for number in range(5)]
     for topic in topics:
         await raw.call(4, 1, subscribe(4, topic))
     await raw.call(4, 1, subscribe(4, uris.parse("//c/20/1/8001")))
     assert await wait_for(lambda: _status_of(service, "up://c/20/1/8001", "SUBSCRIBED"))
-    stuck.set()
-    await peer.until(*["subscribe"] * 5)
+    await peer.until(*["subscribe"] * len(topics))
     assert [UPayload.of(request).unpack(v4.SubscribeRequest).topic for _, request in peer.commands] == topics
-    assert peer.running_max == 1
+    await wait_for(lambda: _pending(service, [uris.format(topics[1])]))
+
+
+async def _pending(service: Any, topics: list[str]) -> bool:
+    return [entry[0] for entry in await known(service) if entry[2] == "SUBSCRIBE_PENDING"] == topics
+
+
+async def test_a_remote_that_does_not_answer_gets_few_commands_and_all_of_them_once_it_does(world: Any, peer: Peer) -> None:
+    gate = asyncio.Event()
+
+    async def later(command: str, request: UMessage) -> Any:
+        await gate.wait()
+        return Status.SUBSCRIBED
+
+    peer.answer = later
+    service = await world.service("a", remote_repeat_ms=60_000)
+    raw = await world.raw("a")
+    for number in range(WINDOW_FIRST * 4):
+        await raw.call(4, 1, subscribe(4, uris.uri("b", 0x20, 1, 0x8000 + number)))
+    await peer.until(*["subscribe"] * WINDOW_FIRST)
+    assert peer.running == WINDOW_FIRST
+    gate.set()
+    await wait_for(lambda: _pending(service, []))
+    assert len(peer.commands) == WINDOW_FIRST * 4
+
+
+@pytest.mark.parametrize("command", ["subscribe", "unsubscribe"])
+@pytest.mark.parametrize(
+    "code",
+    [code for code in UCode.values() if code not in (UCode.OK, *FINAL)] + [99],
+    ids=lambda code: UCode.Name(code) if code in UCode.values() else str(code),
+)
+async def test_a_passing_shortage_ends_nothing(world: Any, peer: Peer, code: Any, command: str) -> None:
+    """Whatever is no "no" for good is asked again, codes of a later specification included."""
+    shortages = iter([UStatusError(code, "not now")])
+    peer.answer = lambda asked, request: next(shortages, Status.SUBSCRIBED) if asked == command else Status.SUBSCRIBED
+    service = await world.service("a")
+    raw = await world.raw("a")
+    await raw.call(4, 1, subscribe(4, B_TOPIC))
+    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    if command == "unsubscribe":
+        await raw.call(4, 2, unsubscribe(4, B_TOPIC))
+        await peer.until("subscribe", "unsubscribe", "unsubscribe")
+        await wait_for(lambda: _no_links(service))
+    else:
+        await peer.until("subscribe", "subscribe")
+
+
+@pytest.mark.parametrize("payload", [None, b"", b"\xff" * 9, b"\x10\x63"], ids=["none", "empty", "garbage", "unknown status"])
+@both
+async def test_an_answer_that_cannot_be_read_ends_nothing(world: Any, major: int, payload: bytes | None) -> None:
+    transport = await world.transport("b", 0, 4)
+    answers = iter([UPayload(payload, UPayload.pack(B_TOPIC).format) if payload is not None else UPayload(b"", 0)])
+    good: Any = v4.SubscribeResponse(status=3) if major == 4 else v3.SubscriptionResponse(status=v3.SubscriptionStatus(state=2))
+    async with contextlib.AsyncExitStack() as stack:
+        server = InMemoryRpcServer(transport, LocalUriProvider("b", 0, major), drain_ms_max=0)
+        stack.push_async_callback(server.close)
+        await server.register_request_handler(1, lambda request: next(answers, good))
+        await world.service("a")
+        raw = await world.raw("a")
+        await raw.call(major, 1, subscribe(major, B_TOPIC))
+        assert told(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+
+
+async def test_our_own_shortage_ends_nothing(world: Any, peer: Peer) -> None:
+    """The first sends fail on the way out, as a full express lane does."""
+    service = await world.service("a")
+    transport = world.transports["a"]
+    send, refusals = transport.send_batch, iter([UCode.RESOURCE_EXHAUSTED, UCode.INTERNAL])
+
+    async def refuse_requests(messages: Any) -> Any:
+        if any(one.attributes.type == REQUEST for one in messages) and (code := next(refusals, None)) is not None:
+            return [UStatus(code=code, message="full")] * len(messages)
+        return await send(messages)
+
+    transport.send_batch = refuse_requests
+    raw = await world.raw("a")
+    await raw.call(4, 1, subscribe(4, B_TOPIC))
+    assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    assert len(await service.subscriptions()) == 1
 
 
 async def _status_of(service: Any, topic: str, status: str) -> bool:
@@ -498,7 +583,7 @@ async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new
 
 
 async def _audited(service: Any) -> bool:
-    return not service._remote._suspects and not service._remote._audit_now.is_set()
+    return service._remote.auditor.quiet
 
 
 async def test_responses_and_notifications_of_the_remote_leg_carry_valid_attributes(world: Any) -> None:

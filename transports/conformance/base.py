@@ -18,6 +18,7 @@ import pytest_asyncio
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import OK, is_nobody_listening
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
@@ -156,13 +157,11 @@ class Sink:
         await self._until(holds, what, self._deadline_s)
 
     async def _until(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
-        async def changes() -> None:
-            while not holds():
-                self._changed.clear()
-                await self._changed.wait()
-
         try:
-            await asyncio.wait_for(changes(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                while not holds():
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise AssertionError(f"expected {what} within {deadline_s} s, got {len(self.messages)} messages") from None
 
@@ -216,6 +215,10 @@ class TransportHarness:
         """A closed transport of that authority, all on one network. `limits` are `listeners_max`, `listeners_per_filter_max`,
         names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1)."""
         raise NotImplementedError("make_end: return a closed transport of your plugin")
+
+    async def make_unreachable(self, authority: str) -> UTransport:
+        """A closed transport whose network is not there: `open` must fail."""
+        pytest.skip("this plugin's class has no make_unreachable hook")
 
     def normalise(self, message: UMessage) -> UMessage:
         """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change and return it.
@@ -289,7 +292,8 @@ class TransportHarness:
         raise AssertionError(f"no probe arrived within {self.deadline_s} s: {probe.attributes}")
 
     async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
-        statuses = await sender.send_batch(messages)
+        """All are taken; that nobody is there to take a request may be told."""
+        statuses = [OK if is_nobody_listening(status) else status for status in await sender.send_batch(messages)]
         assert codes(statuses) == [UCode.OK] * len(messages), [status for status in statuses if status.code][:3]
 
     def traffic(self, count: int, source: UUri | None = None, sink: UUri | None = None) -> list[UMessage]:

@@ -2,7 +2,7 @@
 
 paho.py -> window.py  send, answered by PUBACK            mapping.py  UMessage <-> PUBLISH, pure
         -> intake.py  deliver, acknowledge last           wire.py     PUBLISH <-> bytes, pure
-        -> link.py -> client.py -> paho-mqtt -> broker    subscriptions.py  which copy of a message counts, pure
+        -> link.py -> dial.py, client.py -> paho-mqtt -> broker    subscriptions.py  which copy of a message counts, pure
 broker.py  a private mosquitto, for tests, demo and benchmarks
 """
 

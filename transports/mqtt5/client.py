@@ -7,7 +7,7 @@ send(bytes of many packets) -> paho's queue -> loop_write
 paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks through all that
 is in flight with each PUBACK, and makes one system call per packet. It still does what is hard to get right and is not hot: the
 handshake, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`, `_sock_recv`, `_sock_send`,
-`_ssl_wrap_socket`, `_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
+`_create_socket`, `_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import paho.mqtt.client as paho
+import structlog
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 
 from transports.mqtt5 import wire
 
 READ_BYTES: Final = 1 << 18  # of one read: some 500 messages of 400 bytes; a TLS record is smaller anyway
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
+
+log = structlog.get_logger()
 
 OnPublishes = Callable[[list[wire.Publish]], None]
 OnPubacks = Callable[[list[tuple[int, int]]], None]
@@ -43,20 +46,34 @@ class BatchClient(paho.Client):
         self._fed = b""  # the packet that paho is to read
         self._events: asyncio.AbstractEventLoop | None = None
         self._fd = -1
+        self._dialled: socket.socket | None = None  # what paho is to use next
         self._flushing = self._writing = False
         self.on_socket_register_write = self._on_want_write
         self.on_socket_close = self._on_close
 
     # The socket, on the event loop.
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let `loop` serve the socket that `connect` or `reconnect` has just opened, elsewhere perhaps."""
-        sock = self.socket()
-        assert isinstance(sock, socket.socket), "attach comes after connect"
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # we batch ourselves; Nagle would only hold back the last one
-        self._events, self._fd, self._unread, self.failure = loop, sock.fileno(), b"", None
+    def attach(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connect: Callable[[], Any]) -> None:
+        """Let `loop` serve `sock`, on which `connect` (paho's own connect or reconnect) says CONNECT. Closes it if that fails."""
+        self._dialled, self._unread, self.failure = sock, b"", None
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # we batch ourselves; Nagle would only hold back the last one
+            connect()
+        except BaseException:
+            sock.close()
+            self._dialled = None
+            raise
+        if self._sock is None:  # it has hung up already
+            raise self.failure if isinstance(self.failure, OSError) else ConnectionResetError("it hung up before it answered")
+        self._events, self._fd = loop, sock.fileno()
         loop.add_reader(self._fd, self.loop_read)
         self._flush()
+
+    def _create_socket(self) -> socket.socket:
+        """paho would make it here, blocking; ours is there already."""
+        sock, self._dialled = self._dialled, None
+        assert sock is not None, "paho connects only in attach"
+        return sock
 
     def drop(self) -> None:
         """End the connection without a word; on_disconnect is called."""
@@ -85,18 +102,6 @@ class BatchClient(paho.Client):
             else:
                 self._events.remove_writer(self._fd)
 
-    def _ssl_wrap_socket(self, tcp_sock: socket.socket) -> ssl.SSLSocket:
-        """As paho's, which leaves the socket open when the handshake fails. The context checks the name."""
-        assert self._ssl_context is not None, "tls_set_context comes before connect"
-        sock = self._ssl_context.wrap_socket(tcp_sock, server_hostname=self.host, do_handshake_on_connect=False)
-        try:
-            sock.settimeout(self.connect_timeout)
-            sock.do_handshake()
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
     # Packets.
 
     def send_packets(self, data: bytes, first: int) -> None:
@@ -123,7 +128,9 @@ class BatchClient(paho.Client):
         self._last_bytes_received = paho.time_func()
         try:
             return self._sort(self._unread + data if self._unread else data)
-        except ValueError as error:
+        except Exception as error:
+            if not isinstance(error, ValueError):  # paho raises all kinds for a control packet that is none
+                log.warning("a packet of the broker could not be read: dropping the connection", error=repr(error))
             self.failure = error
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
 

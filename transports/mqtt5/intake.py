@@ -57,6 +57,11 @@ class Intake:
     def full(self) -> bool:
         return len(self._queue) >= UNACKNOWLEDGED_MESSAGES_MAX
 
+    @property
+    def waiting(self) -> int:
+        """Messages that have not been taken."""
+        return len(self._queue) + sum(len(batch) for batch, _ in self._taking)
+
     def arrive(self, arrived: Sequence[Arrived]) -> None:
         if self._closed or not arrived:
             return
@@ -124,7 +129,8 @@ class Intake:
         self._closed = True
         try:
             if not self._idle.is_set():
-                await asyncio.wait_for(self._idle.wait(), drain_ms / 1000)
+                async with asyncio.timeout(drain_ms / 1000):
+                    await self._idle.wait()
         except TimeoutError:
             log.warning("closing, though listeners have not taken everything", intake=repr(self))
         self._queue.clear()

@@ -21,6 +21,7 @@ from paho.mqtt.subscribeoptions import SubscribeOptions
 from transports.mqtt5 import reasons, wire
 from transports.mqtt5.client import BatchClient
 from transports.mqtt5.config import Mqtt5Config
+from transports.mqtt5.dial import Dialler
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -76,18 +77,20 @@ class Link:
         self.address = f"{config.host}:{config.port}"
         self._client = self._make_client(local)
         self.next_packet_id = self._client.next_packet_id
-        self._dialled = self._tls_set = False
+        self._dialler = Dialler(config.host, config.port)
+        self._context: ssl.SSLContext | None = None
+        self._dialled = False
         self.up = False  # the broker has let us in, and we have not lost it since
         self._lost = asyncio.Event()
         self._welcome: asyncio.Future[Welcome] | None = None
         self._answers: dict[int, tuple[asyncio.Future[ReasonCode], float]] = {}  # packet id -> SUBACK or UNSUBACK, due when
+        self._opening: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     def _make_client(self, local: LocalUriProvider) -> BatchClient:
         config, source = self._config, local.get_source()
         generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
         client = BatchClient(config.client_id or generated, self._user.on_publishes, self._user.on_pubacks)
-        client.connect_timeout = config.connect_timeout_ms / 1000
         client.on_connect = self._on_connect
         client.on_disconnect = self._on_disconnect
         client.on_subscribe = lambda _client, _data, packet_id, codes, _properties: self._on_answer(packet_id, codes)
@@ -96,17 +99,25 @@ class Link:
 
     async def open(self) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open does."""
-        if self._config.tls is not None and not self._tls_set:
-            self._client.tls_set_context(await asyncio.to_thread(_tls_context, self._config))
-            self._tls_set = True
-        await self._connect()
+        self._opening = opening = asyncio.create_task(self._connect())
+        try:
+            await opening  # cancelled with us
+        except asyncio.CancelledError:
+            self._client.drop()  # it may have succeeded in the same turn
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise UStatusError(UCode.CANCELLED, "the transport was closed while it was connecting: call open again") from None
+        finally:
+            self._opening = None
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
-        """Say goodbye and go. A session that nobody could resume, because its name was made up, ends; a named one stays."""
-        for task in self._tasks:
+        """Say goodbye and go, at once. A session that nobody could resume, because its name was made up, ends; a named one stays."""
+        ending = self._tasks if self._opening is None else [*self._tasks, self._opening]
+        for task in ending:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*ending, return_exceptions=True)
         was_up, self.up = self.up, False
         if was_up:
             farewell = _properties(PacketTypes.DISCONNECT, **({} if self._config.client_id else {"SessionExpiryInterval": 0}))
@@ -122,10 +133,14 @@ class Link:
         """End this connection; the next one is made as after any loss."""
         self._client.drop()
 
-    async def subscribe(self, topic_filter: str, identifier: int | None) -> None:
-        """QoS 1, No Local, no retained messages. Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile."""
+    async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
+        """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
+
+        Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile.
+        """
         properties = _properties(PacketTypes.SUBSCRIBE, **({"SubscriptionIdentifier": identifier} if identifier is not None else {}))
-        options = SubscribeOptions(qos=1, noLocal=True, retainHandling=SubscribeOptions.RETAIN_DO_NOT_SEND)
+        handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else SubscribeOptions.RETAIN_DO_NOT_SEND
+        options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
         _, packet_id = self._client.subscribe(topic_filter, options=options, properties=properties)
         reason = await self._answer(packet_id)
         if reason.value >= reasons.FAILURE_MIN:
@@ -150,33 +165,37 @@ class Link:
             future.set_result(codes[0])
 
     async def _connect(self) -> None:
-        """One attempt, from the socket to what the user does first."""
+        """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing is left open."""
+        try:
+            await self._try_to_connect()
+        except BaseException as error:
+            self._client.drop()
+            if isinstance(error, UStatusError) or not isinstance(error, Exception):
+                raise
+            if not isinstance(error, (OSError, ValueError)):
+                log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
+            raise reasons.unreachable(self.address, error) from error
+
+    async def _try_to_connect(self) -> None:
         config, client = self._config, self._client
         loop = asyncio.get_running_loop()
+        if config.tls is not None and self._context is None:
+            self._context = await asyncio.to_thread(_tls_context, config)
         if config.username is not None:
             client.username_pw_set(config.username, await asyncio.to_thread(_password, config))
         self._lost.clear()
+        async with asyncio.timeout(config.connect_timeout_ms / 1000):
+            sock = await self._dialler.dial(self._context)
         self._welcome = loop.create_future()
-        dialling = asyncio.ensure_future(asyncio.to_thread(self._dial))
-        try:
-            await asyncio.shield(dialling)
-            client.attach(loop)
-            async with asyncio.timeout(config.connect_timeout_ms / 1000):
-                welcome = await self._welcome
-            if welcome.reason.value >= reasons.FAILURE_MIN:
-                raise reasons.refused("the login", welcome.reason, welcome.properties)
-            await self._user.up(welcome)
-        except OSError as error:  # TimeoutError and ssl.SSLError, too
-            client.drop()
-            raise reasons.unreachable(self.address, error) from error
-        except BaseException:
-            if not dialling.done():
-                dialling.add_done_callback(self._undo_dialling)
-            client.drop()
-            raise
+        self._welcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # attach may fail first
+        client.attach(loop, sock, self._say_connect)
+        async with asyncio.timeout(config.connect_timeout_ms / 1000):
+            welcome = await self._welcome
+        if welcome.reason.value >= reasons.FAILURE_MIN:
+            raise reasons.refused("the login", welcome.reason, welcome.properties)
+        await self._user.up(welcome)
 
-    def _dial(self) -> None:
-        """In a thread, because names, TCP and TLS block; the loop serves the socket from `attach` on."""
+    def _say_connect(self) -> None:
         config = self._config
         if self._dialled:
             self._client.reconnect()
@@ -185,10 +204,6 @@ class Link:
         properties = _properties(PacketTypes.CONNECT, SessionExpiryInterval=config.session_expiry_s, ReceiveMaximum=config.receive_maximum)
         clean_start = MQTT_CLEAN_START_FIRST_ONLY if config.clean_start else False
         self._client.connect(config.host, config.port, config.keep_alive_s, clean_start=clean_start, properties=properties)
-
-    def _undo_dialling(self, dialled: asyncio.Future[None]) -> None:
-        if not dialled.cancelled() and dialled.exception() is None:
-            self._client.drop()
 
     async def _stay_connected(self) -> None:
         while True:

@@ -3,6 +3,7 @@
 send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions -> mapping -> Intake -> listeners
                  ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
+Losses: tells of what the broker has lost
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final
 
 import structlog
@@ -22,20 +24,24 @@ from transports.mqtt5.codec import Codec
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.intake import Arrived, Intake
 from transports.mqtt5.link import Link, Welcome
+from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
 from transports.mqtt5.window import Window
 from transports.outbox import Outbox
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
-DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for what is under way, each way
+DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
+
+COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
+_DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
 log = structlog.get_logger()
 
@@ -67,7 +73,15 @@ class Mqtt5Transport(UTransport):
         self._link = link = Link(config, local, self, chance)
         self._window = Window(self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
         self._intake = Intake(self._table.deliver_encoded, self._acknowledge)
+        named = config.client_id if config.session_expiry_s else None
+        address = f"{config.host}:{config.port}"
+        self._losses = Losses(address, f"{named} at {address}" if named is not None else None, self._table.dropped)
+        self._counting: asyncio.Task[None] | None = None
+        self._count_refusals = 0
+        self._lag_messages = -(-config.receive_maximum // 2)  # unacknowledged: with those that are on the way the broker may have to queue
+        self._refused: dict[str, str] = {}  # topic filter -> why the broker no longer lets us subscribe
         self._open = self._connected = False
+        self._has_session = False  # the broker keeps one for us, as far as we know
         self._connection = 0  # counts the connections
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
@@ -84,7 +98,9 @@ class Mqtt5Transport(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow."""
+        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow; `broker_dropped` are those
+        that the broker threw away, at most; `session_lost` counts sessions, and what was lost with one nobody knows.
+        """
         return self._table.dropped
 
     @property
@@ -93,6 +109,19 @@ class Mqtt5Transport(UTransport):
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._connection_callbacks.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        self._losses.callbacks.append(callback)
+
+    def remember_in(self, file: str) -> None:
+        self._losses.remember_in(Path(file))
+
+    @property
+    def troubles(self) -> list[str]:
+        if not self._refused:
+            return []
+        first, why = next(iter(self._refused.items()))
+        return [f"the broker no longer lets us subscribe to {len(self._refused)} topic filters, one of them {first}: {why}"]
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
@@ -111,26 +140,43 @@ class Mqtt5Transport(UTransport):
             raise
 
     async def close(self) -> None:
-        """Finish what is under way, in DRAIN_MS_MAX at most each way, and disconnect."""
+        """Finish what is under way, in DRAIN_MS_MAX at most, and disconnect; while it is connecting, give that up."""
         if not self._open:
             return
         self._open = False
-        if self._connected:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._window.drained(), DRAIN_MS_MAX / 1000)
-        await self._intake.close(DRAIN_MS_MAX if self._connected else 0)
+        drain_ms = DRAIN_MS_MAX if self._connected else 0
+        drained = asyncio.ensure_future(self._window.drained())
+        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.close(drain_ms))
+        drained.cancel()
         await self._link.close()
+        self._has_session = self._has_session and self._config.client_id is not None  # one with a made-up name has ended with this
+        if self._counting is not None:
+            await asyncio.gather(self._counting, return_exceptions=True)
+        await self._losses.close()
         self._unclaimed.clear()
 
     # What the link tells.
 
     def welcomed(self, welcome: Welcome) -> None:
+        now_s = asyncio.get_running_loop().time()
         if self._connection == 0 and welcome.session_present:
-            self._unclaimed_until_s = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
+            self._unclaimed_until_s = now_s + UNCLAIMED_MS_MAX / 1000
+        self._losses.connected(
+            resumed=welcome.session_present,
+            had_session=self._has_session and self._listens,
+            forgets=self._config.clean_start,
+            now_s=now_s,
+        )
+        self._has_session = self._config.session_expiry_s > 0
         self._connection += 1
         if not welcome.session_present:
             self._subscriptions.forget_all()
             self._left.clear()
+
+    @property
+    def _listens(self) -> bool:
+        """The session at the broker has subscriptions."""
+        return any(one.known for one in self._subscriptions)
 
     async def up(self, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
@@ -139,6 +185,7 @@ class Mqtt5Transport(UTransport):
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
             self._left.discard(topic_filter)
+        self._refused.clear()
         tried: set[int] = set()
         while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][:SUBSCRIBES_MAX]:
             tried.update(map(id, missing))
@@ -147,6 +194,18 @@ class Mqtt5Transport(UTransport):
         self._connected = True
         log.info("connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried))
         self._tell_connection(True)
+        if self._count_refusals < COUNT_REFUSALS_MAX:
+            self._counting = asyncio.ensure_future(self._ask_for_count())
+
+    async def _ask_for_count(self) -> None:
+        """mosquitto counts what it drops. Other brokers don't, or don't tell; some may hang up on whoever asks."""
+        try:
+            await self._link.subscribe(DROPPED_TOPIC, None, retained=True)
+        except UStatusError as error:
+            self._count_refusals += 1 if error.code == UCode.UNAVAILABLE else COUNT_REFUSALS_MAX
+            log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
+        else:
+            self._count_refusals = 0
 
     async def _subscribe_again(self, subscription: Subscription) -> None:
         try:
@@ -154,6 +213,7 @@ class Mqtt5Transport(UTransport):
         except UStatusError as error:
             if error.code == UCode.UNAVAILABLE:
                 raise
+            self._refused[subscription.topic_filter] = str(error)
             log.error("the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error))
 
     def down(self, why: str) -> None:
@@ -171,6 +231,7 @@ class Mqtt5Transport(UTransport):
             self.dropped["unwanted"] += len(self._unclaimed)
             self._acknowledge([arrived for _, arrived in self._unclaimed])
             self._unclaimed.clear()
+        self._losses.tick(now_s, listens=self._connected and self._listens)
 
     def _tell_connection(self, connected: bool) -> None:
         for callback in self._connection_callbacks:
@@ -199,10 +260,15 @@ class Mqtt5Transport(UTransport):
             if arrived is not None:
                 taken.append(arrived)
         self._intake.arrive(taken)
+        if self._intake.waiting + len(self._unclaimed) >= self._lag_messages:
+            self._losses.lagged()
 
     def _read(self, publish: wire.Publish) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
+        if publish.topic == _DROPPED_TOPIC:
+            self._losses.counted(publish.payload, retained=publish.retained, now_s=asyncio.get_running_loop().time())
+            return nothing
         try:
             topic, identifiers, encoded = self._codec.decode(publish)
         except UStatusError as error:
@@ -288,6 +354,7 @@ class Mqtt5Transport(UTransport):
         subscription.users -= 1
         if subscription.users:
             return
+        self._refused.pop(topic_filter, None)
         self._left.add(topic_filter)
         try:
             if self._connected:

@@ -12,6 +12,9 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 FAILURE_MIN: Final = 0x80
+NO_MATCHING_SUBSCRIBERS: Final = (
+    0x10  # in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
+)
 
 _CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE: it may be tried again
     0x81: UCode.INTERNAL,  # malformed packet
@@ -52,7 +55,12 @@ def unreachable(address: str, error: BaseException) -> UStatusError:
         )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return UStatusError(
-            UCode.UNAUTHENTICATED, f"TLS with the broker at {address} failed ({error.reason or error}): are cert_file, key_file right?"
+            UCode.UNAUTHENTICATED,
+            f"TLS with the broker at {address} failed ({getattr(error, 'reason', None) or error}): are cert_file, key_file right?",
         )
+    if isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
+        return UStatusError(UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?")
+    if not isinstance(error, OSError):
+        return UStatusError(UCode.INTERNAL, f"connecting to the broker at {address} failed ({error!r}): this should not happen")
     reason = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
     return UStatusError(UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?")

@@ -10,27 +10,32 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.mqtt5 import reasons
 from transports.outbox import OK, stopped
-from uprotocol.encoded import Carried
-from uprotocol.status import UStatusError
+from uprotocol.encoded import Carried, EncodedMessage
+from uprotocol.status import UStatusError, nobody_listens
+from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
 PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 
+log = structlog.get_logger()
+
 Encode = Callable[[Carried], tuple[bytes, bytes]]
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
 
 
 class _Batch:
-    __slots__ = ("done", "due", "statuses", "why")
+    __slots__ = ("done", "due", "messages", "statuses", "why")
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Sequence[Carried]) -> None:
+        self.messages = messages
         self.statuses: list[UStatus | None] = []
         self.due = 0  # PUBACKs
         self.done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
@@ -93,7 +98,7 @@ class Window:
         """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not stop the rest."""
         if self._away is not None:
             return stopped([], len(messages), self._away)
-        batch, connection, count = _Batch(), self._connection, len(messages)
+        batch, connection, count = _Batch(messages), self._connection, len(messages)
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
@@ -121,6 +126,10 @@ class Window:
             except UStatusError as error:
                 batch.statuses.append(error.status)
                 continue
+            except Exception as error:
+                log.exception("a message could not be encoded, and nobody foresaw why")
+                batch.statuses.append(UStatus(code=UCode.INTERNAL, message=f"the message could not be encoded: {error!r}"))
+                continue
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
@@ -142,7 +151,8 @@ class Window:
                 continue
             batch, index = entry
             if reason < reasons.FAILURE_MIN:
-                batch.statuses[index] = OK
+                is_heard = reason != reasons.NO_MATCHING_SUBSCRIBERS or not _is_request(batch.messages[index])
+                batch.statuses[index] = OK if is_heard else _NOBODY
             else:
                 batch.statuses[index] = status = _refusal(reason)
                 if status.code == UCode.UNAVAILABLE:
@@ -160,6 +170,14 @@ class Window:
 
 
 _LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection to the broker was lost meanwhile: try again when it is back")
+
+
+_NOBODY: Final = nobody_listens("the broker has no subscriber for this request: its service is not there now, try again later")
+
+
+def _is_request(message: Carried) -> bool:
+    attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
+    return attributes.type == UMessageType.UMESSAGE_TYPE_REQUEST
 
 
 def _refusal(reason: int) -> UStatus:

@@ -37,6 +37,7 @@ class Publish(NamedTuple):
     topic: bytes
     properties: bytes
     payload: bytes
+    retained: bool = False  # sent because we have just subscribed
 
 
 def _pair(key: str, value: str) -> bytes:
@@ -141,7 +142,7 @@ def read_publish(first: int, body: bytes) -> Publish:
     end = start + length
     if not start or end > len(body):
         raise ValueError("a PUBLISH ends within its properties")
-    return Publish(packet_id, topic, body[start:end], body[end:])
+    return Publish(packet_id, topic, body[start:end], body[end:], first & 0x01 != 0)
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:

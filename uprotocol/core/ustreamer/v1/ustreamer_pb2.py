@@ -29,7 +29,7 @@ from uprotocol.v1 import umessage_pb2 as uprotocol_dot_v1_dot_umessage__pb2
 from uprotocol.v1 import uri_pb2 as uprotocol_dot_v1_dot_uri__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+uprotocol/core/ustreamer/v1/ustreamer.proto\x12\rupstreamer.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18uprotocol/uoptions.proto\x1a\x18uprotocol/v1/ucode.proto\x1a\x1buprotocol/v1/umessage.proto\x1a\x16uprotocol/v1/uri.proto\",\n\x08Position\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x01(\x04\"5\n\x0f\x44\x65scribeRequest\x12\"\n\x06topics\x18\x01 \x03(\x0b\x32\x12.uprotocol.v1.UUri\"d\n\x10\x44\x65scribeResponse\x12%\n\x04logs\x18\x01 \x03(\x0b\x32\x17.upstreamer.v1.LogState\x12)\n\x06topics\x18\x02 \x03(\x0b\x32\x19.upstreamer.v1.TopicState\"\x9d\x01\n\x08LogState\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x02 \x01(\x08\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nnewest_seq\x18\x04 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cretention_ms\x18\x06 \x01(\x04\x12\x17\n\x0fretention_bytes\x18\x07 \x01(\x04\"\xc1\x01\n\nTopicState\x12!\n\x05topic\x18\x01 \x01(\x0b\x32\x12.uprotocol.v1.UUri\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nnewest_seq\x18\x04 \x01(\x04\x12\x11\n\tnewest_id\x18\x05 \x01(\x0c\x12/\n\x0bnewest_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07records\x18\x07 \x01(\x04\"\x87\x03\n\x0bPollRequest\x12\"\n\x06topics\x18\x01 \x03(\x0b\x32\x12.uprotocol.v1.UUri\x12*\n\tpositions\x18\x02 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12\x12\n\x08\x65\x61rliest\x18\x03 \x01(\x08H\x00\x12\x10\n\x06latest\x18\x04 \x01(\x08H\x00\x12\x30\n\nafter_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x12\x1a\n\x10\x61\x66ter_message_id\x18\x06 \x01(\x0cH\x00\x12\x10\n\x08\x63onsumer\x18\x07 \x01(\t\x12&\n\x05\x61\x63ked\x18\x08 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12\x13\n\x0bmax_records\x18\t \x01(\r\x12\x11\n\tmax_bytes\x18\n \x01(\r\x12\x0f\n\x07wait_ms\x18\x0b \x01(\r\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\x12&\n\x05until\x18\r \x03(\x0b\x32\x17.upstreamer.v1.PositionB\x07\n\x05start\"\xcc\x01\n\x0cPollResponse\x12+\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x1a.upstreamer.v1.RecordBatch\x12%\n\x04next\x18\x02 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12 \n\x04gaps\x18\x03 \x03(\x0b\x32\x12.upstreamer.v1.Gap\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12&\n\x05\x62\x65gin\x18\x06 \x03(\x0b\x32\x17.upstreamer.v1.Position\"c\n\x0bRecordBatch\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x03(\x04\x12\x10\n\x08prev_seq\x18\x03 \x03(\x04\x12\x0f\n\x07time_ms\x18\x04 \x03(\x04\x12\x0f\n\x07message\x18\x05 \x03(\x0c\"\xe7\x01\n\x03Gap\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.upstreamer.v1.Gap.Reason\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x11\n\tafter_seq\x18\x03 \x01(\x04\x12\x12\n\nbefore_seq\x18\x04 \x01(\x04\"y\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_RETENTION\x10\x01\x12\x16\n\x12REASON_INCARNATION\x10\x02\x12\x15\n\x11REASON_CORRUPTION\x10\x03\x12\x12\n\x0eREASON_NETWORK\x10\x04\"x\n\tGapNotice\x12\x1f\n\x03gap\x18\x01 \x01(\x0b\x32\x12.upstreamer.v1.Gap\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa4\x01\n\nDeadLetter\x12\'\n\x07message\x18\x01 \x01(\x0b\x32\x16.uprotocol.v1.UMessage\x12!\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x13.uprotocol.v1.UCode\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8f\x01\n\x06Sample\x12\x0c\n\x04path\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0c\x64ouble_value\x18\x03 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x04 \x01(\tH\x00\x12\x14\n\nbool_value\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value2\xff\x01\n\tuStreamer\x12Q\n\x08\x44\x65scribe\x12\x1e.upstreamer.v1.DescribeRequest\x1a\x1f.upstreamer.v1.DescribeResponse\"\x04\x80\x80\x19\x01\x12\x45\n\x04Poll\x12\x1a.upstreamer.v1.PollRequest\x1a\x1b.upstreamer.v1.PollResponse\"\x04\x80\x80\x19\x02\x1aX\xe0\xf9\x18\x04\xea\xf9\x18\x0e\x63ore.ustreamer\xf0\xf9\x18\x01\xf8\xf9\x18\x00\x8a\xfa\x18\x1d\x08\x81\x80\x02\x12\x0b\x44\x65\x61\x64Letters\x1a\nDeadLetter\x8a\xfa\x18\x15\x08\x82\x80\x02\x12\x04Gaps\x1a\tGapNoticeb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+uprotocol/core/ustreamer/v1/ustreamer.proto\x12\rupstreamer.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18uprotocol/uoptions.proto\x1a\x18uprotocol/v1/ucode.proto\x1a\x1buprotocol/v1/umessage.proto\x1a\x16uprotocol/v1/uri.proto\"j\n\x08Position\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x01(\x04\x12)\n\twitnesses\x18\x03 \x03(\x0b\x32\x16.upstreamer.v1.Witness\x12\x11\n\tin_memory\x18\x04 \x01(\x08\"&\n\x07Witness\x12\x0b\n\x03seq\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\"5\n\x0f\x44\x65scribeRequest\x12\"\n\x06topics\x18\x01 \x03(\x0b\x32\x12.uprotocol.v1.UUri\"d\n\x10\x44\x65scribeResponse\x12%\n\x04logs\x18\x01 \x03(\x0b\x32\x17.upstreamer.v1.LogState\x12)\n\x06topics\x18\x02 \x03(\x0b\x32\x19.upstreamer.v1.TopicState\"\x9d\x01\n\x08LogState\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0f\n\x07\x64urable\x18\x02 \x01(\x08\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nnewest_seq\x18\x04 \x01(\x04\x12\x14\n\x0cstored_bytes\x18\x05 \x01(\x04\x12\x14\n\x0cretention_ms\x18\x06 \x01(\x04\x12\x17\n\x0fretention_bytes\x18\x07 \x01(\x04\"\xc1\x01\n\nTopicState\x12!\n\x05topic\x18\x01 \x01(\x0b\x32\x12.uprotocol.v1.UUri\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x12\n\noldest_seq\x18\x03 \x01(\x04\x12\x12\n\nnewest_seq\x18\x04 \x01(\x04\x12\x11\n\tnewest_id\x18\x05 \x01(\x0c\x12/\n\x0bnewest_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07records\x18\x07 \x01(\x04\"\x87\x03\n\x0bPollRequest\x12\"\n\x06topics\x18\x01 \x03(\x0b\x32\x12.uprotocol.v1.UUri\x12*\n\tpositions\x18\x02 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12\x12\n\x08\x65\x61rliest\x18\x03 \x01(\x08H\x00\x12\x10\n\x06latest\x18\x04 \x01(\x08H\x00\x12\x30\n\nafter_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.TimestampH\x00\x12\x1a\n\x10\x61\x66ter_message_id\x18\x06 \x01(\x0cH\x00\x12\x10\n\x08\x63onsumer\x18\x07 \x01(\t\x12&\n\x05\x61\x63ked\x18\x08 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12\x13\n\x0bmax_records\x18\t \x01(\r\x12\x11\n\tmax_bytes\x18\n \x01(\r\x12\x0f\n\x07wait_ms\x18\x0b \x01(\r\x12\x10\n\x08lease_ms\x18\x0c \x01(\r\x12&\n\x05until\x18\r \x03(\x0b\x32\x17.upstreamer.v1.PositionB\x07\n\x05start\"\xcc\x01\n\x0cPollResponse\x12+\n\x07\x62\x61tches\x18\x01 \x03(\x0b\x32\x1a.upstreamer.v1.RecordBatch\x12%\n\x04next\x18\x02 \x03(\x0b\x32\x17.upstreamer.v1.Position\x12 \n\x04gaps\x18\x03 \x03(\x0b\x32\x12.upstreamer.v1.Gap\x12\x0c\n\x04more\x18\x04 \x01(\x08\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12&\n\x05\x62\x65gin\x18\x06 \x03(\x0b\x32\x17.upstreamer.v1.Position\"c\n\x0bRecordBatch\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x0b\n\x03seq\x18\x02 \x03(\x04\x12\x10\n\x08prev_seq\x18\x03 \x03(\x04\x12\x0f\n\x07time_ms\x18\x04 \x03(\x04\x12\x0f\n\x07message\x18\x05 \x03(\x0c\"\xe7\x01\n\x03Gap\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.upstreamer.v1.Gap.Reason\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x11\n\tafter_seq\x18\x03 \x01(\x04\x12\x12\n\nbefore_seq\x18\x04 \x01(\x04\"y\n\x06Reason\x12\x16\n\x12REASON_UNSPECIFIED\x10\x00\x12\x14\n\x10REASON_RETENTION\x10\x01\x12\x16\n\x12REASON_INCARNATION\x10\x02\x12\x15\n\x11REASON_CORRUPTION\x10\x03\x12\x12\n\x0eREASON_NETWORK\x10\x04\"x\n\tGapNotice\x12\x1f\n\x03gap\x18\x01 \x01(\x0b\x32\x12.upstreamer.v1.Gap\x12\x10\n\x08\x65ndpoint\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xa4\x01\n\nDeadLetter\x12\'\n\x07message\x18\x01 \x01(\x0b\x32\x16.uprotocol.v1.UMessage\x12!\n\x04\x63ode\x18\x02 \x01(\x0e\x32\x13.uprotocol.v1.UCode\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x10\n\x08\x65ndpoint\x18\x04 \x01(\t\x12(\n\x04time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8f\x01\n\x06Sample\x12\x0c\n\x04path\x18\x01 \x01(\t\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x16\n\x0c\x64ouble_value\x18\x03 \x01(\x01H\x00\x12\x16\n\x0cstring_value\x18\x04 \x01(\tH\x00\x12\x14\n\nbool_value\x18\x05 \x01(\x08H\x00\x42\x07\n\x05value2\xff\x01\n\tuStreamer\x12Q\n\x08\x44\x65scribe\x12\x1e.upstreamer.v1.DescribeRequest\x1a\x1f.upstreamer.v1.DescribeResponse\"\x04\x80\x80\x19\x01\x12\x45\n\x04Poll\x12\x1a.upstreamer.v1.PollRequest\x1a\x1b.upstreamer.v1.PollResponse\"\x04\x80\x80\x19\x02\x1aX\xe0\xf9\x18\x04\xea\xf9\x18\x0e\x63ore.ustreamer\xf0\xf9\x18\x01\xf8\xf9\x18\x00\x8a\xfa\x18\x1d\x08\x81\x80\x02\x12\x0b\x44\x65\x61\x64Letters\x1a\nDeadLetter\x8a\xfa\x18\x15\x08\x82\x80\x02\x12\x04Gaps\x1a\tGapNoticeb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,31 +43,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USTREAMER'].methods_by_name['Poll']._loaded_options = None
   _globals['_USTREAMER'].methods_by_name['Poll']._serialized_options = b'\200\200\031\002'
   _globals['_POSITION']._serialized_start=200
-  _globals['_POSITION']._serialized_end=244
-  _globals['_DESCRIBEREQUEST']._serialized_start=246
-  _globals['_DESCRIBEREQUEST']._serialized_end=299
-  _globals['_DESCRIBERESPONSE']._serialized_start=301
-  _globals['_DESCRIBERESPONSE']._serialized_end=401
-  _globals['_LOGSTATE']._serialized_start=404
-  _globals['_LOGSTATE']._serialized_end=561
-  _globals['_TOPICSTATE']._serialized_start=564
-  _globals['_TOPICSTATE']._serialized_end=757
-  _globals['_POLLREQUEST']._serialized_start=760
-  _globals['_POLLREQUEST']._serialized_end=1151
-  _globals['_POLLRESPONSE']._serialized_start=1154
-  _globals['_POLLRESPONSE']._serialized_end=1358
-  _globals['_RECORDBATCH']._serialized_start=1360
-  _globals['_RECORDBATCH']._serialized_end=1459
-  _globals['_GAP']._serialized_start=1462
-  _globals['_GAP']._serialized_end=1693
-  _globals['_GAP_REASON']._serialized_start=1572
-  _globals['_GAP_REASON']._serialized_end=1693
-  _globals['_GAPNOTICE']._serialized_start=1695
-  _globals['_GAPNOTICE']._serialized_end=1815
-  _globals['_DEADLETTER']._serialized_start=1818
-  _globals['_DEADLETTER']._serialized_end=1982
-  _globals['_SAMPLE']._serialized_start=1985
-  _globals['_SAMPLE']._serialized_end=2128
-  _globals['_USTREAMER']._serialized_start=2131
-  _globals['_USTREAMER']._serialized_end=2386
+  _globals['_POSITION']._serialized_end=306
+  _globals['_WITNESS']._serialized_start=308
+  _globals['_WITNESS']._serialized_end=346
+  _globals['_DESCRIBEREQUEST']._serialized_start=348
+  _globals['_DESCRIBEREQUEST']._serialized_end=401
+  _globals['_DESCRIBERESPONSE']._serialized_start=403
+  _globals['_DESCRIBERESPONSE']._serialized_end=503
+  _globals['_LOGSTATE']._serialized_start=506
+  _globals['_LOGSTATE']._serialized_end=663
+  _globals['_TOPICSTATE']._serialized_start=666
+  _globals['_TOPICSTATE']._serialized_end=859
+  _globals['_POLLREQUEST']._serialized_start=862
+  _globals['_POLLREQUEST']._serialized_end=1253
+  _globals['_POLLRESPONSE']._serialized_start=1256
+  _globals['_POLLRESPONSE']._serialized_end=1460
+  _globals['_RECORDBATCH']._serialized_start=1462
+  _globals['_RECORDBATCH']._serialized_end=1561
+  _globals['_GAP']._serialized_start=1564
+  _globals['_GAP']._serialized_end=1795
+  _globals['_GAP_REASON']._serialized_start=1674
+  _globals['_GAP_REASON']._serialized_end=1795
+  _globals['_GAPNOTICE']._serialized_start=1797
+  _globals['_GAPNOTICE']._serialized_end=1917
+  _globals['_DEADLETTER']._serialized_start=1920
+  _globals['_DEADLETTER']._serialized_end=2084
+  _globals['_SAMPLE']._serialized_start=2087
+  _globals['_SAMPLE']._serialized_end=2230
+  _globals['_USTREAMER']._serialized_start=2233
+  _globals['_USTREAMER']._serialized_end=2488
 # @@protoc_insertion_point(module_scope)

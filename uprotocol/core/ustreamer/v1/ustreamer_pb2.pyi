@@ -33,23 +33,60 @@ class Position(_message.Message):
 
     INCARNATION_FIELD_NUMBER: _builtins.int
     SEQ_FIELD_NUMBER: _builtins.int
+    WITNESSES_FIELD_NUMBER: _builtins.int
+    IN_MEMORY_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     """16 bytes, the identity of one log; a log that was lost and made anew has another"""
     seq: _builtins.int
     """0 is before the first record"""
+    in_memory: _builtins.bool
+    """from the service: the log has a new incarnation at each start"""
+    @_builtins.property
+    def witnesses(self) -> _containers.RepeatedCompositeFieldContainer[Global___Witness]:
+        """From the service: the record at `seq`, if it is there. From the caller: all that it has been given, or as many as it likes; by them
+        the service notices that the log went back since (restored from a copy), also when it has grown past `seq` again.
+        """
+
     def __init__(
         self,
         *,
         incarnation: _builtins.bytes = ...,
         seq: _builtins.int = ...,
+        witnesses: _abc.Iterable[Global___Witness] | None = ...,
+        in_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "seq", b"seq"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_memory", b"in_memory", "incarnation", b"incarnation", "seq", b"seq", "witnesses", b"witnesses"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Position: _TypeAlias = Position  # noqa: Y015
+
+@_typing.final
+class Witness(_message.Message):
+    """Tells the record at one seq of a log from any other record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    digest: _builtins.bytes
+    """opaque"""
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "seq", b"seq"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Witness: _TypeAlias = Witness  # noqa: Y015
 
 @_typing.final
 class DescribeRequest(_message.Message):
@@ -350,7 +387,9 @@ Global___RecordBatch: _TypeAlias = RecordBatch  # noqa: Y015
 
 @_typing.final
 class Gap(_message.Message):
-    """Records (after, before) of a log are gone. If `before` is not beyond `after`, the log itself went back (restored from a copy), and goes on at `before`."""
+    """Records (after, before) of a log are gone. If `before` is not beyond `after`, the log itself went back (restored from a copy), and goes on at
+    `before`: of the seqs from `before` to `after` any may name another record now.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

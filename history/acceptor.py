@@ -1,0 +1,231 @@
+"""What a reader takes of the answers of a history: each record once, in order, and nothing after one that is missing.
+
+answer -> decode -> records -> judge: does it directly follow the last one of its topic? -> Accepted(records, gaps, places)
+                       gaps -> told once -> places: where to go on in each log, what proves it, which logs gave nothing
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from history import witness
+from history.witness import Known
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
+from uprotocol.v1.umessage_pb2 import UMessage
+
+TOPICS_TRACKED_MAX: Final = 65_536  # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
+REFUSED_MAX: Final = (
+    8  # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't help
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One message of a history. `time_ms`: when it was appended, Unix milliseconds."""
+
+    incarnation: bytes
+    seq: int
+    prev_seq: int
+    time_ms: int
+    message: UMessage
+
+
+Positions = dict[bytes, int]
+
+
+@dataclass(slots=True)
+class Places:
+    """Where a reader is in each log, and what proves it (see history.witness)."""
+
+    positions: Positions = field(default_factory=dict)
+    known: dict[bytes, Known] = field(default_factory=dict)
+    idle: set[bytes] = field(default_factory=set)  # logs in memory of which nothing was had: their end is no loss
+
+    def copy(self) -> Places:
+        return Places(dict(self.positions), dict(self.known), set(self.idle))
+
+    def request(self) -> list[Position]:
+        return [witness.position(incarnation, seq, self.known.get(incarnation, {})) for incarnation, seq in self.positions.items()]
+
+    def learn(self, told: Iterable[Position]) -> None:
+        for position in told:
+            if position.witnesses:
+                self.known[position.incarnation] = witness.learn(self.known.get(position.incarnation, {}), position)
+
+    def forget(self, incarnation: bytes) -> None:
+        self.positions.pop(incarnation, None)
+        self.known.pop(incarnation, None)
+        self.idle.discard(incarnation)
+
+
+@dataclass(slots=True)
+class Accepted:
+    """What one answer brought: records in order, the gaps before them, and where the next poll begins."""
+
+    records: list[Record] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    places: Places = field(default_factory=Places)
+
+    @property
+    def positions(self) -> Positions:
+        return self.places.positions
+
+
+class Verdict(enum.Enum):
+    TAKEN = enum.auto()
+    DUPLICATE = enum.auto()
+    REFUSED = enum.auto()  # one is missing before it
+
+
+class Acceptor:
+    """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
+
+    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage).
+    """
+
+    def __init__(self, positions: Positions | None = None, places: Places | None = None) -> None:
+        self.places = places.copy() if places is not None else Places(dict(positions or {}))
+        self.dropped: Counter[str] = Counter()
+        self._base: Positions = dict(self.positions)  # of a topic not in `_newest` nothing has come after this
+        self._newest: OrderedDict[tuple[bytes, bytes, bytes], int] = OrderedDict()  # (incarnation, source, sink) -> seq
+        self._lost_to: Positions = {}  # whatever is missing up to here has been told as a gap
+        self._refused_in_a_row = 0
+
+    @property
+    def positions(self) -> Positions:
+        return self.places.positions
+
+    def accept(self, response: PollResponse) -> Accepted:
+        accepted = Accepted()
+        following = {position.incarnation: position.seq for position in response.next}
+        for begin in response.begin:
+            if begin.incarnation not in self.positions:
+                self.positions[begin.incarnation] = self._base[begin.incarnation] = begin.seq
+                if begin.in_memory:
+                    self.places.idle.add(begin.incarnation)
+        for gap in response.gaps:
+            self._note(gap, accepted)
+        for incarnation in [one for one in self.positions if one not in following] if following else []:
+            self._lose(incarnation, accepted)  # the service names all its logs there
+        for batch in response.batches:
+            records = decode(batch)
+            if records is None or not self._take(batch.incarnation, records, accepted):
+                following.pop(batch.incarnation, None)
+        for incarnation, seq in following.items():
+            self.positions[incarnation] = max(seq, self.positions.get(incarnation, 0))
+        self.places.learn(response.begin)
+        self.places.learn(response.next)
+        accepted.places = self.places.copy()
+        return accepted
+
+    def judge(self, record: Record) -> Verdict:
+        """Whether `record` is the next one of its topic; it counts as taken if it is."""
+        incarnation, attributes = record.incarnation, record.message.attributes
+        key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
+        last = self._newest.get(key, self._base.get(incarnation, 0))
+        if record.seq <= last:
+            self.dropped["duplicate"] += 1
+            return Verdict.DUPLICATE
+        if record.prev_seq > max(last, self._lost_to.get(incarnation, 0)) or record.prev_seq >= record.seq:
+            self.dropped["refused"] += 1
+            return Verdict.REFUSED
+        self._newest[key] = record.seq
+        self._newest.move_to_end(key)
+        if len(self._newest) > TOPICS_TRACKED_MAX:
+            (of, _, _), forgotten = self._newest.popitem(last=False)
+            self._base[of] = max(self._base[of], forgotten)
+        self._refused_in_a_row = 0
+        self.places.idle.discard(incarnation)
+        return Verdict.TAKEN
+
+    def resume(self, places: Places) -> None:
+        """Go on from `places`, which another acceptor came to with these topics; what was taken here already will be a duplicate."""
+        self.places = Places(dict(places.positions), dict(places.known), self.places.idle & places.positions.keys())
+
+    def _note(self, gap: Gap, accepted: Accepted) -> None:
+        incarnation = gap.incarnation
+        if gap.reason == Gap.REASON_INCARNATION:
+            self._lose(incarnation, accepted)
+            return
+        if went_back(gap):  # start again where it says
+            self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
+            self.places.known[incarnation] = witness.up_to(self.places.known.get(incarnation, {}), gap.before_seq - 1)
+            self._lost_to.pop(incarnation, None)
+            for key in [key for key in self._newest if key[0] == incarnation]:
+                del self._newest[key]
+        elif gap.before_seq - 1 <= self._lost_to.get(incarnation, 0):
+            return
+        else:
+            self._lost_to[incarnation] = gap.before_seq - 1
+        accepted.gaps.append(gap)
+
+    def _lose(self, incarnation: bytes, accepted: Accepted) -> None:
+        """This log is gone."""
+        seq = self.positions.get(incarnation)
+        if seq is None:
+            return
+        if incarnation not in self.places.idle:
+            accepted.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
+        self.places.forget(incarnation)
+        self._lost_to.pop(incarnation, None)
+        self._base.pop(incarnation, None)
+
+    def _take(self, incarnation: bytes, records: Sequence[Record | int], accepted: Accepted) -> bool:
+        """False if a record did not follow; then the position is where the missing one comes next."""
+        seqs = (record if isinstance(record, int) else record.seq for record in records)
+        base = self._base.setdefault(incarnation, min(seqs, default=1) - 1)
+        position = self.positions.setdefault(incarnation, base)
+        for place, record in enumerate(records):
+            if isinstance(record, int):
+                self.dropped["unreadable"] += 1
+                accepted.gaps.append(
+                    Gap(reason=Gap.REASON_CORRUPTION, incarnation=incarnation, after_seq=record - 1, before_seq=record + 1)
+                )
+                self._lost_to[incarnation] = max(record, self._lost_to.get(incarnation, 0))
+                continue
+            verdict = self.judge(record)
+            if verdict is Verdict.REFUSED:
+                self.dropped["behind_refused"] += len(records) - place - 1
+                self._refused_in_a_row += 1
+                self._go_back(record, position, accepted)
+                return False
+            if verdict is Verdict.TAKEN:
+                position = self.positions[incarnation] = max(position, record.seq)
+                accepted.records.append(record)
+        return True
+
+    def _go_back(self, record: Record, position: int, accepted: Accepted) -> None:
+        incarnation, attributes = record.incarnation, record.message.attributes
+        key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
+        allowed = max(self._newest.get(key, self._base[incarnation]), self._lost_to.get(incarnation, 0))
+        self.positions[incarnation] = min(allowed, position)
+        if self._refused_in_a_row >= REFUSED_MAX:
+            self._refused_in_a_row = 0
+            gap = Gap(reason=Gap.REASON_UNSPECIFIED, incarnation=incarnation, after_seq=allowed, before_seq=record.prev_seq + 1)
+            self._lost_to[incarnation] = record.prev_seq
+            accepted.gaps.append(gap)
+
+
+def went_back(gap: Gap) -> bool:
+    """The log itself went back behind what its reader knows, and goes on at `before_seq`."""
+    return gap.reason == Gap.REASON_CORRUPTION and gap.before_seq - 1 <= gap.after_seq
+
+
+def decode(batch: RecordBatch) -> list[Record | int] | None:
+    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths."""
+    columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
+    if len({len(column) for column in columns}) != 1:
+        return None
+    records: list[Record | int] = []
+    for seq, prev_seq, time_ms, data in zip(*columns, strict=True):
+        try:
+            records.append(Record(batch.incarnation, seq, prev_seq, time_ms, UMessage.FromString(data)))
+        except DecodeError:
+            records.append(seq)
+    return records

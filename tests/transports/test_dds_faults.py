@@ -1,0 +1,315 @@
+"""DDS when somebody is away, stuck, or of another mind: nothing that was taken is lost without a word, and others don't notice.
+
+alpha (here) -- uprotocol/v1 --+-- beta, a process that is stopped and goes on
+                               +-- gamma, one that is well
+"""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import sys
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import pytest_asyncio
+from cyclonedds.core import Policy, Qos
+from cyclonedds.idl import IdlStruct
+from cyclonedds.idl.types import sequence, uint8
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.sub import DataReader, Subscriber
+from cyclonedds.topic import Topic
+
+from transports import dds_mapping as mapping
+from transports.conformance import Sink
+from transports.dds import DdsTransport
+from transports.dds_config import DdsConfig
+from transports.dds_link import Participant, binding, delete
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+DEADLINE_S = 30.0
+LOOK_S = 0.02
+DOMAIN = 100 + os.getpid() % 100
+STUCK, WELL = 0x8001, 0x8002  # topics: one that beta listens to, one for gamma
+EVERY = 0xFFFF  # for a listener: all topics
+RAW = UPayloadFormat.UPAYLOAD_FORMAT_RAW
+
+
+def settings(tag: str, **more: Any) -> dict[str, Any]:
+    return {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": tag} | more
+
+
+def end(tag: str, authority: str, **more: Any) -> DdsTransport:
+    return DdsTransport(DdsConfig(**settings(tag, **more)), LocalUriProvider(authority, 0x10AB, 3))
+
+
+def numbered(topic: int, numbers: range, octets: int = 0) -> list[UMessage]:
+    """Publishes of alpha that carry these numbers; `octets` pads them with zeros in front."""
+    builder = [(UMessageBuilder.publish(uris.uri("alpha", 0x10AB, 3, topic)), n) for n in numbers]
+    return [one.build_from_upayload(UPayload(b"%0*d" % (octets, n), RAW)) for one, n in builder]
+
+
+async def eventually(holds: Callable[[], Awaitable[bool] | bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                held = holds()
+                if held if isinstance(held, bool) else await held:
+                    return
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise AssertionError(f"expected within {DEADLINE_S} s: {what}") from None
+
+
+class Listening:
+    """Another process that listens to one topic of alpha."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, authority: str, topic: int, tag: str, **more: Any) -> Self:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        script = str(Path(__file__).with_name("dds_subscriber.py"))
+        pipe = asyncio.subprocess.PIPE
+        arguments = [script, json.dumps(settings(tag, **more)), authority, str(topic)]
+        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=pipe, stdout=pipe, env=environment, limit=1 << 24)
+        assert process.stdout is not None
+        assert await asyncio.wait_for(process.stdout.readline(), DEADLINE_S) == b"ready\n"
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def stop(self) -> None:
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._process.send_signal(signal.SIGCONT)
+
+    async def report(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(b"\n")
+        answer: dict[str, Any] = json.loads(await asyncio.wait_for(self._process.stdout.readline(), DEADLINE_S))
+        return answer
+
+    async def until_seen(self, number: int) -> dict[str, Any]:
+        """What it has seen when it has seen that number."""
+        report: dict[str, Any] = {}
+
+        async def seen() -> bool:
+            report.update(await self.report())
+            return number in report["seen"]
+
+        await eventually(seen, f"message {number} at the other process")
+        return report
+
+    async def close(self) -> None:
+        self.go_on()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await asyncio.wait_for(self._process.wait(), DEADLINE_S)
+
+
+Start = Callable[..., Awaitable[Listening]]
+
+
+@pytest.fixture
+def tag() -> str:
+    return uuid.uuid4().hex
+
+
+@pytest_asyncio.fixture
+async def start(tag: str) -> AsyncIterator[Start]:
+    """Starts subscribers, and ends them."""
+    started: list[Listening] = []
+
+    async def start(authority: str, topic: int, **more: Any) -> Listening:
+        started.append(await Listening.start(authority, topic, tag, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        await one.close()
+
+
+async def send(transport: DdsTransport, messages: list[UMessage]) -> list[int]:
+    return [status.code for status in await transport.send_batch(messages)]
+
+
+async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", lease_ms=1_000) as alpha:
+        beta = await start("beta", STUCK, lease_ms=1_000)
+        assert await send(alpha, numbered(STUCK, range(10))) == [UCode.OK] * 10
+        await beta.until_seen(9)
+        beta.stop()
+        assert await send(alpha, numbered(STUCK, range(10, 50))) == [UCode.OK] * 40  # they wait for it, until its lease ends
+        await eventually(lambda: "peers=0" in repr(alpha), "the end of its lease")
+        assert await send(alpha, numbered(STUCK, range(50, 100))) == [UCode.OK] * 50  # nobody is there
+        beta.go_on()
+        await eventually(lambda: alpha.returned == 1, "its return")
+        last = 99
+
+        async def heard_again() -> bool:
+            nonlocal last
+            last += 1
+            assert await send(alpha, numbered(STUCK, range(last, last + 1))) == [UCode.OK]
+            return bool((await beta.report())["seen"][-1] >= 100)
+
+        await eventually(heard_again, "messages at the other process again")
+        report = await beta.until_seen(last)
+        seen = report["seen"]
+        assert seen == sorted(set(seen))
+        assert seen[:10] == list(range(10))
+        assert 50 <= report["dropped"]["lost"] == last + 1 - len(seen)
+
+
+async def test_a_pause_within_the_lease_loses_nothing(tag: str, start: Start) -> None:
+    """Longer than the lease of the test before, in which all of it was lost."""
+    async with end(tag, "alpha", lease_ms=60_000) as alpha:
+        beta = await start("beta", STUCK, lease_ms=60_000)
+        beta.stop()
+        for first in range(0, 150, 10):
+            assert await send(alpha, numbered(STUCK, range(first, first + 10))) == [UCode.OK] * 10
+            await asyncio.sleep(0.1)
+        beta.go_on()
+        report = await beta.until_seen(149)
+        assert report["seen"] == list(range(150))
+        assert report["dropped"] == {}
+        assert alpha.returned == 0
+
+
+async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha:
+        beta, gamma = await start("beta", STUCK, lease_ms=60_000), await start("gamma", WELL, lease_ms=60_000)
+        beta.stop()
+        taken = sent = 0
+        while taken == sent:  # until it is full
+            codes = await send(alpha, numbered(STUCK, range(sent, sent + 50), octets=2_000))
+            sent += 50
+            taken += codes.count(UCode.OK)
+            assert sent < 100_000, "nothing holds the sender back"
+        (trouble,) = alpha.troubles
+        assert f"{beta.pid} on" in trouble
+        assert f"{gamma.pid} on" not in trouble
+        for first in range(0, 500, 50):  # each batch has messages for both: those for gamma pass
+            stuck, well = numbered(STUCK, range(taken, taken + 50), octets=2_000), numbered(WELL, range(first, first + 50))
+            codes = await send(alpha, [message for both in zip(stuck, well, strict=True) for message in both])
+            assert codes[1::2] == [UCode.OK] * 50
+            fitted = codes[::2].count(UCode.OK)  # one more now and then: what DDS keeps for a writer is no sharp bound
+            assert codes[::2] == [UCode.OK] * fitted + [UCode.UNAVAILABLE] * (50 - fitted)
+            taken += fitted
+        assert len(alpha.troubles) == 1
+        assert (await gamma.until_seen(499))["seen"] == list(range(500))
+        beta.go_on()
+        await eventually(lambda: alpha.troubles == [], "the end of the trouble")
+        assert await send(alpha, numbered(STUCK, range(taken, taken + 50), octets=2_000)) == [UCode.OK] * 50
+        assert (await beta.until_seen(taken + 49))["seen"] == list(range(taken + 50))
+
+
+async def fill(alpha: DdsTransport, topic: int) -> None:
+    """Until the writer of that topic is held back."""
+    while UCode.UNAVAILABLE not in await send(alpha, numbered(topic, range(200), octets=2_000)):
+        pass
+
+
+async def test_of_two_receivers_the_one_is_named_that_acknowledges_nothing_else(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha, end(tag, "gamma", lease_ms=60_000) as gamma:
+        beta = await start("beta", STUCK, lease_ms=60_000)
+        well = Sink(DEADLINE_S)
+        for topic in (STUCK, WELL):
+            await gamma.register_listener(uris.uri("alpha", 0x10AB, 3, topic), well)
+        assert await send(alpha, numbered(WELL, range(1))) == [UCode.OK]
+        await well.expect(1)
+        beta.stop()
+        await fill(alpha, STUCK)
+        (trouble,) = alpha.troubles
+        assert f"{beta.pid} on" in trouble
+        assert gamma.key.hex() not in trouble
+
+
+async def test_the_second_topic_of_a_receiver_that_is_stuck_is_not_waited_for(tag: str, start: Start) -> None:
+    async with end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha:
+        beta = await start("beta", EVERY, lease_ms=60_000)
+        assert await send(alpha, [*numbered(STUCK, range(1)), *numbered(WELL, range(1))]) == [UCode.OK] * 2
+        beta.stop()
+        await fill(alpha, STUCK)
+        assert alpha._session is not None
+        alpha._session.writers._timeout_s = 3_600.0  # were it waited for, this would not end
+        await fill(alpha, WELL)
+        (trouble,) = alpha.troubles
+        assert "2 topic(s)" in trouble
+
+
+async def test_a_large_batch_waits_for_a_receiver_that_is_slow(tag: str, start: Start) -> None:
+    """Flow control is no trouble: more than DDS keeps for one writer goes out in one batch."""
+    async with end(tag, "alpha") as alpha:
+        beta = await start("beta", STUCK)
+        assert await send(alpha, numbered(STUCK, range(4_000), octets=1_000)) == [UCode.OK] * 4_000
+        assert (await beta.until_seen(3_999))["seen"] == list(range(4_000))
+        assert alpha.troubles == []
+
+
+async def test_close_does_not_wait_for_a_receiver_that_is_stuck(tag: str, start: Start) -> None:
+    alpha = end(tag, "alpha", send_timeout_ms=60_000, lease_ms=60_000)
+    await alpha.open()
+    beta = await start("beta", STUCK, lease_ms=60_000)
+    beta.stop()
+    sending = asyncio.ensure_future(send(alpha, numbered(STUCK, range(3_000), octets=2_000)))
+    await eventually(lambda: bool(re.search(r"writers=1, waiting=[1-9]", repr(alpha))), "a full writer")
+    async with asyncio.timeout(DEADLINE_S):
+        await alpha.close()
+        codes = await sending
+    taken = codes.count(UCode.OK)
+    assert 0 < taken < 3_000
+    assert codes == [UCode.OK] * taken + [UCode.UNAVAILABLE] * (3_000 - taken)
+
+
+@dataclass
+class Foreign(IdlStruct, typename="uprotocol.v1.UMessage"):
+    """The type as an IDL compiler makes it."""
+
+    version: uint8
+    has_payload: bool
+    attributes: sequence[uint8]  # type: ignore[type-arg]
+    payload: sequence[uint8]  # type: ignore[type-arg]
+
+
+async def test_endpoints_that_cannot_talk_with_ours_are_told_while_they_last(tag: str) -> None:
+    topic = uris.uri("alpha", 0x10AB, 3, STUCK)
+    async with end(tag, "beta", lease_ms=5_000) as beta:
+        foreign = Participant(DdsConfig(**settings(tag, lease_ms=5_000)))
+        with binding:
+            dds_topic = Topic(foreign.entity, mapping.TOPIC, Foreign)
+            publisher = Publisher(foreign.entity, Qos(Policy.Partition([mapping.writer_partition(topic, None, "alpha")])))
+            writer = DataWriter(publisher, dds_topic, Qos(Policy.Reliability.BestEffort))
+            subscriber = Subscriber(foreign.entity, Qos(Policy.Partition(["up/beta/*"])))
+            kept = Qos(Policy.Reliability.Reliable(0), Policy.Durability.TransientLocal)
+            reader = DataReader(subscriber, dds_topic, kept)
+        await eventually(lambda: beta.misfits_found == 2, "both of them")
+        assert beta.troubles == []  # they have nothing for each other
+        await beta.register_listener(topic, Sink(DEADLINE_S))
+        assert ["BEST_EFFORT" in one for one in beta.troubles] == [True]
+        assert foreign.key.hex() in beta.troubles[0]
+        await beta.send(UMessageBuilder.publish(uris.uri("beta", 0x10AB, 3, 0x8001)).build())
+        await eventually(lambda: len(beta.troubles) == 2, "the reader that asks for too much")
+        assert any("DURABILITY" in one for one in beta.troubles)
+        with binding:
+            told = reader.get_requested_incompatible_qos_status().total_count
+        assert told > 0  # DDS says so, too
+        delete(writer, reader)
+        await eventually(lambda: beta.troubles == [], "the end of the troubles")
+        delete(publisher, subscriber, dds_topic)
+        foreign.close()

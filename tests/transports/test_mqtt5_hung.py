@@ -1,0 +1,237 @@
+"""Brokers that hang, and settings that no broker can have: what open and close cost then, and what they leave."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
+from transports.mqtt5 import dial as dialling
+from transports.mqtt5.broker import Broker
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+CLOSE_S_MAX = 2.0
+DEADLINE_S = 20
+TOPIC = uris.parse("up://sender/10AB/3/80CD")
+
+
+class Deaf:
+    def on_receive(self, message: UMessage) -> None: ...
+
+
+def end(port: int, **settings: Any) -> Mqtt5Transport:
+    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0)
+
+
+def message(number: int) -> UMessage:
+    return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"%d" % number, 6))
+
+
+class Mute:
+    """A TCP peer that accepts, reads, and never answers."""
+
+    def __init__(self) -> None:
+        self.accepted = asyncio.Event()
+        self.ended = asyncio.Event()  # its last client has closed the connection
+        self.port = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted.set()
+        with contextlib.suppress(OSError):
+            await reader.read(-1)
+        self.ended.set()
+        writer.close()
+
+
+@asynccontextmanager
+async def mute_peer() -> AsyncIterator[Mute]:
+    mute = Mute()
+    server = await asyncio.start_server(mute.serve, "127.0.0.1", 0)
+    mute.port = server.sockets[0].getsockname()[1]
+    async with server:
+        yield mute
+
+
+@contextlib.contextmanager
+def nothing_left() -> Any:
+    """No task, no thread and no descriptor more than before."""
+    tasks, threads, descriptors = asyncio.all_tasks(), threading.active_count(), len(os.listdir("/dev/fd"))
+    yield
+    assert asyncio.all_tasks() <= tasks
+    assert threading.active_count() <= threads
+    assert len(os.listdir("/dev/fd")) <= descriptors
+
+
+@asynccontextmanager
+async def stopped(broker: Broker) -> AsyncIterator[None]:
+    """It is there, and does nothing."""
+    pid = broker._running._popen.pid  # type: ignore[union-attr]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def closes_in_time(transport: Mqtt5Transport) -> None:
+    started = time.monotonic()
+    await asyncio.wait_for(transport.close(), DEADLINE_S)
+    assert time.monotonic() - started < CLOSE_S_MAX + 1  # the machine may be busy; without a bound it is 20 s
+
+
+TLS = {"insecure": True}
+
+
+@pytest.mark.parametrize("settings", [{}, {"tls": TLS}], ids=["TCP", "TLS"])
+async def test_opening_can_be_cancelled_and_leaves_nothing(settings: dict[str, Any]) -> None:
+    async with mute_peer() as mute:
+        one = end(mute.port, **settings)
+        await cancelled(one, mute)  # pools and caches that live on are there now
+        with nothing_left():
+            await cancelled(one, mute)
+
+
+async def cancelled(one: Mqtt5Transport, mute: Mute) -> None:
+    mute.accepted.clear()
+    mute.ended.clear()
+    opening = asyncio.create_task(one.open())
+    await asyncio.wait_for(mute.accepted.wait(), DEADLINE_S)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    await asyncio.wait_for(mute.ended.wait(), DEADLINE_S)
+    for _ in range(3):  # the peer's own end
+        await asyncio.sleep(0)
+    await one.close()
+
+
+@pytest.mark.parametrize("settings", [{}, {"tls": TLS}], ids=["TCP", "TLS"])
+async def test_closing_while_it_is_connecting(settings: dict[str, Any]) -> None:
+    """`open` is told; `close` does not wait for the broker."""
+    async with mute_peer() as mute:
+        one = end(mute.port, connect_timeout_ms=DEADLINE_S * 1000, **settings)
+        opening = asyncio.create_task(one.open())
+        await asyncio.wait_for(mute.accepted.wait(), DEADLINE_S)
+        await closes_in_time(one)
+        with pytest.raises(UStatusError) as told:
+            await opening
+        assert told.value.code == UCode.CANCELLED
+        await asyncio.wait_for(mute.ended.wait(), DEADLINE_S)
+
+
+@pytest.mark.broker
+async def test_closing_while_it_reconnects_to_a_peer_that_is_mute(make_broker: Callable[..., Broker], monkeypatch: Any) -> None:
+    monkeypatch.setattr(link, "RECONNECT_MS", (10,))
+    broker = make_broker()
+    one = end(broker.port, connect_timeout_ms=DEADLINE_S * 1000)
+    await one.open()
+    broker.kill()
+    mute = Mute()
+    async with await asyncio.start_server(mute.serve, "127.0.0.1", broker.port, reuse_address=True):
+        await asyncio.wait_for(mute.accepted.wait(), DEADLINE_S)
+        await closes_in_time(one)
+        await asyncio.wait_for(mute.ended.wait(), DEADLINE_S)
+
+
+@pytest.mark.broker
+async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
+    """With messages in flight, a listener that holds on, and a registration that waits for its answer."""
+    broker = make_broker()
+    one = end(broker.port, client_id="one")
+    await one.open()
+    await one.register_listener(TOPIC, Deaf())
+    async with stopped(broker):
+        sending = asyncio.create_task(one.send_batch([message(n) for n in range(2_000)]))
+        registering = asyncio.create_task(one.register_listener(uris.parse("up://sender/1/1/8001"), Deaf()))
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+        await closes_in_time(one)
+        assert {status.code for status in await sending} == {UCode.UNAVAILABLE}
+        await registering
+
+
+async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
+    """A resolver can't be cancelled: it costs one thread, which nobody waits for, however often it is asked."""
+    forever, asked = threading.Event(), []
+
+    def look_up(host: str, port: int, flags: int = 0) -> Any:
+        if flags:
+            raise socket.gaierror("no literal")
+        asked.append(host)
+        forever.wait()
+        return []
+
+    monkeypatch.setattr(dialling, "_look_up", look_up)
+    one = end(1883, host="broker.example", connect_timeout_ms=20)
+    try:
+        for _ in range(3):
+            with pytest.raises(UStatusError, match="in time") as told:
+                await one.open()
+            assert told.value.code == UCode.UNAVAILABLE
+        assert len(asked) == 1
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name == "look up a broker")
+    finally:
+        forever.set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"host": "a..b"}, UCode.INVALID_ARGUMENT),  # UnicodeError
+        ({"host": "a" * 64 + ".example"}, UCode.INVALID_ARGUMENT),
+        ({"host": "no.such.host.invalid"}, UCode.UNAVAILABLE),  # gaierror
+        ({"host": ".example", "tls": TLS}, UCode.INVALID_ARGUMENT),
+        ({"username": "u", "password_file": "/dev/null"}, UCode.FAILED_PRECONDITION),
+        ({"tls": {"ca_file": "/no/such/file"}}, UCode.FAILED_PRECONDITION),
+    ],
+)
+async def test_only_a_status_escapes_from_open(settings: dict[str, Any], code: int) -> None:
+    one = end(1, **settings)
+    with pytest.raises(UStatusError) as told:
+        await one.open()
+    assert told.value.code == code, told.value
+
+
+async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:
+    for error, code in ((RuntimeError("x"), UCode.INTERNAL), (ssl.SSLError("x"), UCode.UNAUTHENTICATED), (KeyError("x"), UCode.INTERNAL)):
+
+        async def fail(*_: Any, error: BaseException = error) -> Any:
+            raise error
+
+        monkeypatch.setattr(dialling.Dialler, "dial", fail)
+        with pytest.raises(UStatusError) as told:
+            await end(1).open()
+        assert told.value.code == code
+
+
+@pytest.mark.parametrize(
+    "answer", [b"\x20\x00", b"\x20\x02\x00", b"\x20\x03\x00\xfe\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 9, b""]
+)
+async def test_a_peer_that_speaks_no_mqtt(answer: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        with pytest.raises(UStatusError) as told:
+            await asyncio.wait_for(end(server.sockets[0].getsockname()[1]).open(), DEADLINE_S)
+        assert told.value.code == UCode.UNAVAILABLE, told.value

@@ -1,0 +1,284 @@
+"""Telling changes: each destination has its own order and its own trouble, nothing is lost over a restart, answers go first."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from uprotocol import uri as uris
+from uprotocol.attributes import NOTIFICATION, PUBLISH
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UPayload
+from uprotocol.status import FINAL
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription import outbox, telling
+from usubscription.database import Database, Hold
+from usubscription.outbox import ANSWER_WAIT_MS_MAX, AnswersFirst
+from usubscription.state import Change, Key, Status
+
+WAIT_S = 20
+APP: Key = ("dev1", 0x10, 1, 0)
+
+
+def topic(number: int) -> Any:
+    return uris.uri("dev1", 0x20, 1, 0x8000 + number)
+
+
+def numbers(messages: list[UMessage]) -> list[int]:
+    """Which topics they are about, in order."""
+    return [UPayload.of(one).unpack(v4.Subscription).topic.resource_id - 0x8000 for one in messages]
+
+
+class Sieve:
+    """Stands before a transport, and answers for it what the test wants; None: let it pass."""
+
+    def __init__(self, transport: Any) -> None:
+        self._send = transport.send_batch
+        self.verdict: Callable[[UMessage], int | None] = lambda message: None
+        transport.send_batch = self.send_batch
+
+    async def send_batch(self, messages: Any) -> list[UStatus]:
+        """Behind what it did not take nothing to the same destination leaves, as the transports have it."""
+        statuses: list[UStatus] = []
+        stopped: dict[str, UStatus] = {}
+        for message in messages:
+            destination = message.attributes.sink.authority_name
+            if destination not in stopped:
+                code = self.verdict(message)
+                statuses.append(UStatus(code=code) if code is not None else (await self._send([message]))[0])
+                if statuses[-1].code not in (UCode.OK, *FINAL):
+                    stopped[destination] = statuses[-1]
+            else:
+                statuses.append(stopped[destination])
+        return statuses
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110 - counters, which have no event
+            await asyncio.sleep(0.01)
+
+
+async def watched(world: Any, *authorities: str) -> tuple[Any, Any, dict[str, Any]]:
+    """A service whose transport is a sieve, and a registered client at each authority."""
+    service = await world.service()
+    sieve = Sieve(world.transports["dev1"])
+    watchers = {}
+    for authority in authorities:
+        watchers[authority] = await world.raw(authority, 0x99)
+        if authority == "dev1":
+            heard = watchers[authority].notified[4]
+        else:  # what dev1's service tells a client elsewhere
+            heard = type(watchers[authority].notified[4])()
+            await watchers[authority].transport.register_listener(
+                uris.uri("dev1", 0, 4, 0x8000), heard, watchers[authority].local.get_source()
+            )
+        await watchers[authority].call(4, 4, v4.NotificationsRequest(), authority="dev1")
+        watchers[authority] = heard
+    return service, sieve, watchers
+
+
+@pytest.mark.parametrize("code", [UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED, UCode.INTERNAL], ids=UCode.Name)
+@pytest.mark.parametrize("stuck", ["publishes at home", "dev1", "dev2"])
+async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_in_order_later(world: Any, stuck: str, code: int) -> None:
+    service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
+    raw = await world.raw()
+    away = True
+
+    def verdict(message: UMessage) -> int | None:
+        if stuck == "publishes at home":
+            return code if away and message.attributes.type == PUBLISH else None
+        return code if away and message.attributes.type == NOTIFICATION and message.attributes.sink.authority_name == stuck else None
+
+    sieve.verdict = verdict
+    for number in range(40):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+    for authority, heard in watchers.items():
+        if authority != stuck:
+            assert numbers(await heard.count(40)) == list(range(40))
+    await until(lambda: service._pump.idle and service._pump.sent >= 40)
+    if stuck == "publishes at home":
+        assert raw.published[4].heard == []
+    else:
+        assert watchers[stuck].heard == []
+    away = False
+    late = raw.published[4] if stuck == "publishes at home" else watchers[stuck]
+    assert numbers(await late.count(40)) == list(range(40))
+    await until(lambda: not service._pump._troubles._known)
+    assert await service.read(lambda reader: reader.destinations_held()) == []
+    await raw.call(4, 1, v4.SubscribeRequest(topic=topic(40)))
+    assert numbers(await late.count(41))[-1] == 40
+
+
+async def test_remote_commands_do_not_wait_for_a_destination_that_is_away(world: Any) -> None:
+    await world.service("dev2")
+    _, sieve, _ = await watched(world, "dev1")
+    sieve.verdict = lambda message: UCode.UNAVAILABLE if message.attributes.type == PUBLISH else None
+    raw = await world.raw()
+    await raw.call(4, 1, v4.SubscribeRequest(topic=uris.parse("//dev2/20/1/8001")))
+    assert [UPayload.of(one).unpack(v4.Subscription).status for one in await raw.notified[4].count(2)] == [2, 3]
+
+
+async def test_what_a_destination_has_not_had_outlives_a_restart_and_comes_first(world: Any) -> None:
+    _, sieve, watchers = await watched(world, "dev2")
+    sieve.verdict = lambda message: UCode.UNAVAILABLE if message.attributes.sink.authority_name == "dev2" else None
+    raw = await world.raw()
+    for number in range(20):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+    await raw.notified[4].count(20)
+    await world.stop()
+    service = await world.service()
+    await raw.call(4, 1, v4.SubscribeRequest(topic=topic(20)))
+    heard = numbers(await watchers["dev2"].until(lambda messages: 20 in numbers(messages)))
+    assert list(dict.fromkeys(heard)) == list(range(21)), "in order; twice, perhaps"
+    assert heard == sorted(heard) or heard[-1] == 20
+    await until(lambda: not service._pump._troubles._known)
+
+
+async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "TRIES_MAX", 3)
+    monkeypatch.setattr(telling, "RETRY_MAX_MS", 200)
+    service, sieve, watchers = await watched(world, "dev2")
+    sieve.verdict = lambda message: (
+        UCode.INTERNAL if message.attributes.sink.authority_name == "dev2" and numbers([message]) == [1] else None
+    )
+    raw = await world.raw()
+    for number in range(4):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+    assert numbers(await watchers["dev2"].count(3)) == [0, 2, 3]
+    assert service.dropped["INTERNAL"] == 1
+
+
+async def test_a_no_for_good_is_counted_and_nothing_waits_for_it(world: Any) -> None:
+    service, sieve, watchers = await watched(world, "dev1", "dev2")
+    sieve.verdict = lambda message: UCode.PERMISSION_DENIED if message.attributes.sink.authority_name == "dev2" else None
+    raw = await world.raw()
+    await raw.call(4, 1, v4.SubscribeRequest(topic=topic(0)))
+    await watchers["dev1"].count(1)
+    await until(lambda: service.dropped["PERMISSION_DENIED"] == 1)
+    assert not service._pump._troubles._known
+
+
+async def test_a_try_again_is_the_same_message(world: Any) -> None:
+    """So that whoever has it already knows it by its id."""
+    _, sieve, watchers = await watched(world, "dev2")
+    tried: list[bytes] = []
+
+    def verdict(message: UMessage) -> int | None:
+        if message.attributes.sink.authority_name != "dev2":
+            return None
+        tried.append(message.attributes.id.SerializeToString())
+        return UCode.UNAVAILABLE if len(tried) < 4 else None
+
+    sieve.verdict = verdict
+    raw = await world.raw()
+    await raw.call(4, 1, v4.SubscribeRequest(topic=topic(0)))
+    await watchers["dev2"].count(1)
+    assert len(set(tried)) == 1
+    assert len(tried) == 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_with_random_troubles_every_destination_gets_everything_in_order(
+    world: Any, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telling, "RETRY_FIRST_MS", 5)
+    monkeypatch.setattr(telling, "RETRY_MAX_MS", 20)
+    dice = random.Random(seed)
+    service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
+    codes = [UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.ABORTED]
+    sieve.verdict = lambda message: dice.choice(codes) if message.attributes.type == NOTIFICATION and dice.random() < 0.3 else None
+    raw = await world.raw()
+    for number in range(60):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+    for heard in watchers.values():
+        got = numbers(await heard.until(lambda messages: 59 in numbers(messages)))
+        assert list(dict.fromkeys(got)) == list(range(60))
+    await until(lambda: not service._pump._troubles._known)
+
+
+def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first(tmp_path: Any) -> None:
+    db = Database(tmp_path / "s.db", "dev1", outbox_changes_max=640)
+    db.open()
+    change = Change(("dev1", 1, 1, 0x8000), APP, Status.SUBSCRIBED, 4)
+    db.apply([Hold((("small", 1, change, ()),))], 0)
+    for start in range(0, 2_000, 100):
+        db.apply([Hold(tuple(("big", number, change, ()) for number in range(start, start + 100)))], 0)
+    reader = db.reader()
+    assert len(reader.held("small", 10)) == 1
+    kept = [stored.number for stored in reader.held("big", 10_000)]
+    assert kept == list(range(kept[0], 2_000))
+    assert 600 < len(kept) < 640
+    assert db.outbox_dropped == 2_000 - len(kept)
+    db.close()
+
+
+# -- answers first ----------------------------------------------------------------------------------------------------------------------
+
+
+class Sink:
+    capabilities = 0
+
+    async def send_batch(self, messages: Any) -> list[UStatus]:
+        return [UStatus() for _ in messages]
+
+
+def response(number: int) -> UMessage:
+    message = UMessage()
+    message.attributes.reqid.msb, message.attributes.reqid.lsb = 1, number
+    return message
+
+
+async def test_no_burst_is_so_large_that_answers_are_forgotten() -> None:
+    """Each batch behind 20,000 answers used to wait out a second."""
+    inner: Any = Sink()
+    answers = AnswersFirst(inner)
+    tags = [(1, number) for number in range(60_000)]
+    for tag in tags:
+        answers.expect(tag)
+    await answers.send_batch([response(number) for _, number in tags])
+    async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000 / 2):
+        await answers.left(set(tags[:16]))
+        await answers.left(set(tags[-16:]))
+    assert answers._expected == {}
+
+
+async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() -> None:
+    inner: Any = Sink()
+    answers = AnswersFirst(inner)
+    answers.expect((1, 1))
+    waiting = asyncio.ensure_future(answers.left({(1, 1), (1, 99)}))  # the other one was never expected
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await answers.send_batch([response(1)])
+    async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000 / 2):
+        await waiting
+    loop = asyncio.get_running_loop()
+    for number in range(100):
+        answers.expect((2, number))
+    start = loop.time()
+    for number in range(100):  # dropped: all of them together cost one wait
+        await answers.left({(2, number)})
+    assert ANSWER_WAIT_MS_MAX / 1000 * 0.9 < loop.time() - start < ANSWER_WAIT_MS_MAX / 1000 * 3
+
+
+async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "GATHER_MS", 0)
+    await world.service()
+    sieve = Sieve(world.transports["dev1"])
+    left: list[int] = []
+    sieve.verdict = lambda message: left.append(message.attributes.type)  # type: ignore[func-returns-value]
+    raw = await world.raw()
+    for number in range(20):
+        await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
+        await raw.notified[4].count(number + 1)
+    assert left.index(NOTIFICATION) > 0
+    for at, kind in enumerate(left):
+        if kind == NOTIFICATION:
+            assert left[: at + 1].count(NOTIFICATION) <= left[:at].count(3), "a response for each before it"

@@ -1,0 +1,183 @@
+"""What arrives: the readers of the DDS transport, on one thread.
+
+DDS -> WaitSet -> take -> new: each sample once; what is missing of a numbered writer is told -> arrived(owner, samples)
+                                                                                                may wait: then the senders are held back
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import structlog
+from cyclonedds.core import DDSException, ReadCondition
+from cyclonedds.qos import Policy, Qos
+from cyclonedds.sub import DataReader, Subscriber
+
+from transports import dds_mapping as mapping
+from transports.dds_link import (
+    ANYTHING,
+    READER_SAMPLES_MAX,
+    TAKE_SAMPLES_MAX,
+    Frame,
+    Participant,
+    ServingThread,
+    binding,
+    delete,
+    reliable,
+    translated,
+)
+
+WRITERS_REMEMBERED_MAX: Final = 4_096  # per reader, some 300 bytes each: as many as a transport of ours has
+INFINITE_NS: Final = (1 << 63) - 1
+
+log = structlog.get_logger()
+
+
+@dataclass(slots=True)
+class _Source:
+    """One writer, as one reader sees it: also after it was lost and found again, which its key survives and its handle does not."""
+
+    key: bytes  # GUID; without one, nothing is known of it any more
+    participant: bytes
+    is_numbered: bool
+    lifespan_ns: int
+    last_ns: int = 0  # source time stamp of its last sample
+    last_data: bytes = b""  # of a writer without numbers
+
+
+@dataclass(slots=True)
+class _Reader:
+    owner: Any
+    partition: str
+    subscriber: Subscriber
+    entity: DataReader[Frame]
+    condition: ReadCondition
+    by_handle: dict[int, _Source] = field(default_factory=dict)
+    by_key: OrderedDict[bytes, _Source] = field(default_factory=OrderedDict)
+
+    def source(self, handle: int) -> _Source:
+        """The writer of that handle, as it was known before if it was."""
+        with binding:
+            found = self.entity.get_matched_publication_data(handle)
+        if found is None:  # it has gone already
+            source = _Source(b"", b"", False, INFINITE_NS)
+        else:
+            key, qos = found.key.bytes, found.qos
+            userdata, lifespan = qos[Policy.Userdata], qos[Policy.Lifespan]
+            is_numbered = userdata is not None and userdata.data == mapping.NUMBERED
+            lifespan_ns = INFINITE_NS if lifespan is None else lifespan.lifespan
+            known = self.by_key.pop(key) if key in self.by_key else None
+            source = known or _Source(key, found.participant_key.bytes, is_numbered, lifespan_ns)
+            source.lifespan_ns = lifespan_ns
+            self.by_key[key] = source
+        while len(self.by_key) > WRITERS_REMEMBERED_MAX:
+            self.by_key.popitem(last=False)
+        while len(self.by_handle) >= WRITERS_REMEMBERED_MAX:
+            del self.by_handle[next(iter(self.by_handle))]  # asked for again with its next sample
+        self.by_handle[handle] = source
+        return source
+
+
+class Readers(ServingThread):
+    """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are held back.
+
+    `lost` counts samples that a writer had sent to us and that never came: "lost", or "lost_or_expired" where DDS may have dropped them for
+    their age.
+    """
+
+    def __init__(self, participant: Participant, arrived: Callable[[Any, list[bytes]], None]) -> None:
+        super().__init__(participant, "dds-readers")
+        self._participant, self._arrived = participant, arrived
+        self._readers: dict[int, _Reader] = {}
+        self._tokens = itertools.count(1)
+        self.lost: Counter[str] = Counter()
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def add(self, owner: Any, partition: str) -> tuple[int, bytes]:
+        """A new reader's token, and its key on the network. Raises UStatusError."""
+        with translated(f"reading from {partition}"), binding:
+            token = next(self._tokens)
+            subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition([partition])))
+            limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
+            entity = DataReader(subscriber, self._participant.topic, reliable(Policy.History.KeepAll, limits))
+            condition = ReadCondition(entity, ANYTHING)
+            self._readers[token] = _Reader(owner, partition, subscriber, entity, condition)
+            self._triggers.attach_as(condition, token)
+            return token, entity.guid.bytes
+
+    def remove(self, token: int) -> None:
+        reader = self._readers.pop(token)
+        self._triggers.detach(reader.condition)
+        delete(reader.condition, reader.entity, reader.subscriber)
+
+    def _serve(self, tokens: list[int]) -> None:
+        for token in tokens:
+            reader = self._readers.get(token)
+            if reader is None:
+                continue
+            try:
+                samples = reader.entity.take(TAKE_SAMPLES_MAX)
+                fresh = self._new(reader, samples)
+            except DDSException:
+                if token in self._readers:  # else it went while we looked
+                    raise
+                continue
+            self._arrived(reader.owner, fresh)
+
+    def _new(self, reader: _Reader, samples: list[Any]) -> list[bytes]:
+        """The octets of `samples`, each once.
+
+        While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that match, also to those
+        that have stored it already; and a writer that is found again may repeat what had arrived. A number tells; where there is none,
+        such a copy directly follows its original, with the same time.
+        """
+        fresh, by_handle = [], reader.by_handle
+        for sample in samples:
+            info = sample.sample_info
+            if type(sample) is not Frame:  # its writer has gone
+                by_handle.pop(info.publication_handle, None)
+                continue
+            source = by_handle.get(info.publication_handle) or reader.source(info.publication_handle)
+            stamp, last = info.source_timestamp, source.last_ns
+            if not source.is_numbered:
+                if stamp == last and sample.data == source.last_data:
+                    continue
+                source.last_data = sample.data
+            elif last:
+                missing = mapping.missing(last, stamp)
+                if missing < 0:
+                    continue
+                if missing:
+                    self._tell(reader, source, missing, stamp)
+            source.last_ns = stamp
+            fresh.append(sample.data)
+        return fresh
+
+    def _tell(self, reader: _Reader, source: _Source, missing: int, stamp_ns: int) -> None:
+        reason = "lost" if time.time_ns() - source.last_ns < source.lifespan_ns else "lost_or_expired"
+        self.lost[reason] += missing
+        log.warning(
+            "messages of a DDS writer never came",
+            reason=reason,
+            messages=missing,
+            after=source.last_ns % mapping.NUMBERS,
+            before=stamp_ns % mapping.NUMBERS,
+            seconds=round((stamp_ns - source.last_ns) / 1e9, 1),
+            writer=source.key.hex(),
+            sender=self._participant.name(source.participant),
+            reader=reader.partition,
+        )
+
+    def close(self) -> None:
+        self._end()
+        for token in list(self._readers):
+            reader = self._readers.pop(token)
+            delete(reader.condition, reader.entity, reader.subscriber)

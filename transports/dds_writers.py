@@ -1,0 +1,389 @@
+"""What is sent: the writers of the DDS transport, and what waits for them. All on one thread, which none of them holds up.
+
+Batch -> put(route, sample) -> room in its writer -> DDS, numbered -> OK
+                            -> none: its queue -> tried again, each writer by itself, in order -> OK
+                                                  nothing moved for timeout_s -> UNAVAILABLE for the whole queue, and the writer is *held*
+                            -> its writer is held: one try a batch -> UNAVAILABLE at once, until all it has written is acknowledged
+
+A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the culprits are those who
+have readers of a held writer, less those who have acknowledged all of another one (docs/dds-mapping.md, section 5).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import structlog
+from cyclonedds.core import DDSException
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.qos import Policy, Qos
+
+from transports import dds_mapping as mapping
+from transports.dds_link import FAILED_TURN_S, Frame, Participant, binding, delete, reliable, translate
+from uprotocol.status import OK, UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+RETRY_S_MIN: Final = 0.000_3  # a full writer has room again within a round trip, on loopback some 100 us
+RETRY_S_MAX: Final = 0.02  # while nobody acknowledges, 50 tries a second cost nothing
+DRAIN_S: Final = 1.0  # what a writer may wait for its last acknowledgements when the transport is closed, all together
+GIVE_WAY_S: Final = 0.05  # and when it makes room for another one: a round trip, even on a busy computer
+CROWDED_S: Final = 1.0  # if none could: how long new ones are refused at once, so that the others go on
+HELD_LOOK_S: Final = 0.25  # how often held writers are looked at: to see one free again must not take longer than a sender's pause
+TIMEOUTS_MAX: Final = 2  # a receiver that moves, but slowly, may hold a batch for so many time-outs: then it counts as one that is stuck
+WAITING_MESSAGES_MAX: Final = 32_768  # in all queues, a second of the fastest sender measured; one writer has at most half of it
+WAITING_BYTES_MAX: Final = 32 << 20  # the same in bytes: what a small computer can spare
+TROUBLES_MAX: Final = 32  # culprits that are named; more than that is the network's trouble, not theirs
+WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
+
+log = structlog.get_logger()
+
+
+class Route(NamedTuple):
+    """Where and how messages of one (source, sink, priority) are written."""
+
+    partition: str
+    priority: int
+    lifespan_ms: int | None
+
+
+class Batch:
+    """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last one is known."""
+
+    __slots__ = ("_done", "_left", "statuses")
+
+    def __init__(self, messages: int, done: Callable[[list[UStatus]], None]) -> None:
+        self.statuses = [OK] * messages
+        self._left, self._done = messages, done
+
+    def settle(self, index: int, status: UStatus) -> None:
+        self.statuses[index] = status
+        self._left -= 1
+        if not self._left:
+            self._done(self.statuses)
+
+
+class _Waiting(NamedTuple):
+    batch: Batch
+    place: int
+    data: bytes
+    lifespan_ms: int | None
+    since: float
+
+
+@dataclass(slots=True)
+class _Writer:
+    partition: str
+    publisher: Publisher
+    entity: DataWriter[Frame]
+    lifespan_ms: int | None
+    written: int = 0  # samples; the number of the last one
+    waiting: deque[_Waiting] = field(default_factory=deque)
+    moved_at: float = 0.0  # when it last took something of what waits
+    held: bool = False
+    culprits: frozenset[bytes] = frozenset()  # participants; while it is held
+    refused: Batch | None = None  # the batch of which a message was refused: what follows it there must not pass it
+
+    def write(self, data: bytes, lifespan_ms: int | None) -> bool:
+        """False if there is no room. Raises DDSException."""
+        if self.lifespan_ms is not None and (lifespan_ms is None or lifespan_ms > self.lifespan_ms):
+            # It only ever grows: several ttls on one topic must not mean several writers, or order would be lost.
+            self.entity.set_qos(Qos(_lifespan(lifespan_ms)))
+            self.lifespan_ms = lifespan_ms
+        try:
+            self.entity.write(Frame(data), mapping.numbered_ns(time.time_ns(), self.written + 1))
+        except DDSException as error:
+            if error.code != DDSException.DDS_RETCODE_TIMEOUT:
+                raise
+            return False
+        self.written += 1
+        return True
+
+    def drained(self, timeout_s: float = 0.0) -> bool:
+        """True if all that was written has been acknowledged by everybody. Its own wrapper trips over a time-out."""
+        return bool(self.entity._wait_for_acks(self.entity._ref, int(timeout_s * 1e9)) == 0)
+
+    def receivers(self) -> frozenset[bytes]:
+        """The participants that have readers of this writer."""
+        with binding:
+            found = [self.entity.get_matched_subscription_data(handle) for handle in self.entity.get_matched_subscriptions()]
+        return frozenset(reader.participant_key.bytes for reader in found if reader is not None)
+
+    def close(self) -> None:
+        delete(self.entity, self.publisher)
+
+
+class Writers:
+    """Writers by (partition, priority), the least recently used one giving way.
+
+    `submit` and `stop` may be called from anywhere; `put` on this object's thread only, from a submitted job.
+    """
+
+    def __init__(self, participant: Participant, *, writers_max: int, timeout_s: float) -> None:
+        self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
+        self._writers: OrderedDict[tuple[str, int], _Writer] = OrderedDict()
+        self._full: dict[int, _Writer] = {}  # by identity: those with a queue
+        self._held: dict[int, _Writer] = {}  # by identity: those that refuse
+        self._culprits: dict[frozenset[bytes], str] = {}  # told in the log already
+        self._waiting_messages = self._waiting_bytes = 0
+        self._pause_s = RETRY_S_MIN
+        self._crowded_until = 0.0  # until then nobody is asked again to give way
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._stopping = False
+        self.troubles: tuple[str, ...] = ()  # who holds what back; whole and new at each change, so anybody may read it
+        self.refused = 0  # messages that were answered UNAVAILABLE because a receiver does not take them
+        self._thread = threading.Thread(target=self._run, name="dds-writers", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._writers)
+
+    def __repr__(self) -> str:
+        return f"writers={len(self)}, waiting={self._waiting_messages}, held={len(self._held)}, refused={self.refused}"
+
+    def partitions(self) -> list[str]:
+        """Of all writers. From any thread."""
+        return [partition for partition, _ in list(self._writers)]
+
+    def submit(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def write(self, route: Route, samples: Sequence[bytes]) -> list[UStatus]:
+        """Write these and wait for it. From any thread but the loop's and this object's."""
+        written: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
+        batch = Batch(len(samples), written.put)
+
+        def put_all() -> None:
+            for place, sample in enumerate(samples):
+                self.put(batch, place, route, sample)
+
+        self.submit(put_all)
+        return written.get()
+
+    def stop(self) -> None:
+        """Answer UNAVAILABLE to whatever waits for room, and wait for nobody any more."""
+        self._stopping = True
+        self._jobs.put(self._fail_all)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._turn_s())
+                if job is None:
+                    return
+                job()
+            except queue.Empty:
+                pass
+            except Exception:
+                log.exception("a job of the DDS writers failed, and they go on")
+                time.sleep(FAILED_TURN_S)
+            try:
+                self._serve()
+            except Exception:
+                log.exception("a turn of the DDS writers failed, and they go on")
+                time.sleep(FAILED_TURN_S)
+
+    def _turn_s(self) -> float | None:
+        if self._full:
+            return self._pause_s
+        return HELD_LOOK_S if self._held else None
+
+    # one message
+
+    def put(self, batch: Batch, index: int, route: Route, data: bytes) -> None:
+        """Write it, or let it wait; its status is settled sooner or later."""
+        try:
+            writer = self._writer(route)
+            if writer.waiting:
+                self._wait(writer, batch, index, route, data)
+            elif writer.refused is not batch and writer.write(data, route.lifespan_ms):
+                batch.settle(index, OK)
+            elif writer.held or self._is_suspect(writer):
+                self._refuse(writer, batch, index)
+            else:
+                self._wait(writer, batch, index, route, data)
+        except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
+            batch.settle(index, translate(error, f"writing to {route.partition}").status)
+        except UStatusError as error:
+            batch.settle(index, error.status)
+
+    def _writer(self, route: Route) -> _Writer:
+        key = (route.partition, route.priority)
+        writer = self._writers.get(key)
+        if writer is None:
+            writer = self._make(key, route.lifespan_ms)
+        else:
+            self._writers.move_to_end(key)
+        return writer
+
+    def _make(self, key: tuple[str, int], lifespan_ms: int | None) -> _Writer:
+        while len(self._writers) >= self._writers_max:
+            self._give_way()
+        partition, priority = key
+        numbered = Policy.Userdata(mapping.NUMBERED)
+        qos = reliable(Policy.History.KeepAll, Policy.TransportPriority(priority), _lifespan(lifespan_ms), numbered)
+        with binding:
+            publisher = Publisher(self._participant.entity, Qos(Policy.Partition([partition])))
+            writer = _Writer(partition, publisher, DataWriter(publisher, self._participant.topic, qos), lifespan_ms)
+        self._writers[key] = writer
+        return writer
+
+    def _give_way(self) -> None:
+        """The least recently used one goes that keeps nothing back. Raises UStatusError(UNAVAILABLE) if there is none."""
+        now = time.monotonic()
+        if now >= self._crowded_until:
+            idle = [key for key, writer in self._writers.items() if not writer.waiting and not writer.held]
+            gone = next((key for key in idle if self._writers[key].drained()), None)
+            if gone is None and idle and self._writers[idle[0]].drained(GIVE_WAY_S):
+                gone = idle[0]
+            if gone is not None:
+                self._writers.pop(gone).close()
+                return
+            self._crowded_until = time.monotonic() + CROWDED_S
+        raise UStatusError(UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later")
+
+    def _wait(self, writer: _Writer, batch: Batch, index: int, route: Route, data: bytes) -> None:
+        if writer.refused is batch or self._stopping or not self._has_room(writer, len(data)):
+            self._refuse(writer, batch, index)
+            return
+        now = time.monotonic()
+        if not writer.waiting:
+            writer.moved_at, self._pause_s = now, RETRY_S_MIN
+            self._full[id(writer)] = writer
+        writer.waiting.append(_Waiting(batch, index, data, route.lifespan_ms, now))
+        self._waiting_messages += 1
+        self._waiting_bytes += len(data)
+
+    def _has_room(self, writer: _Writer, octets: int) -> bool:
+        return (
+            len(writer.waiting) < WAITING_MESSAGES_MAX // 2
+            and self._waiting_messages < WAITING_MESSAGES_MAX
+            and (self._waiting_bytes + octets <= WAITING_BYTES_MAX or not self._waiting_messages)
+        )
+
+    def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
+        """Answers UNAVAILABLE, and so to all that follows it in that batch on that writer: a later try keeps the order."""
+        writer.refused = batch
+        self.refused += 1
+        why = "the transport closes" if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
+        batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
+
+    # what waits
+
+    def _serve(self) -> None:
+        moved = False
+        for writer in list(self._full.values()):
+            moved |= self._push(writer)
+        if self._full:
+            self._pause_s = RETRY_S_MIN if moved else min(self._pause_s * 1.5, RETRY_S_MAX)
+        if self._held:
+            free = [writer for writer in self._held.values() if writer.drained()]
+            for writer in free:
+                self._release(writer)
+            if free:
+                self._tell()
+
+    def _push(self, writer: _Writer) -> bool:
+        """Write what fits of what waits; fail it all if that has stood still for too long. True if something fitted."""
+        waiting, now, moved = writer.waiting, time.monotonic(), False
+        try:
+            while waiting and writer.write(waiting[0].data, waiting[0].lifespan_ms):
+                moved = True
+                self._taken_out(waiting.popleft(), OK)
+        except DDSException as error:
+            self._taken_out(waiting.popleft(), translate(error, f"writing to {writer.partition}").status)
+        if moved:
+            writer.moved_at = now
+        if not waiting:
+            self._full.pop(id(writer), None)
+        elif now - writer.moved_at >= self._timeout_s or now - waiting[0].since >= TIMEOUTS_MAX * self._timeout_s:
+            self._hold(writer)
+        return moved
+
+    def _taken_out(self, one: _Waiting, status: UStatus) -> None:
+        self._waiting_messages -= 1
+        self._waiting_bytes -= len(one.data)
+        one.batch.settle(one.place, status)
+
+    def _fail(self, writer: _Writer) -> None:
+        while writer.waiting:
+            one = writer.waiting.popleft()
+            self._waiting_messages -= 1
+            self._waiting_bytes -= len(one.data)
+            self._refuse(writer, one.batch, one.place)
+        self._full.pop(id(writer), None)
+
+    def _fail_all(self) -> None:
+        for writer in list(self._full.values()):
+            self._fail(writer)
+
+    # who holds it back
+
+    def _hold(self, writer: _Writer) -> None:
+        writer.held, writer.culprits = True, self._culprits_of(writer)
+        self._held[id(writer)] = writer
+        self._tell()  # first: whoever gets the answer may ask why
+        self._fail(writer)
+
+    def _release(self, writer: _Writer) -> None:
+        writer.held = False
+        del self._held[id(writer)]
+
+    def _is_suspect(self, writer: _Writer) -> bool:
+        """True if it is full because of somebody who holds others back already: that need not be waited for again."""
+        if not self._culprits or writer.receivers().isdisjoint(frozenset().union(*self._culprits)):
+            return False
+        self._hold(writer)
+        return True
+
+    def _tell(self) -> None:
+        """Name those who hold writers back: in `troubles` while they do, in the log once."""
+        held: dict[frozenset[bytes], list[str]] = {}
+        for writer in self._held.values():
+            held.setdefault(writer.culprits, []).append(writer.partition)
+        told: dict[frozenset[bytes], str] = {}
+        for culprits, partitions in held.items():
+            names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that is gone"
+            if culprits not in self._culprits:
+                log.warning("a DDS receiver does not take what is sent to it; other topics go on", culprit=names, partition=partitions[0])
+            told[culprits] = f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as {partitions[0]}"
+        for culprits in self._culprits.keys() - told.keys():
+            log.info(
+                "a DDS receiver takes what is sent to it again, or has gone", culprit=" or ".join(map(self._participant.name, culprits))
+            )
+        self._culprits = told
+        self.troubles = tuple(list(told.values())[:TROUBLES_MAX])
+
+    def _culprits_of(self, writer: _Writer) -> frozenset[bytes]:
+        suspects = writer.receivers()
+        if len(suspects) > 1:
+            others = [other for other in reversed(self._writers.values()) if other.written and not other.held and not other.waiting]
+            for other in others[:WITNESSES_MAX]:
+                left = suspects - other.receivers() if other.drained() else suspects
+                suspects = left or suspects
+        return suspects
+
+    def close(self) -> None:
+        """Wait for the last acknowledgements, DRAIN_S at most for all together, and delete everything. Not on this object's thread."""
+        self.stop()
+        self._jobs.put(None)
+        self._thread.join()
+        deadline = time.monotonic() + DRAIN_S
+        for writer in self._writers.values():
+            writer.drained(max(0.0, deadline - time.monotonic()))
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+        self._full.clear()
+        self._held.clear()
+        self.troubles = ()
+
+
+def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
+    return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else (1 << 63) - 1)

@@ -1,0 +1,193 @@
+"""What the broker has lost of what it had acknowledged to others for us, as far as that can be known.
+
+CONNACK -> no session, though we had left one                        everything that came meanwhile is lost, and how much nobody knows
+$SYS/broker/publish/messages/dropped -> Dropped -> it has risen      our queue at the broker was full (mosquitto), or somebody else's
+
+mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all sessions in one number.
+We have that number in our session, like any other topic. So each of its updates waits in our queue while we are away, and one that is
+missing there has been thrown away itself: then our queue was full. Of an update that comes right after our return, or while we lag behind,
+nobody can tell whose messages it counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import structlog
+
+from uprotocol.transport import LossCallback
+
+DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
+SETTLE_S: Final = 70.0  # after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
+
+log = structlog.get_logger()
+
+
+class Loss(NamedTuple):
+    messages: int  # at most: the broker counts all sessions together
+    ours: bool  # our session's queue was full; else it may have been another's
+
+
+class Dropped:
+    """Reads the broker's count as it comes through our session. Pure; times are the loop's, in seconds."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        self._catching_up = self._others = False
+        self._uncertain = 0  # what was counted while catching up
+        self._settled_s = 0.0
+
+    def returned(self, now_s: float) -> None:
+        """A connection with the old session: what was queued comes first, then the present count, which is retained."""
+        self._catching_up, self._others, self._uncertain = True, False, 0
+        self._settled_s = now_s + SETTLE_S
+
+    def seen(self, count: int, *, retained: bool, behind: bool, now_s: float) -> Loss | None:
+        """`behind`: so much has been unacknowledged since the last count that the broker may have had to queue."""
+        last, self.last = self.last, count
+        if last is None:
+            self._catching_up = self._catching_up and not retained
+            return None
+        risen = count - last if count >= last else count  # less than before: the broker has been started anew
+        if retained:
+            if self._catching_up:
+                self._others, self._catching_up = self._uncertain > 0, False
+                self._settled_s = now_s + SETTLE_S
+            return Loss(risen, ours=count >= last) if risen else None
+        if self._catching_up:
+            self._uncertain += risen  # it was queued, so there was room: others' messages, unless the present count never comes
+            return None
+        if risen and (behind or (now_s < self._settled_s and not self._others)):
+            return Loss(risen, ours=False)
+        return None
+
+    def tick(self, now_s: float) -> Loss | None:
+        """The present count does not come if the broker has just been started: then what was queued may be all that is told."""
+        if not self._catching_up or now_s < self._settled_s:
+            return None
+        self._catching_up = False
+        return Loss(self._uncertain, ours=False) if self._uncertain else None
+
+
+class Losses:
+    """Tells of losses once each: by a line in the log, a counter, and the callbacks. Lives on the event loop.
+
+    `session` names the one that the broker keeps for us; None if its name is made up at each start, so that no later process returns to it.
+    """
+
+    def __init__(self, address: str, session: str | None, counters: Counter[str]) -> None:
+        self._address, self._session, self._counters = address, session, counters
+        self.callbacks: list[LossCallback] = []
+        self._dropped = Dropped()
+        self._behind = False
+        self._file: Path | None = None
+        self._left: str | None = None  # the session that an earlier process has left, until we have connected
+        self._saved: dict[str, str | int | None] = {}  # what the file says
+        self._saving: asyncio.Future[None] | None = None
+
+    # Over a restart.
+
+    def remember_in(self, file: Path) -> None:
+        """What an earlier process has left there counts from now on. A file that can't be read is as good as none."""
+        self._file = file
+        try:
+            found = json.loads(file.read_text())
+            session, dropped = found["session"], found["dropped"]
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("what the last run knew of the broker can't be read: losses across this restart won't be told", error=repr(error))
+            return
+        self._saved = {"session": session, "dropped": dropped}
+        self._left = session if isinstance(session, str) else None
+        self._dropped.last = dropped if session == self._session and type(dropped) is int else None
+
+    def _save(self) -> None:
+        known: dict[str, str | int | None] = {"session": self._session, "dropped": self._dropped.last}
+        if self._file is None or known == self._saved or (self._saving is not None and not self._saving.done()):
+            return  # while one is being written, the next tick sees to the rest
+        self._saved = known
+        self._saving = asyncio.ensure_future(asyncio.to_thread(_write, self._file, json.dumps(known)))
+
+    async def close(self) -> None:
+        if self._saving is not None:
+            await self._saving
+
+    # What the transport tells.
+
+    def connected(self, *, resumed: bool, had_session: bool, forgets: bool, now_s: float) -> None:
+        """`had_session`: an earlier connection of this process has left one that listened; `forgets`: we have asked for a new one."""
+        left, self._left = self._left, None
+        if left is not None:
+            lost = not forgets and not (resumed and left == self._session)
+        else:
+            lost, left = had_session and not resumed, self._session
+        if resumed:
+            self._dropped.returned(now_s)
+        else:
+            self._dropped = Dropped()
+        if lost:
+            self._counters["session_lost"] += 1
+            self._tell(
+                f"the broker at {self._address} has not resumed the session {left or 'that we had'} (it expired, the broker forgot it, "
+                "or the settings name another): what came for it while we were away is lost, and how much nobody knows",
+                None,
+            )
+
+    def lagged(self) -> None:
+        """So much is unacknowledged that the broker may have to queue."""
+        self._behind = True
+
+    def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
+        """A message on DROPPED_TOPIC."""
+        try:
+            count = int(payload)
+        except ValueError:
+            log.debug("the broker's count of dropped messages is no number", payload=payload[:40])
+            return
+        behind, self._behind = self._behind, False
+        self._tell_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
+
+    def tick(self, now_s: float, *, listens: bool) -> None:
+        self._tell_dropped(self._dropped.tick(now_s))
+        if listens:
+            self._save()
+
+    def _tell_dropped(self, loss: Loss | None) -> None:
+        if loss is None:
+            return
+        self._counters["broker_dropped"] += loss.messages
+        what = f"the broker at {self._address} has dropped up to {loss.messages} messages that it had acknowledged to their senders"
+        if loss.ours:
+            self._tell(f"{what}: its queue for our session was full", loss.messages)
+        else:
+            self._tell(f"{what}, while we were away or lagged behind; whether they were for us it does not say", None)
+
+    def _tell(self, text: str, messages: int | None) -> None:
+        log.error("the broker has lost messages", what=text)
+        for callback in self.callbacks:
+            try:
+                callback(text, messages)
+            except Exception:
+                log.exception("a callback for losses failed", callback=repr(callback))
+
+
+def _write(file: Path, text: str) -> None:
+    """The whole file or none of it, whenever we end."""
+    new = file.with_name(file.name + ".new")
+    try:
+        with new.open("w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        new.replace(file)
+    except OSError as error:
+        log.warning("what is known of the broker can't be kept: losses across a restart may not be told", file=str(file), error=str(error))
+
+
+__all__ = ["DROPPED_TOPIC", "Dropped", "Loss", "Losses"]

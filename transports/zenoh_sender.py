@@ -1,0 +1,271 @@
+"""What leaves over Zenoh: one thread's work.
+
+batch -> lane of its stamp -> route -> session.put        a topic's first messages: no declaration that a peer has to take in first
+         or Outbox            |        publisher.put      from then on: half the cost
+                              `-- publishers are full: one that was unused for a whole period is undeclared, or the topic stays as it is
+
+flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read everything
+
+Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write something: TCP then
+resets the connection, and forgets what the other side has not read. So who closes flushes first. A router answers each query, a peer only
+for what somebody has declared; so each of our transports declares its own FLUSH_KEY. What confirms nothing is given time instead.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import zenoh
+
+from transports import zenoh_mapping as mapping
+from transports.outbox import OK, Outbox, stopped
+from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each, here and at each peer
+PUTS_BEFORE_DECLARED: Final = 16  # of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
+UNUSED_S: Final = 60.0  # a publisher that was used within this time stays: what it put must have left before it is undeclared
+ROUTES_MAX: Final = 65_536  # (key, priority) that are known; the cache starts anew when it is full
+LANES_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
+SETTLE_POLL_S: Final = 0.005
+SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
+SETTLE_MORE_S: Final = 0.1  # after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
+FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of who answers; `@` keeps it out of everybody's wildcards
+LINGER_S: Final = 1.0  # between the last message and the end, for peers that confirm nothing (other implementations, linked directly)
+SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
+
+NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
+_PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
+
+_Key = tuple[str, int]  # key expression, UPriority
+
+
+def words(error: Exception) -> str:
+    """What Zenoh says, without the places in its source."""
+    return SOURCE_PLACE.sub("", str(error)).strip()
+
+
+def translate(error: Exception, doing: str) -> UStatusError:
+    """The one place where Zenoh's errors become ours. Zenoh has one exception only, so the words decide."""
+    said = words(error)
+    if "already in use" in said:
+        return UStatusError(UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})")
+    if "Invalid Key Expr" in said or "Endpoints must be" in said or "onfig" in said:
+        return invalid(f"{doing}: {said}")
+    return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
+
+
+class _Route:
+    """How to put on one key with one priority."""
+
+    __slots__ = ("key", "publisher", "put", "puts_left")
+
+    def __init__(self, key: _Key, put: Callable[..., Any]) -> None:
+        self.key, self.put = key, put
+        self.publisher: zenoh.Publisher | None = None
+        self.puts_left = PUTS_BEFORE_DECLARED  # 0: there is a publisher
+
+    def declared(self, publisher: zenoh.Publisher) -> None:
+        self.publisher, self.put, self.puts_left = publisher, publisher.put, 0
+
+
+class _Lane(NamedTuple):
+    """Where messages of one stamp go, and what has to be looked at in each of them."""
+
+    route: _Route
+    ttl: int
+    format: int
+
+
+class ZenohSender:
+    """Of one session. All of it runs on the sender thread, but for `first_link`.
+
+    `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the transport.
+    """
+
+    def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool]) -> None:
+        self._session, self._authority, self._peers = session, authority, peers
+        self._outbox = Outbox()
+        self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id
+        self._routes: dict[_Key, _Route] = {}
+        self._publishers: dict[_Key, zenoh.Publisher] = {}
+        self._used: set[_Key] = set()  # publishers, in this period
+        self._unused: list[_Key] = []  # publishers, in the whole period before this one
+        self._period_began = 0.0  # time.monotonic()
+        self._settled_at = 0.0  # by then who has just linked us has declared its subscriptions; time.monotonic()
+        self._put_at = 0.0  # when something was put last, time.monotonic(); 0: nothing since everything was confirmed
+
+    def __repr__(self) -> str:
+        return f"ZenohSender(publishers={len(self._publishers)}, routes={len(self._routes)})"
+
+    @property
+    def publishers(self) -> int:
+        return len(self._publishers)
+
+    def first_link(self) -> None:
+        self._settled_at = time.monotonic() + SETTLE_S_MAX
+
+    def put(self, messages: Sequence[Carried]) -> list[UStatus]:
+        """In order; one status for each. Raises nothing."""
+        try:
+            return self._put(messages)
+        finally:
+            self._put_at = time.monotonic()
+
+    def _put(self, messages: Sequence[Carried]) -> list[UStatus]:
+        """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
+        statuses: list[UStatus] = []
+        now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
+        settling = time.monotonic() < self._settled_at
+        for message in messages:
+            mark: Any
+            if type(message) is EncodedMessage:
+                encoded, mark = message.encoded, message.stamp
+            else:
+                encoded = message.attributes.SerializeToString()
+                mark = suffix(encoded)
+            lane = lanes.get(mark)
+            try:
+                if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
+                    refusal = self._outbox.refusal(decoded(message), now_ms)
+                    if refusal is not None:
+                        statuses.append(refusal)
+                        continue
+                    lane = lane or self._lane(decoded(message), mark)
+                if not peers:
+                    return stopped(statuses, len(messages), NO_PEER)
+                route = lane.route
+                if settling:
+                    settling = self._await_match(route)
+                if route.puts_left:
+                    self._count(route)
+                route.put(message.payload, attachment=version + encoded)
+            except zenoh.ZError as error:
+                return stopped(statuses, len(messages), translate(error, "sending").status)
+            statuses.append(OK)
+        return statuses
+
+    def _lane(self, message: UMessage, mark: Any) -> _Lane:
+        """Where a message goes that is valid, remembered by its stamp."""
+        attributes = message.attributes
+        key = mapping.message_key(message, self._authority), attributes.priority
+        route = self._routes.get(key) or self._route(key)
+        if route.publisher is not None:
+            self._used.add(key)
+        lane = _Lane(route, attributes.ttl, attributes.payload_format)
+        if mark is not None and is_shared(attributes):
+            if len(self._lanes) >= LANES_MAX:
+                self._lanes.clear()
+            self._lanes[mark] = lane
+        return lane
+
+    def _route(self, key: _Key) -> _Route:
+        if len(self._routes) >= ROUTES_MAX:
+            self._routes.clear()
+            self._lanes.clear()
+        put = partial(
+            self._session.put,
+            key[0],
+            congestion_control=zenoh.CongestionControl.BLOCK,
+            priority=_PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
+            allowed_destination=zenoh.Locality.REMOTE,
+        )
+        route = self._routes[key] = _Route(key, put)
+        if key in self._publishers:
+            route.declared(self._publishers[key])
+        return route
+
+    def _count(self, route: _Route) -> None:
+        """A put without a publisher; the last one of so many declares it, if there is room."""
+        route.puts_left -= 1
+        if not route.puts_left and not self._declare(route):
+            route.puts_left = PUTS_BEFORE_DECLARED
+
+    def _declare(self, route: _Route) -> bool:
+        if not self._has_room():
+            return False
+        publisher = self._session.declare_publisher(
+            route.key[0],
+            congestion_control=zenoh.CongestionControl.BLOCK,
+            priority=_PRIORITIES.get(route.key[1], zenoh.Priority.DATA_LOW),
+            reliability=zenoh.Reliability.RELIABLE,
+            allowed_destination=zenoh.Locality.REMOTE,
+        )
+        self._publishers[route.key] = publisher
+        self._used.add(route.key)
+        route.declared(publisher)
+        return True
+
+    def _has_room(self) -> bool:
+        """True if there is room for one more publisher, be it that of one whose messages have left long ago."""
+        if len(self._publishers) < PUBLISHERS_MAX:
+            return True
+        now = time.monotonic()
+        if now - self._period_began >= UNUSED_S:
+            self._unused = [key for key in self._publishers if key not in self._used]
+            self._used.clear()
+            self._lanes.clear()  # so that each use shows once
+            self._period_began = now
+        while self._unused:
+            key = self._unused.pop()
+            if key not in self._used:
+                self._routes.pop(key, None)
+                self._publishers.pop(key).undeclare()  # type: ignore[no-untyped-call]
+                return True
+        return False
+
+    def _await_match(self, route: _Route) -> bool:
+        """Just after the first link: wait until somebody listens, or the time is over. True while it is not."""
+        if route.publisher is None and not self._declare(route):
+            return True
+        while (now := time.monotonic()) < self._settled_at:
+            if _matches(route.publisher):
+                self._settled_at = min(self._settled_at, now + SETTLE_MORE_S)
+                return True
+            time.sleep(SETTLE_POLL_S)
+        return False
+
+    def flush(self, timeout_s: float) -> list[str]:
+        """Wait until the linked peers have read all that was put; answers those that did not say so, by Zenoh id."""
+        if not self._put_at:
+            return []
+        deadline = time.monotonic() + timeout_s
+        asked = [(peer, sure, self._ask(peer, timeout_s)) for peer, sure in list(self._peers.items())]
+        silent = []
+        for peer, sure, replies in asked:
+            answers = [reply.ok is not None for reply in replies]  # a timeout is an answer that is an error
+            if not (any(answers) or (sure and not answers)):
+                silent.append(peer)
+        until = min(deadline, self._put_at + LINGER_S)
+        while time.monotonic() < until and any(peer in self._peers for peer in silent):
+            time.sleep(SETTLE_POLL_S)
+        if not silent:
+            self._put_at = 0.0
+        return silent
+
+    def _ask(self, peer: str, timeout_s: float) -> zenoh.Handler[zenoh.Reply]:
+        return self._session.get(
+            f"{FLUSH_KEY}/{peer}",
+            target=zenoh.QueryTarget.ALL,
+            timeout=timeout_s,
+            congestion_control=zenoh.CongestionControl.BLOCK,
+            priority=zenoh.Priority.BACKGROUND,  # none is lower: it leaves behind everything
+            allowed_destination=zenoh.Locality.REMOTE,
+        )
+
+
+def answer_flush(query: zenoh.Query) -> None:
+    """On Zenoh's thread. What was put before the query has been read by now: one link is read in its order."""
+    with query:
+        query.reply(query.key_expr, b"")
+
+
+def _matches(publisher: Any) -> bool:
+    return bool(publisher.matching_status.matching)  # the stub says bool

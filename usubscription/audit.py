@@ -1,0 +1,168 @@
+"""What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a Reset.
+
+start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links -> Notified | Lost | Orphaned
+
+A topic counts only if no command about it was under way from before the question until after its answer, so neither list is stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import structlog
+
+from uprotocol.status import FINAL, UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+from usubscription.partners import PARTNERS_MAX, Partner, Partners
+from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Status
+from usubscription.store import Store
+
+AUDITS_AT_ONCE: Final = 16
+PARTNERS_A_ROUND_MAX: Final = 160  # services without links: if all of these are silent, those with links wait 100 s for their next turn
+SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
+
+Fetch = Callable[[str, int], Awaitable[dict[Key, Status]]]
+"""(authority, major) -> what that service has of ours. Raises UStatusError."""
+
+log = structlog.get_logger()
+
+
+class Auditor:
+    """Lives on the loop. `now` asks for a round."""
+
+    def __init__(
+        self,
+        store: Store,
+        partners: Partners,
+        *,
+        fetch: Fetch,
+        busy: Callable[[Key], bool],
+        submit: Callable[[Event], None],
+        interval_ms: int,
+        random: Callable[[], float],
+    ) -> None:
+        self._store, self._partners = store, partners
+        self._fetch, self._busy, self._submit = fetch, busy, submit
+        self._interval_ms, self._random = interval_ms, random
+        self._suspects: set[Key] = set()
+        self._due: deque[Partner] = deque()  # partners without links that have not had their turn
+        self._everybody = False
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Auditor(suspects={len(self._suspects)}, partners={len(self._partners.all())})"
+
+    @property
+    def quiet(self) -> bool:
+        """True if no round is asked for and nothing is to be checked."""
+        return not self._suspects and not self._wake.is_set()
+
+    def start(self) -> None:
+        self._task = asyncio.ensure_future(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def now(self) -> None:
+        self._everybody = True
+        self._wake.set()
+
+    def stranger(self, partner: Partner) -> None:
+        """A service that we don't know of has something of ours."""
+        if len(self._due) < PARTNERS_MAX and partner not in self._due:
+            self._due.append(partner)
+            self._wake.set()
+
+    def suspect(self, topic: Key) -> None:
+        """Its service says that it ended, which may be old news: ask."""
+        self._suspects.add(topic)
+        self._wake.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        next_all = self._next_all()
+        while True:
+            wait_s = next_all - loop.time()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(wait_s, SUSPECTS_MS / 1000) if self._suspects else wait_s):
+                    await self._wake.wait()
+            self._wake.clear()
+            everybody = self._everybody or loop.time() >= next_all
+            if everybody:
+                self._everybody, next_all = False, self._next_all()
+            try:
+                await self._round(everybody)
+            except UStatusError as error:
+                log.warning("no audit of the remote subscriptions", why=error.message)
+            except Exception:
+                log.exception("auditing the remote subscriptions failed")
+
+    def _next_all(self) -> float:
+        return asyncio.get_running_loop().time() + self._interval_ms / 1000 * (0.75 + self._random() / 2)
+
+    async def _round(self, everybody: bool) -> None:
+        """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that follow at once."""
+        links = await self._store.read(lambda reader: reader.links())
+        settled = [(topic, link) for topic, link in links if link.command is None]
+        self._suspects &= {topic for topic, _ in settled}  # of the others the answer to the command decides
+        linked = {(topic[0], link.major): None for topic, link in settled if everybody or topic in self._suspects}
+        if everybody and not self._due:
+            self._due.extend(self._partners.all())
+        others = [self._due.popleft() for _ in range(min(len(self._due), PARTNERS_A_ROUND_MAX))]
+        asked = [*linked, *(partner for partner in others if partner not in linked)]
+        for start in range(0, len(asked), AUDITS_AT_ONCE):
+            await asyncio.gather(*(self._audit(*partner) for partner in asked[start : start + AUDITS_AT_ONCE]))
+        if self._due:
+            self._wake.set()
+
+    async def _audit(self, authority: str, major: int) -> None:
+        before, suspects = await self._links(authority), frozenset(self._suspects)
+        moving = {topic for topic in before if self._busy(topic)}
+        theirs: dict[Key, Status] | None = None
+        try:
+            theirs = await self._fetch(authority, major)
+        except UStatusError as error:
+            log.info("a remote uSubscription does not say what it has of ours", authority=authority, why=str(error))
+            if error.code not in FINAL:
+                return  # later, perhaps
+            if error.code == UCode.UNIMPLEMENTED and not before:
+                self._partners.forget((authority, major))  # it never will
+        after = await self._links(authority)
+        stable = {
+            topic: link
+            for topic, link in after.items()
+            if link.major == major and before.get(topic) == link and link.command is None and topic not in moving and not self._busy(topic)
+        }
+        self._compare(stable, theirs, suspects)
+        if theirs is None:
+            return
+        for topic in theirs:
+            if topic[0] == authority and topic not in before and topic not in after and not self._busy(topic):
+                self._submit(Orphaned(topic, major))
+        if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
+            self._partners.forget((authority, major))
+
+    async def _links(self, authority: str) -> dict[Key, Link]:
+        return dict(await self._store.read(lambda reader: reader.links(authority)))
+
+    def _compare(self, ours: dict[Key, Link], theirs: dict[Key, Status] | None, suspects: frozenset[Key]) -> None:
+        """`theirs` None: it can't say."""
+        for topic, link in ours.items():
+            suspect = topic in suspects
+            if suspect:
+                self._suspects.discard(topic)
+            if theirs is None:
+                if suspect:
+                    self._submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
+            elif topic not in theirs:
+                self._submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
+            elif theirs[topic] is not link.state:
+                self._submit(Notified(topic, theirs[topic]))

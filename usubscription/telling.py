@@ -1,0 +1,259 @@
+"""Changes as messages, by destination; and destinations in trouble, which catch up from the store.
+
+StoredChange -> parts: one per destination, with its messages -> send_batch -> taken | refused for good: counted | not now
+in trouble: held in the store -> the oldest, again and again with back-off -> Released -> caught up: in trouble no more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import structlog
+
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.attributes import NOTIFICATION, PUBLISH
+from uprotocol.message import PROTOBUF
+from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE
+from usubscription.database import Released
+from usubscription.reader import StoredChange
+from usubscription.state import Change, Key
+from usubscription.store import Store
+
+RETRY_FIRST_MS: Final = 200  # before a destination is tried again; doubles up to ...
+RETRY_MAX_MS: Final = 5_000  # ... as long as it takes nothing
+RETRY_GAP_MS: Final = 5  # between the tries of two destinations, so that thousands that are away don't fill the loop
+HELD_BATCH_MAX: Final = 16  # changes of a destination that are told at once while it catches up
+TRIES_MAX: Final = 100  # of a change that is refused with neither a "no" for good nor a "not now": eight minutes, then it is given up
+HOME: Final = ""  # the destination of the change topics: whoever listens on the own network
+PRIORITY: Final = UPriority.UPRIORITY_CS2
+
+log = structlog.get_logger()
+
+
+class Part(NamedTuple):
+    """One change, as one destination gets it."""
+
+    destination: str
+    number: int
+    change: Change
+    recipients: tuple[tuple[Key, int], ...]  # of HOME: none
+    messages: list[UMessage]
+
+
+class Teller:
+    """Makes and sends. `sent` and `dropped` count messages."""
+
+    def __init__(self, transport: UTransport, authority: str) -> None:
+        self._transport = transport
+        topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
+        common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
+        self._notifications = {major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()}
+        self._publications = {major: UAttributes(type=PUBLISH, source=topic, **common) for major, topic in topics.items()}
+        self._publishes = Capability.PUBLISH_WITHOUT_SINK in transport.capabilities
+        self.sent = 0
+        self.dropped: Counter[str] = Counter()
+
+    def parts(self, stored: StoredChange) -> list[Part]:
+        """Notifications, then the Publish in either version (spec-facts C-18, A-41)."""
+        recipients: dict[str, list[tuple[Key, int]]] = {}
+        for client in stored.recipients:
+            recipients.setdefault(client[0][0], []).append(client)
+        payloads = self._payloads(stored.change)
+        parts = [self._part(destination, stored, tuple(clients), payloads) for destination, clients in recipients.items()]
+        if self._publishes:
+            parts.append(self._part(HOME, stored, (), payloads))
+        return parts
+
+    def part(self, destination: str, stored: StoredChange) -> Part:
+        """One that was held."""
+        return self._part(destination, stored, stored.recipients, self._payloads(stored.change))
+
+    def _payloads(self, change: Change) -> dict[int, bytes]:
+        return {major: codec.change(change).SerializeToString() for major, codec in CODECS.items()}
+
+    def _part(self, destination: str, stored: StoredChange, recipients: tuple[tuple[Key, int], ...], payloads: dict[int, bytes]) -> Part:
+        """The transport validates the messages, so nothing does here."""
+        if destination == HOME:
+            made = [_message(self._publications[major], payload) for major, payload in payloads.items()]
+            return Part(HOME, stored.number, stored.change, (), made)
+        made = []
+        for client, major in recipients:
+            message = _message(self._notifications[major], payloads[major])
+            sink = message.attributes.sink
+            sink.authority_name, sink.ue_id, sink.ue_version_major, sink.resource_id = client
+            made.append(message)
+        return Part(destination, stored.number, stored.change, recipients, made)
+
+    async def send(self, parts: Sequence[Part]) -> tuple[list[Part], UStatus]:
+        """What was not taken, and may be later, and why the first of it was not.
+
+        Of each destination it is everything from the first such part on, so that its order is kept.
+        """
+        statuses = await self._try([message for part in parts for message in part.messages])
+        failed: list[Part] = []
+        behind: set[str] = set()
+        at, why = 0, OK
+        for part in parts:
+            mine, at = statuses[at : at + len(part.messages)], at + len(part.messages)
+            not_now = next((status for status in mine if status.code and status.code not in FINAL), None)
+            if not_now is None and part.destination not in behind:
+                self.count(mine)
+                continue
+            why = not_now if not_now is not None and not failed else why
+            behind.add(part.destination)
+            failed.append(part)
+        return failed, why
+
+    def count(self, statuses: Iterable[UStatus]) -> None:
+        for status in statuses:
+            if status.code == UCode.OK:
+                self.sent += 1
+            else:
+                self.dropped[code_name(status.code)] += 1
+
+    async def _try(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        try:
+            return await self._transport.send_batch(messages)
+        except UStatusError as error:
+            return [error.status] * len(messages)
+
+
+def _message(attributes: UAttributes, payload: bytes) -> UMessage:
+    message = UMessage(attributes=attributes, payload=payload)
+    message.attributes.id.CopyFrom(uuids.new())
+    return message
+
+
+@dataclass(slots=True)
+class _Trouble:
+    delay_ms: int = RETRY_FIRST_MS
+    holding: int = 0  # of Hold that are not committed yet
+    tries: int = 0  # of the oldest change
+    made: dict[int, Part] = field(default_factory=dict)  # its messages and those of the next few: a try again is the same message
+
+    def keep(self, part: Part) -> None:
+        if len(self.made) < HELD_BATCH_MAX:
+            self.made[part.number] = part
+
+
+class Troubles:
+    """The destinations that don't take what they should, and the task that helps them to catch up. `in` says whether one is such."""
+
+    def __init__(self, teller: Teller, store: Store) -> None:
+        self._teller, self._store = teller, store
+        self._known: dict[str, _Trouble] = {}
+        self._turns: list[tuple[float, str]] = []  # a heap: loop time of the next try of each; the one that is being tried is not in it
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Troubles({len(self._known)})"
+
+    def __contains__(self, destination: str) -> bool:
+        return destination in self._known
+
+    async def start(self) -> None:
+        """Those that a restart found waiting go first. Raises UStatusError if the store can't be read."""
+        for destination in await self._store.read(lambda reader: reader.destinations_held()):
+            self._known[destination] = _Trouble()
+            self._turns.append((0.0, destination))
+        self._task = asyncio.ensure_future(self._run())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def begin(self, destination: str) -> None:
+        if destination not in self._known:
+            log.info("changes can't be told: they wait", destination=destination or "the own network")
+            self._known[destination] = _Trouble()
+            heapq.heappush(self._turns, (asyncio.get_running_loop().time() + RETRY_FIRST_MS / 1000, destination))
+            self._news.set()
+
+    @contextlib.contextmanager
+    def holding(self, parts: Iterable[Part]) -> Iterator[None]:
+        """While these are on the way to the store, none of their destinations has caught up."""
+        for part in parts:
+            self.begin(part.destination)  # it may have caught up since it was found in trouble
+            self._known[part.destination].keep(part)
+        troubles = [self._known[destination] for destination in {part.destination for part in parts}]
+        for trouble in troubles:
+            trouble.holding += 1
+        try:
+            yield
+        finally:
+            for trouble in troubles:
+                trouble.holding -= 1
+
+    def kick(self) -> None:
+        """The network is there again: don't wait."""
+        self._turns = [(0.0, destination) for _, destination in self._turns]  # all equal: a heap
+        for trouble in self._known.values():
+            trouble.delay_ms = RETRY_FIRST_MS
+        self._news.set()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._news.clear()
+            wait_s = self._turns[0][0] - loop.time() if self._turns else None
+            if wait_s is None or wait_s > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._news.wait()
+                continue
+            _, destination = heapq.heappop(self._turns)
+            trouble = self._known[destination]
+            try:
+                went_on = await self._retry(destination, trouble)
+            except UStatusError as error:
+                log.warning("what a destination has not had can't be read or noted", destination=destination, why=error.message)
+                went_on = False
+            except Exception:
+                log.exception("telling a destination failed", destination=destination)
+                went_on = False
+            if destination in self._known:
+                heapq.heappush(self._turns, (loop.time() + (0 if went_on else trouble.delay_ms / 1000), destination))
+            trouble.delay_ms = RETRY_FIRST_MS if went_on else min(trouble.delay_ms * 2, RETRY_MAX_MS)
+            await asyncio.sleep(0 if went_on else RETRY_GAP_MS / 1000)
+
+    async def _retry(self, destination: str, trouble: _Trouble) -> bool:
+        """Tell the oldest. False: not yet."""
+        found = await self._store.read(lambda reader: reader.held(destination, HELD_BATCH_MAX))
+        if not found:
+            if trouble.holding:
+                return False
+            del self._known[destination]
+            return True
+        parts = [trouble.made.get(stored.number) or self._teller.part(destination, stored) for stored in found]
+        for part in parts:
+            trouble.keep(part)
+        failed, why = await self._teller.send(parts)
+        told = len(parts) - len(failed)
+        if not told:
+            trouble.tries += why.code not in RETRYABLE
+            if trouble.tries < TRIES_MAX:
+                return False
+            log.warning("a change was refused too often, and is given up", destination=destination, why=why.message)
+            self._teller.count([why])
+            told = 1
+        trouble.tries = 0
+        for part in parts[:told]:
+            trouble.made.pop(part.number, None)
+        await self._store.submit(Released(destination, found[told - 1].number))
+        return True
