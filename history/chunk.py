@@ -216,6 +216,7 @@ class Scan:
     covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
     damaged: list[tuple[int, int, str]] = field(default_factory=list)  # (after, before, why) of damaged chunks, each once
     floor_seq: int = 0  # records up to here were deleted by retention before this step looked
+    is_index_wrong: bool = False  # it was read without it
     full: bool = False  # the next record would exceed what was asked for
 
     def __post_init__(self) -> None:

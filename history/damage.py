@@ -7,10 +7,16 @@ open, scan, commit -> find -> Ledger -> rows of the file, `Log.damage`, on_damag
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Final, NamedTuple
 
-from history.rows import Row
+from history.rows import APPLICATION_ID, DAMAGE, SCHEMA_VERSION, Row
+from storage.disk import REAL_DISK, Disk
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
 
 DAMAGE_MAX: Final = 1_000  # noted one by one; beyond it the last of the same kind is widened
 
@@ -24,6 +30,7 @@ META: Final = "meta"
 HOLE: Final = "hole"
 NOTE: Final = "note"  # of earlier damage
 MARK: Final = "mark"
+INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
 NETWORK: Final = "network"  # a network lost messages before they came here; which, nobody knows
 
@@ -70,10 +77,14 @@ class Ledger:
         """True if something of that log was told once."""
         return any(damage.incarnation == incarnation for damage, _ in self._rows.values())
 
+    def covers(self, damage: Damage) -> bool:
+        """True if it is known, acknowledged or not. What a network lost is lost anew, however often the same is told."""
+        news = damage.kind == NETWORK
+        return any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged))
+
     def add(self, damage: Damage) -> Row | None:
         """The row to write; None if it is known already."""
-        news = damage.kind == NETWORK  # however often the same is told, it has happened again
-        if any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged)):
+        if self.covers(damage):
             return None
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:
@@ -114,3 +125,26 @@ def _covers(known: Damage, found: Damage) -> bool:
     if (known.kind, known.incarnation, known.moved_to) != (found.kind, found.incarnation, found.moved_to):
         return False
     return known.after <= found.after and found.before <= known.before if found.before else known.detail == found.detail
+
+
+def acknowledge(path: Path, disk: Disk = REAL_DISK) -> list[Damage]:
+    """In the log's file, whether or not a gateway has it open: that one notices within some seconds. Returns what was not seen before.
+
+    Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (no log of this version), UNAVAILABLE (I/O, or damaged).
+    """
+    if not path.exists():
+        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    try:
+        with contextlib.closing(disk.connect(path, read_only=True)) as db:
+            kind = (db.execute("PRAGMA application_id").fetchone()[0], db.execute("PRAGMA user_version").fetchone()[0])
+        if kind != (APPLICATION_ID, SCHEMA_VERSION):
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not a log of this version, so there is nothing to acknowledge")
+        with contextlib.closing(disk.connect(path)) as db:
+            db.execute("BEGIN IMMEDIATE")
+            ledger = Ledger(DAMAGE.read(db).rows)
+            seen = ledger.open
+            DAMAGE.insert(db, ledger.acknowledge())
+            db.execute("COMMIT")
+    except sqlite3.Error as error:
+        raise UStatusError(UCode.UNAVAILABLE, f"nothing could be acknowledged in {path}: {error}") from error
+    return seen

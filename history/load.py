@@ -96,6 +96,7 @@ class Loaded:
     found: list[Damage] = field(default_factory=list)  # now, and never before
     unindexed: list[tuple[int, bytes]] = field(default_factory=list)  # chunks since the last checkpoint
     dirty: set[int] = field(default_factory=set)  # streams that grew since
+    is_index_trusted: bool = True
 
     @property
     def start_seq(self) -> int:
@@ -140,6 +141,7 @@ class _Loading:
         self._load_ledger()
         meta = self._load_meta()
         made.incarnation = meta["incarnation"]
+        self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
         self._load_holes()
         self._load_streams()
         oldest = self._db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0

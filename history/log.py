@@ -27,7 +27,7 @@ from history.cursors import Cursors
 from history.damage import Damage, Ledger
 from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
-from history.reader import Reader
+from history.reader import Limits, Reader
 from history.store import Store, is_damage
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
@@ -435,6 +435,11 @@ class Log:
         for callback in list(self._damage_callbacks):
             callback(damage)
 
+    def _distrust_index(self) -> None:
+        assert self._writer is not None
+        self._writer.distrust_index()
+        self._note(Damage(self._now_ms(), kinds.INDEX, 0, 0, self.incarnation, "", "the index of streams is made anew at the next start"))
+
     def _count(self, damage: Damage) -> None:
         self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1
 
@@ -504,7 +509,11 @@ class Log:
         if after >= self._tail.after or self._reader is None:
             found = self._scan_tail(max(after, self.floor_seq), until, streams, max_records, max_bytes, strict)
         else:
-            found = await self._in_executor(self._reader.scan, after, until, streams, max_records, max_bytes, strict)
+            wanted = None if streams is None else {id: self._streams[id].newest_seq for id in streams}
+            limits = Limits(max_records, max_bytes, strict)
+            found = await self._in_executor(self._reader.scan, after, until, wanted, limits, self._holes)
+            if found.is_index_wrong:
+                self._distrust_index()
             for low, high, why in found.damaged:
                 self._note(Damage(self._now_ms(), kinds.RECORDS, low, high, self.incarnation, "", why))
         found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)

@@ -9,9 +9,9 @@ import contextlib
 import sqlite3
 import struct
 import threading
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -27,6 +27,14 @@ KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, eac
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
 
 log = structlog.get_logger()
+
+
+class Limits(NamedTuple):
+    """Of one scan."""
+
+    records: int
+    bytes: int
+    is_strict: bool  # not even the first record may be greater
 
 
 class Reader:
@@ -65,23 +73,63 @@ class Reader:
                 return
         db.close()
 
-    def scan(self, after: int, until: int, wanted: Set[int] | None, records_max: int, bytes_max: int, strict: bool) -> Scan:
-        """The records in (after, until] of the streams `wanted` (None: all), as far as one step goes."""
-        found = Scan(after, records_max, bytes_max, strict)
+    def scan(self, after: int, until: int, wanted: Mapping[int, int] | None, limits: Limits, holes: Sequence[tuple[int, int]]) -> Scan:
+        """The records in (after, until] of the streams `wanted` (each with its newest seq; None: all), as far as one step goes.
+
+        `holes` are known to be empty; any other seq that isn't there is damage.
+        """
         with self._snapshot() as db:
-            (found.floor_seq,) = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
-            places, complete_to = _places(db, after, until, wanted)
-            read = 0
-            for first_seq in places:
-                chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found)
-                if chunk is None or chunk.last_seq <= after:
-                    continue
-                read += sum(map(len, chunk.data))
-                found.take(chunk, until, wanted)
-                if found.full or read >= SCAN_BYTES_MAX:
-                    return found
-            found.covered = max(found.covered, complete_to)
+            row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
+            floor = row[0] if row is not None else 0
+            found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None)
+            if wanted is not None and not _is_whole(found, wanted, holes):
+                found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=False)
+                found.is_index_wrong = True
         return found
+
+    def _step(
+        self,
+        db: sqlite3.Connection,
+        found: Scan,
+        until: int,
+        wanted: Mapping[int, int] | None,
+        holes: Sequence[tuple[int, int]],
+        *,
+        is_quick: bool,
+    ) -> Scan:
+        """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
+        after, streams = found.after, None if wanted is None else wanted.keys()
+        places, complete_to = _places(db, after, until, streams if is_quick else None)
+        expected = max(after, found.floor_seq) + 1
+        read = 0
+        for first_seq in places:
+            if first_seq > expected and not is_quick:
+                self._jump(found, expected - 1, first_seq, until, holes)
+            chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found)
+            if chunk is None:
+                expected = found.covered + 1
+                continue
+            expected = max(expected, chunk.last_seq + 1)
+            if chunk.last_seq <= after:
+                continue
+            read += sum(map(len, chunk.data))
+            found.take(chunk, until, streams)
+            if found.full or read >= SCAN_BYTES_MAX:
+                return found
+        if complete_to == until >= expected and not is_quick:
+            self._jump(found, expected - 1, until + 1, until, holes)
+        found.covered = max(found.covered, complete_to)
+        return found
+
+    def _jump(self, found: Scan, after: int, before: int, until: int, holes: Sequence[tuple[int, int]]) -> None:
+        """Records were committed there, and no chunk has them any more."""
+        if any(low <= after and before <= high for low, high in holes):
+            return
+        found.gaps.append((after, min(before, until + 1)))
+        found.covered = max(found.covered, min(before - 1, until))
+        if after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
+            self._known_bad.add(after + 1)
+            found.damaged.append((after, before, "they aren't there"))
 
     def _row(self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan) -> Chunk | None:
         """The chunk at `first_seq`; None if it can't be read, and then the gap is noted."""
@@ -134,6 +182,24 @@ class Reader:
         return newest[:count][::-1]
 
 
+def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int, int]]) -> bool:
+    """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each is known."""
+    seen: dict[int, int] = {}
+
+    def is_lost(seq: int) -> bool:
+        return any(after < seq < before for gaps in (found.gaps, holes) for after, before in gaps)
+
+    begin = max(found.after, found.floor_seq)
+    for chunk in found.chunks:
+        for stream, seq, prev_seq in zip(chunk.streams, chunk.seqs, chunk.prev_seqs, strict=True):
+            if prev_seq > seen.get(stream, begin) and not is_lost(prev_seq):
+                return False
+            seen[stream] = seq
+    if found.full:
+        return True
+    return all(newest <= seen.get(id, begin) or newest > found.covered or is_lost(newest) for id, newest in wanted.items())
+
+
 def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
     """The first_seq of each chunk that may have what is wanted, and up to which seq this list is complete."""
     start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
@@ -156,19 +222,19 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
 
 
 def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
-    query = "SELECT first_seq, records, streams FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+    query = "SELECT first_seq, streams FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
     try:
         rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
         # The table itself can't be walked; its index on time still names every chunk.
-        query = "SELECT first_seq, 1, NULL FROM chunk INDEXED BY chunk_time WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+        query = "SELECT first_seq, NULL FROM chunk INDEXED BY chunk_time WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
         rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
-    complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0] + rows[-1][1] - 1)
+    complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is None:
         return [row[0] for row in rows], complete_to
-    return [row[0] for row in rows if not isinstance(row[2], bytes) or not wanted.isdisjoint(unpack_streams(row[2]))], complete_to
+    return [row[0] for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))], complete_to
 
 
 __all__ = ["Reader"]

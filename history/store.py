@@ -27,7 +27,7 @@ from history import mark as marks
 from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.load import Cursor, Extent, Loaded, Stream, load
+from history.load import NOT_KNOWN, Cursor, Extent, Loaded, Stream, load
 from history.passed import Allowance, Passed
 from history.rows import APPLICATION_ID, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Row
 from storage.disk import REAL_DISK, Disk, InUseError, Lock, Mark
@@ -54,9 +54,15 @@ class Changes:
     streams: list[Stream] = field(default_factory=list)  # new ones
     cursors: dict[str, Cursor | None] = field(default_factory=dict)  # None: dropped
     damage: list[Row] = field(default_factory=list)
+    distrusts_index: bool = False
 
     def followed_by(self, later: Changes) -> Changes:
-        return Changes(self.streams + later.streams, self.cursors | later.cursors, self.damage + later.damage)
+        return Changes(
+            self.streams + later.streams,
+            self.cursors | later.cursors,
+            self.damage + later.damage,
+            self.distrusts_index or later.distrusts_index,
+        )
 
 
 def status_error(error: sqlite3.Error, path: Path) -> UStatusError:
@@ -327,6 +333,9 @@ class Store:
             )
             _write_cursors(db, changes.cursors)
             DAMAGE.insert(db, changes.damage)
+            if changes.distrusts_index:
+                loaded.is_index_trusted = False
+                META.insert(db, [("indexed_seq", NOT_KNOWN)])
             if probe:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
             if checkpoint and loaded.unindexed:  # up to before these chunks, whose streams have not grown yet
@@ -369,7 +378,7 @@ class Store:
         STREAM.insert(db, [self._stream_places[id].row for id in sorted(self.loaded.dirty)])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
-        META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq)])
+        META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)])
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()

@@ -150,6 +150,11 @@ class Writer:
         with self._shared:
             self._changes.damage.extend(rows)
 
+    def distrust_index(self) -> None:
+        with self._shared:
+            self._changes.distrusts_index = True
+        self.flush()
+
     def flush(self) -> None:
         """Commit what `save_*` left, without waiting for an append."""
         self._worker.put(None)

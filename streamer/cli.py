@@ -24,6 +24,7 @@ from typing import Annotated, Any, Final
 
 import structlog
 import typer
+import typer.core
 from rich.console import Console
 from rich.table import Table
 
@@ -42,6 +43,7 @@ PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
 EXIT_FAILED: Final = 1
+LOG_NAME: Final = "history.db"  # in a data_dir
 
 app = typer.Typer(
     name="up-streamer",
@@ -51,6 +53,25 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+class _HistoryGroup(typer.core.TyperGroup):
+    """`history AUTHORITY ...` asks a streamer over the network; `history show AUTHORITY ...` is the long form of it."""
+
+    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
+        if arguments and arguments[0] not in self.commands and arguments[0] != "--help":
+            arguments = ["show", *arguments]
+        return super().parse_args(context, arguments)
+
+
+history_app = typer.Typer(
+    cls=_HistoryGroup,
+    name="history",
+    help="Look into a streamer's history over the network (AUTHORITY ...), or check what it keeps (verify, acknowledge).",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+app.add_typer(history_app)
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
@@ -121,6 +142,12 @@ def _network(
     if transport is None or authority is None:
         raise invalid("say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE --endpoint NAME")
     return client.Network(transport, authority, given, ue_id)
+
+
+def _data_dir(data_dir: Path | None, config: Path | None) -> Path:
+    if (data_dir is None) == (config is None):
+        raise invalid("say either --data-dir DIR or --config FILE")
+    return data_dir if data_dir is not None else configs.load(config or Path()).streamer.data_dir
 
 
 def _print(as_json: bool, data: dict[str, Any], line: str) -> None:
@@ -395,8 +422,8 @@ def replay(
     _print(as_json, data_, f"published {counts.total()} samples on {len(counts)} topics")
 
 
-@app.command(name="history")
-def history_(
+@history_app.command(name="show", hidden=True)
+def history_show(
     service: Annotated[str, typer.Argument(help="The authority of the streamer.")],
     topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
     transport: Transport = None,
@@ -409,7 +436,7 @@ def history_(
     limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Look into a streamer's history: an overview per topic, or the records themselves.
+    """Look into a streamer's history, over the network: an overview per topic, or the records themselves.
 
     Example: [bold]up-streamer history vehicle1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
     """
@@ -479,6 +506,69 @@ def _show_description(description: Any, as_json: bool) -> None:
         out.print(table)
 
 
+@history_app.command(name="verify")
+def history_verify(
+    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read everything that a streamer's log holds, and say what of it is damaged. Writes nothing; the streamer may run.
+
+    The exit code is 1 if something is damaged. Example: [bold]up-streamer history verify --data-dir /var/lib/up-streamer[/]
+    """
+    from history.verify import verify
+
+    with _errors():
+        report = verify(_data_dir(data_dir, config) / LOG_NAME)
+    found, told = ([client.damage_as_dict(one) for one in those] for those in (report.found, report.told))
+    if as_json:
+        data = {
+            "log": str(report.path),
+            "sound": report.is_sound,
+            "format": report.version,
+            "incarnation": report.incarnation.hex(),
+            "records": report.records,
+            "oldest_seq": report.oldest_seq,
+            "newest_seq": report.newest_seq,
+            "found": found,
+            "found_total": report.found_total,
+            "not_acknowledged": told,
+        }
+        print(json.dumps(data))
+    else:
+        out.print(
+            f"{report.path}: {report.records} records, {report.oldest_seq} to {report.newest_seq}, format {report.version}", markup=False
+        )
+        for word, rows in (("damaged", found), ("told earlier, not acknowledged", told)):
+            for row in rows:
+                out.print(f"{word}: {client.damage_as_line(row)}", markup=False)
+        if report.found_total > len(found):
+            out.print(f"and {report.found_total - len(found)} more")
+        out.print("sound" if report.is_sound else "[bold red]damaged[/]")
+    raise typer.Exit(0 if report.is_sound else EXIT_FAILED)
+
+
+@history_app.command(name="acknowledge")
+def history_acknowledge(
+    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say that a person has seen what a streamer's log has lost: it is shown, and then no longer keeps the streamer from being ready.
+
+    The streamer may run; it notices within some seconds. Example: [bold]up-streamer history acknowledge --config vehicle.toml[/]
+    """
+    from history.damage import acknowledge
+
+    with _errors():
+        seen = acknowledge(_data_dir(data_dir, config) / LOG_NAME)
+    for one in seen:
+        row = client.damage_as_dict(one)
+        _print(as_json, row, client.damage_as_line(row))
+    if not as_json:
+        out.print(f"{len(seen)} acknowledged")
+
+
 @app.command()
 def subscriptions(
     store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
@@ -533,10 +623,7 @@ def dead_letters(
     Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
     """
     with _errors():
-        if (data_dir is None) == (config is None):
-            raise invalid("say either --data-dir DIR or --config FILE")
-        folder = data_dir if data_dir is not None else configs.load(config or Path()).streamer.data_dir
-        letters = dead_letter.open_read_only(folder / "dead-letters.db").read(limit)
+        letters = dead_letter.open_read_only(_data_dir(data_dir, config) / "dead-letters.db").read(limit)
     if as_json:
         for letter in letters:
             print(json.dumps(letter.as_dict()))

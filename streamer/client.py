@@ -15,6 +15,7 @@ from typing import Any, Final
 
 from google.protobuf.json_format import MessageToDict
 
+from history.damage import Damage
 from streamer import config as configs
 from transports import plugin as plugins
 from uprotocol import uri as uris
@@ -182,6 +183,26 @@ def payload_of(text: str | None, as_json: str | None, as_hex: str | None, file: 
         except OSError as error:
             raise invalid(f"can't read {file}: {error.strerror}") from None
     return None
+
+
+def damage_as_dict(damage: Damage) -> dict[str, Any]:
+    """What a log has lost, as plain data."""
+    return {
+        "time_ms": damage.when_ms,
+        "kind": damage.kind,
+        "after_seq": damage.after,
+        "before_seq": damage.before,
+        "records_at_most": damage.records,
+        "incarnation": damage.incarnation.hex(),
+        "moved_to": damage.moved_to,
+        "detail": damage.detail,
+    }
+
+
+def damage_as_line(row: dict[str, Any]) -> str:
+    where = f" the records between {row['after_seq']} and {row['before_seq']}" if row["before_seq"] else ""
+    kept = f" (kept as {row['moved_to']})" if row["moved_to"] else ""
+    return f"{row['kind']}:{where}{kept} {row['detail']}".rstrip()
 
 
 # What can be done

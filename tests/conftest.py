@@ -1,9 +1,12 @@
-"""What tests of every area share: a real broker."""
+"""What tests of every area share: a real broker, and data directories of older versions."""
 
 from __future__ import annotations
 
+import json
 import os
+import tarfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,8 @@ settings.register_profile("up-streamer", deadline=None)  # a slow machine is no 
 settings.load_profile("up-streamer")
 
 MakeBroker = Callable[..., Broker]
+OldData = Callable[[str], Path]
+OLD: Path = Path(__file__).parent / "fixtures" / "data-0.1.0"  # made by that version, with tests/fixtures/make_data.py
 
 
 def _start(**options: Any) -> Broker:
@@ -55,3 +60,22 @@ def make_broker() -> Iterator[MakeBroker]:
 def own_broker(make_broker: MakeBroker) -> Broker:
     """A mosquitto of this test alone, to stop, kill and restart; it keeps sessions and messages over a stop."""
     return make_broker(persistent=True)
+
+
+@pytest.fixture
+def old_data(tmp_path: Path) -> OldData:
+    """`old_data("stopped")`: a data_dir as version 0.1.0 left it; "killed": as kill -9 left it, half of it in write-ahead logs."""
+
+    def unpack(name: str) -> Path:
+        folder = tmp_path / name
+        with tarfile.open(OLD / f"{name}.tar.gz") as archive:
+            archive.extractall(folder, filter="data")
+        return folder
+
+    return unpack
+
+
+@pytest.fixture(scope="session")
+def old_content() -> Any:
+    """What is in them."""
+    return json.loads((OLD / "expected.json").read_text())

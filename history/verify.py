@@ -1,0 +1,272 @@
+"""Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway that owns the log.
+
+pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, the chain of each topic, addresses
+    -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from history import damage as kinds
+from history import mark as marks
+from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
+from history.damage import Damage, Ledger
+from history.rows import APPLICATION_ID, CHECKED, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table
+from storage.disk import REAL_DISK, Disk
+from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found."""
+
+    path: Path
+    version: int = 0
+    incarnation: bytes = b""
+    records: int = 0  # that can be read
+    oldest_seq: int = 0
+    newest_seq: int = 0
+    found: list[Damage] = field(default_factory=list)  # now
+    found_total: int = 0
+    told: list[Damage] = field(default_factory=list)  # by the gateway, and not acknowledged yet
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.found_total and not self.told
+
+
+def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
+    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log), UNAVAILABLE (I/O)."""
+    if not path.exists():
+        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    report = Report(path)
+    try:
+        db = disk.connect(path, read_only=True)
+        try:
+            db.execute("BEGIN")  # one state, whatever is appended meanwhile
+            _Verifier(db, report).run()
+        finally:
+            db.close()
+    except sqlite3.DatabaseError as error:
+        if isinstance(error, sqlite3.OperationalError):
+            raise UStatusError(UCode.UNAVAILABLE, f"the log {path} can't be read: {error}") from error
+        _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
+    return report
+
+
+def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
+    report.found_total += 1
+    if len(report.found) < FINDINGS_MAX:
+        report.found.append(Damage(0, kind, after, before, report.incarnation, "", detail))
+
+
+class _Verifier:
+    def __init__(self, db: sqlite3.Connection, report: Report) -> None:
+        self._db, self._report = db, report
+        self._rows: dict[str, Checked] = {}
+        self._meta: dict[str, Any] = {}
+        self._ledger = Ledger()
+        self._holes: list[tuple[int, int]] = []
+        self._addresses: dict[int, tuple[Any, Any]] = {}
+        self._newest: dict[int, int] = {}  # of each stream, as far as was read
+        self._indexed: set[tuple[int, int]] = set()
+
+    def run(self) -> None:
+        self._pages()
+        self._read_rows()
+        self._meta.update(self._rows["meta"].rows)
+        self._report.incarnation = bytes(self._meta.get("incarnation", b""))
+        self._ledger = Ledger(self._rows["damage"].rows)
+        self._report.told = self._ledger.open
+        self._holes = [(after, before) for after, before in self._rows["hole"].rows]
+        self._streams()
+        self._chunks()
+        self._index()
+        self._ends()
+
+    def _note(self, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
+        _note(self._report, kind, after, before, detail)
+
+    def _note_records(self, after: int, before: int, detail: str) -> None:
+        """Unless a person knows of it."""
+        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation, "", detail)):
+            self._note(kinds.RECORDS, after, before, detail)
+
+    # -- structure and rows
+
+    def _pages(self) -> None:
+        db, path = self._db, self._report.path
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if not {"chunk", "chunk_stream", "meta"} <= tables:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log")
+        self._report.version = int(db.execute("PRAGMA user_version").fetchone()[0])
+        if self._report.version > SCHEMA_VERSION:
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"the log {path} is of a newer program (format {self._report.version})")
+        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+            self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
+        for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
+            if line != "ok":
+                self._note(kinds.STRUCTURE, detail=str(line))
+
+    def _read_rows(self) -> None:
+        for table in CHECKED:
+            try:
+                self._rows[table.name] = self._read(table)
+            except sqlite3.DatabaseError as error:
+                self._rows[table.name] = Checked()
+                self._note(table.name, detail=f"the table {table.name} can't be read: {error}")
+        for table in CHECKED:
+            for _, right in self._rows[table.name].mended:
+                self._note(table.name, detail=f"{table.columns[0]} {right[0]!r}: one bit has turned")
+            for row in self._rows[table.name].bad:
+                self._note(table.name, detail=f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
+
+    def _read(self, table: Table) -> Checked:
+        if self._report.version == SCHEMA_VERSION:
+            return table.read(self._db)
+        if table is DAMAGE:
+            return Checked()
+        return Checked([tuple(row) for row in self._db.execute(f"SELECT * FROM {table.name}")])  # version 1 had no checksums
+
+    def _streams(self) -> None:
+        for id, source, sink, *_ in self._rows[STREAM.name].rows:
+            self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+
+    # -- chunks
+
+    def _chunks(self) -> None:
+        report = self._report
+        floor = int(self._meta.get("floor_seq", 0))
+        expected = 0
+        for first_seq, columns, why in walk(self._db):
+            if expected and first_seq > expected:
+                self._jump(expected - 1, first_seq)
+            elif not expected and first_seq > floor + 1:
+                self._jump(floor, first_seq)
+            if columns is None:
+                expected = 0
+                bad = first_seq
+                following = self._db.execute(
+                    "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (bad,)
+                ).fetchone()[0]
+                self._note_records(bad - 1, following or bad + 1, why)
+                expected = following or 0
+                continue
+            chunk = decode(columns)
+            report.records += len(chunk)
+            report.oldest_seq = report.oldest_seq or chunk.first_seq
+            report.newest_seq = expected = chunk.last_seq
+            expected += 1
+            self._indexed.update((id, chunk.first_seq) for id in unpack_streams(columns.streams))
+            self._within(chunk, columns, floor)
+
+    def _jump(self, after: int, before: int) -> None:
+        """Records that are missing must be a hole that is known."""
+        if not any(low <= after and before <= high for low, high in self._holes):
+            self._note_records(after, before, "they aren't there")
+
+    def _within(self, chunk: Chunk, columns: Columns, floor: int) -> None:
+        """What the checksum can't say: that the chunk was right when it was written."""
+        messages = chunk.messages
+        if message_ids(messages) != columns.ids or frozenset(unpack_streams(columns.streams)) != chunk.stream_set:
+            self._note_records(chunk.first_seq - 1, chunk.last_seq + 1, "its columns contradict each other")
+        for seq, prev_seq, id, message in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, messages, strict=True):
+            known = self._newest.get(id)
+            if known is not None and prev_seq != known and not self._is_lost(prev_seq):
+                self._note(kinds.STREAM, detail=f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it")
+            self._newest[id] = seq
+            attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
+            address = _address(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+            if self._addresses.get(id) != address:
+                self._note(kinds.STREAM, detail=f"stream {id}: record {seq} was sent from or to another address than the stream names")
+                self._addresses[id] = address
+
+    def _is_lost(self, seq: int) -> bool:
+        lost = [(damage.after, damage.before) for damage in self._report.found if damage.kind == kinds.RECORDS]
+        return any(after < seq < before for after, before in lost + self._holes)
+
+    # -- what names the chunks
+
+    def _index(self) -> None:
+        indexed_seq = int(self._meta.get("indexed_seq", 0))
+        try:
+            there = set(self._db.execute("SELECT stream, first_seq FROM chunk_stream"))
+        except sqlite3.DatabaseError as error:
+            self._note(kinds.INDEX, detail=f"the index of streams can't be read: {error}")
+            return
+        for id, first_seq in sorted({place for place in self._indexed if place[1] <= indexed_seq} - there):
+            self._note(kinds.INDEX, detail=f"stream {id}: the records from {first_seq} on are not in the index")
+        readable = {first_seq for _, first_seq in self._indexed}
+        for id, first_seq in sorted(there - self._indexed):
+            if first_seq in readable:
+                self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, which it has not")
+
+    def _ends(self) -> None:
+        newest = max([self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)])
+        for name, seq, *_ in self._rows[CURSOR.name].rows:
+            if seq > newest:
+                self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")
+        for key in ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"):
+            if key not in self._meta:
+                self._note(META.name, detail=f"{key} is missing")
+        try:
+            marked = marks.unpack(Path(f"{self._report.path}.mark").read_bytes())
+        except FileNotFoundError:
+            marked = None
+        except marks.BadMarkError as error:
+            self._note(kinds.MARK, detail=str(error))
+            return
+        if marked is None:
+            if newest:
+                self._note(kinds.MARK, detail="there is none")
+        elif marked.incarnation != self._report.incarnation:
+            self._note(kinds.MARK, detail="it is of another log")
+        elif marked.seq > newest:
+            self._note(kinds.COMMITS, newest, marked.seq + 1, "committed, as the mark says, and not there")
+
+
+def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
+    """Every chunk that can be found, in order: (first_seq, columns, ""), or (first_seq, None, why) where it can't be read."""
+    for first_seq in _places(db):
+        try:
+            row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+            columns = Columns(*row)
+            decode(columns)
+        except (CorruptChunkError, struct.error, TypeError, ValueError, sqlite3.DatabaseError) as error:
+            yield first_seq, None, str(error)
+        else:
+            yield first_seq, columns, ""
+
+
+def _places(db: sqlite3.Connection) -> Iterator[int]:
+    """Where the table itself can't be walked any further, its index on time still names the chunks that follow."""
+    last = -1
+    rows = iter(db.execute("SELECT first_seq FROM chunk NOT INDEXED ORDER BY first_seq"))
+    while True:
+        try:
+            row = next(rows, None)
+        except sqlite3.DatabaseError:
+            break
+        if row is None:
+            return
+        last = row[0]
+        yield last
+    with contextlib.suppress(sqlite3.DatabaseError):
+        yield from sorted(row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if row[0] > last)
+
+
+def _address(source: UUri, sink: UUri | None) -> tuple[Any, Any]:
+    return uris.key(source), None if sink is None else uris.key(sink)
