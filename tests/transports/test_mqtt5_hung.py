@@ -166,6 +166,26 @@ async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker])
         await registering
 
 
+@pytest.mark.broker
+async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
+    """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each of them."""
+    broker = make_broker()
+    one, listener = end(broker.port), Deaf()
+    topics = [uris.parse(f"up://sender/10AB/3/{resource:X}") for resource in range(0x8001, 0x8021)]
+    await one.open()
+    for topic in topics:
+        await one.register_listener(topic, listener)
+    async with stopped(broker):
+        started = time.monotonic()
+        for topic in topics:
+            await one.unregister_listener(topic, listener)
+        assert time.monotonic() - started < 3  # 20 s for the first one alone, if it is waited for
+        await closes_in_time(one)
+    await one.open()
+    assert not one._left  # the broker has been told, though late
+    await one.close()
+
+
 async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
     """A resolver can't be cancelled: it costs one thread, which nobody waits for, however often it is asked."""
     forever, asked = threading.Event(), []
