@@ -74,6 +74,7 @@ class LocalNetwork:
         self.name = name
         self.members: list[LocalTransport] = []
         self.room = asyncio.Event()  # set whenever a member may have room again
+        self._cut: set[str] = set()  # authorities that have no network
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
@@ -103,6 +104,22 @@ class LocalNetwork:
     def heal(self) -> None:
         for member in self.members:
             member.reconnect()
+
+    def cut(self, authority: str) -> None:
+        """The member of that authority loses the network, or finds none when it joins, until `mend`."""
+        self._cut.add(authority)
+        for member in self.members:
+            if member.local.get_authority() == authority:
+                member.disconnect()
+
+    def mend(self, authority: str) -> None:
+        self._cut.discard(authority)
+        for member in self.members:
+            if member.local.get_authority() == authority:
+                member.reconnect()
+
+    def has_cut(self, authority: str) -> bool:
+        return authority in self._cut
 
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
@@ -256,7 +273,7 @@ class LocalTransport(UTransport):
             self._tell_connection(False)
 
     def reconnect(self) -> None:
-        if self._open and not self._connected:
+        if self._open and not self._connected and not self.network.has_cut(self.local.get_authority()):
             self._connected = True
             self._tell_connection(True)
             self._wake()

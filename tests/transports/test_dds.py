@@ -572,7 +572,7 @@ async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[
 async def test_the_environment_is_tried_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CYCLONEDDS_URI", whole("<Discovery><Peers><Peer address='127.0.0.1:99999'/></Peers></Discovery>")["cyclone_xml"])
     transport = DdsTransport(DdsConfig(domain_id=DOMAIN), LocalUriProvider("alpha", 1, 1))
-    with pytest.raises(UStatusError, match="127.0.0.1:99999: not a valid address; ended by signal 6") as raised:
+    with pytest.raises(UStatusError, match=r"127\.0\.0\.1:99999: not a valid address; ended by signal 6") as raised:
         await transport.open()
     assert raised.value.code == UCode.UNAVAILABLE
 
