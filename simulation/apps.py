@@ -18,8 +18,8 @@ from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
-from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -48,7 +48,9 @@ async def node(world: Any, network: str, authority: str, entity: int, version: i
 class Publisher:
     """Sends one message after the other, each until the network has taken it, as a client with QoS 1 does."""
 
-    def __init__(self, world: Any, transport: LocalTransport, name: str, topics: Sequence[UUri], sinks: Sequence[UUri], ttl_share: float) -> None:
+    def __init__(
+        self, world: Any, transport: LocalTransport, name: str, topics: Sequence[UUri], sinks: Sequence[UUri], ttl_share: float
+    ) -> None:
         self._world, self._transport, self.name, self._topics, self._sinks = world, transport, name, topics, sinks
         self._ttl_share = ttl_share
         self._count = 0
@@ -60,7 +62,9 @@ class Publisher:
             sink = dice.choice(self._sinks) if self._sinks and dice.random() < 0.15 else None
             await self.publish(dice.choice(self._topics), sink, dice.choice(PRIORITIES), dice.random() < self._ttl_share)
 
-    async def publish(self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False) -> None:
+    async def publish(
+        self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False
+    ) -> None:
         self._count += 1
         builder = UMessageBuilder.publish(topic) if sink is None else UMessageBuilder.notification(topic, sink)
         builder.with_priority(priority)  # type: ignore[arg-type]
@@ -161,7 +165,11 @@ class Subscriber:
         await self.wish(topic, last)  # the last one was not answered: say it again
 
     async def _raw(self, rpc: InMemoryRpcClient, topic: UUri, subscribe: bool) -> Status:
-        method, request = (wire.SUBSCRIBE, wire.subscribe(self.version, topic)) if subscribe else (wire.UNSUBSCRIBE, wire.unsubscribe(self.version, topic))
+        method, request = (
+            (wire.SUBSCRIBE, wire.subscribe(self.version, topic))
+            if subscribe
+            else (wire.UNSUBSCRIBE, wire.unsubscribe(self.version, topic))
+        )
         sink = uris.uri(self.authority, 0, self.version, method)
         payload = await rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=CALL_MS))
         return wire.read_status(self.version, payload) if subscribe else Status.UNSUBSCRIBED
@@ -179,7 +187,13 @@ class Foreign:
         self.speaking.set()
 
     async def open(self) -> None:
-        for method, handler in ((1, self._subscribe), (2, self._unsubscribe), (3, self._fetch), (6, self._register), (8, self._fetch_subscribers)):
+        for method, handler in (
+            (1, self._subscribe),
+            (2, self._unsubscribe),
+            (3, self._fetch),
+            (6, self._register),
+            (8, self._fetch_subscribers),
+        ):
             await self._server.register_request_handler(method, handler)
 
     async def set(self, topic: UUri, subscriber: UUri, subscribed: bool) -> None:

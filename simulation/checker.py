@@ -89,7 +89,9 @@ class Wish:
         if want.wanted and status is Status.SUBSCRIBED:
             want.confirmed_at = self._checker.now if want.confirmed_at is None else want.confirmed_at
         elif want.wanted and status is Status.UNSUBSCRIBED:
-            self._checker.fail("a subscription that nobody ended", f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED")
+            self._checker.fail(
+                "a subscription that nobody ended", f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED"
+            )
 
     def refused(self, code: int) -> None:
         self._want.refused = code_name(code)
@@ -390,7 +392,9 @@ class Checker:
             self.fail("neither delivered nor told", f"{sent} was acknowledged and is recorded by no log")
         lacks = self._reader_lacks()
         if lacks:
-            self.fail("neither delivered nor told", f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)")
+            self.fail(
+                "neither delivered nor told", f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)"
+            )
 
 
 __all__ = ["Checker", "Sent", "Want", "Wish"]

@@ -145,7 +145,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
-    def create_task(self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None) -> asyncio.Task[T]:
+    def create_task(
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
+    ) -> asyncio.Task[T]:
         task: asyncio.Task[T] = super().create_task(coro, name=name, context=context)
         process = (context if context is not None else contextvars.copy_context()).get(PROCESS)
         (self.tasks if process is None else process.tasks).append(task)

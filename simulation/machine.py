@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from history.log import Log
 from simulation.disk import SimulatedDisk
-from simulation.loop import PROCESS, Process, SimulatedWorker, VirtualLoop
+from simulation.loop import PROCESS, Process, SimulatedWorker
 from storage.runtime import Runtime
 from streamer.app import Streamer
 from streamer.config import Config
@@ -25,6 +25,10 @@ from uprotocol.v1.umessage_pb2 import UMessage
 
 STOP_S_MAX: Final = 60.0  # after it a gateway that was asked to stop has a task that never ends
 RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by itself
+
+
+def named(task: asyncio.Task[Any]) -> str:
+    return f"{task.get_coro().__qualname__} ({task.get_name() if not task.get_name().startswith('Task-') else 'no name'})"  # type: ignore[union-attr]
 
 
 class GatewayProcess(Process):
@@ -189,7 +193,7 @@ class Machine:
         process.streamer.stop()
         done, _ = await asyncio.wait({process.task}, timeout=STOP_S_MAX)
         if not done and process.alive:
-            stuck = [repr(task.get_coro()) for task in process.tasks if not task.done()]
+            stuck = [named(task) for task in process.tasks if not task.done()]
             self.world.checker.fail("a task that never ends", f"{self.name} does not stop: {stuck[:5]}")
             process.kill()
 
@@ -216,7 +220,7 @@ class Machine:
         left = [task for task in left if not task.done()]
         process.alive = False
         if left:
-            self.world.checker.fail("a task that never ends", f"{self.name} has stopped, and there is still {left[0].get_coro()!r}")
+            self.world.checker.fail("a task that never ends", f"{self.name} has stopped, and there is still {named(left[0])}")
 
     def killed(self, process: GatewayProcess) -> None:
         self.torn = self.torn or process.torn

@@ -31,14 +31,13 @@ import structlog
 from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, node
 from simulation.checker import Checker, Hop, Key
 from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
-from simulation.machine import GatewayProcess, Machine
+from simulation.machine import GatewayProcess, Machine, named
 from simulation.network import SimulatedNetwork
 from simulation.plan import Plan
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import UStatusError
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
@@ -102,7 +101,7 @@ class World:
 
     def note(self, *what: Any) -> None:
         self.notes += 1
-        text = f"{self.loop.now:12.6f} {' '.join(map(str, what))}"
+        text = f"{self.loop.now:12.6f} {' '.join(map(str, what))}".replace(str(self.folder), "")
         self._digest.update(text.encode())
         if self._verbose:
             print(text, file=self._out)
@@ -154,7 +153,13 @@ class World:
     def vehicle_config(self) -> dict[str, Any]:
         def endpoint(network: str, mode: str, name: str = "") -> dict[str, Any]:
             settings = {"network": f"{self.seed}/{network}", "session": f"V-{network}"}
-            return {"name": name or network, "transport": "local", "authorities": [AUTHORITIES[network]], "usubscription": mode, "settings": settings}
+            return {
+                "name": name or network,
+                "transport": "local",
+                "authorities": [AUTHORITIES[network]],
+                "usubscription": mode,
+                "settings": settings,
+            }
 
         remote = "none" if self.kind == "static" else "remote"
         return {
@@ -311,7 +316,7 @@ class World:
                 if problems:
                     checker.fail("not ready", f"{machine.name} is not ready again: {problems}")
         if not await self.until(lambda: all(task.done() for task in plan.tasks), HEAL_S_MAX):
-            left = [task.get_coro() for task in plan.tasks if not task.done()]
+            left = [named(task) for task in plan.tasks if not task.done()]
             checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
         await self._check_subscriptions()
         for publisher in self.publishers:
@@ -370,9 +375,16 @@ class World:
                 state = states.get(uris.key(topic))
                 wanted = want is not None and want.wanted and not want.refused
                 if wanted and state is None:
-                    wrong.append(("a subscription that nobody ended", f"{hearer} wants {uris.format(topic)}, and the service of {name} does not know it"))
+                    wrong.append(
+                        (
+                            "a subscription that nobody ended",
+                            f"{hearer} wants {uris.format(topic)}, and the service of {name} does not know it",
+                        )
+                    )
                 elif not wanted and state is not None:
-                    wrong.append(("a subscription that nobody made", f"the service of {name} has {state!s} for {hearer} of {uris.format(topic)}"))
+                    wrong.append(
+                        ("a subscription that nobody made", f"the service of {name} has {state!s} for {hearer} of {uris.format(topic)}")
+                    )
                 elif wanted and state is not Status.SUBSCRIBED:
                     wrong.append(("never settles", f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {name}"))
                 elif wanted and want is not None and want.confirmed_at is None:
@@ -394,12 +406,20 @@ def _captured(world: World) -> Any:
             error = sys.exc_info()[1]
             event["exception"] = repr(error)
         if isinstance(process, GatewayProcess) and process.alive:
-            world.note("log", process.machine.name, method, event.get("event"), *(f"{k}={v}" for k, v in event.items() if k not in ("event", "exc_info")))
+            world.note(
+                "log",
+                process.machine.name,
+                method,
+                event.get("event"),
+                *(f"{k}={v}" for k, v in event.items() if k not in ("event", "exc_info")),
+            )
             world.checker.logged(process.machine.name, event)
         raise structlog.DropEvent
 
     before = structlog.get_config()
-    structlog.configure(processors=[capture], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=False)
+    structlog.configure(
+        processors=[capture], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=False
+    )
     try:
         yield
     finally:
