@@ -77,6 +77,9 @@ class _Mark:
         if self._disk.alive:
             self._path.write_bytes(data)
 
+    def begin(self, data: bytes) -> None:
+        self.write(data)
+
     def close(self) -> None:
         pass
 
