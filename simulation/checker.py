@@ -37,7 +37,7 @@ class Sent:
     number: int
     message: UMessage
     at: float
-    era: tuple[int, ...]
+    era: int
     acknowledged_at: float | None = None
     heard: dict[str, int] = field(default_factory=dict)
     lost: bool = False  # by a network that acknowledges nothing
@@ -106,12 +106,12 @@ class Checker:
         self.sent: dict[Id, Sent] = {}
         self.wants: dict[tuple[str, Key], Want] = {}
         self.ever: set[tuple[str, Key]] = set()
-        self.sinks: dict[Key, tuple[str, tuple[Hop, ...]]] = {}  # whose notifications somebody hears
+        self.sinks: dict[Key, str] = {}  # whose notifications somebody hears
         self.owed: dict[str, dict[Id, Sent]] = defaultdict(dict)
         self.effective: dict[str, set[tuple[str, str]]] = {}  # by machine, of one that has been ready: from which network to which
         self.recorded: dict[str, list[UUri]] = {}
         self.volatile: list[UUri] = []
-        self.era: tuple[int, ...] = (0,)
+        self.era = 0
         self.disturbances: list[tuple[float, float]] = []
         self._open_disturbances: dict[str, float] = {}
         self._last: dict[tuple[str, Any], int] = {}
@@ -127,6 +127,8 @@ class Checker:
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
+        self.unclaimed: list[tuple[str, int, int]] = []  # machine, from which seq to which something waits for an endpoint that is gone
+        self.newest: dict[str, int] = {}  # durable seq, by machine
         self._maybe_told: set[Id] = set()
 
     @property
@@ -155,8 +157,8 @@ class Checker:
             return  # whether it lived long enough on its way is not ours to say
         if sent.sink is not None:
             hearer = self.sinks.get(sent.sink)
-            if hearer is not None and self._passes(hearer[1]):
-                self._owe(hearer[0], sent)
+            if hearer is not None and self._passes(self._hops(hearer, sent)):
+                self._owe(hearer, sent)
             return
         for want in self.wants.values():
             if want.topic == sent.topic and want.confirmed_at is not None and want.confirmed_at < sent.at and self._passes(want.hops):
@@ -278,7 +280,7 @@ class Checker:
 
     def _hops(self, hearer: str, sent: Sent) -> tuple[Hop, ...]:
         if sent.sink is not None:
-            return self.sinks[sent.sink][1]
+            return tuple(self.world.hops(hearer, sent.topic))
         return self.wants[hearer, sent.topic].hops
 
     def ready(self, machine: Any) -> None:
@@ -311,6 +313,8 @@ class Checker:
         if known != id:
             self.fail("a seq that names two records", f"{machine}: seq {seq} is {message.payload!r}, and was another one before")
         self.places[id].append((machine, incarnation, seq))
+        if durable:
+            self.newest[machine] = seq
         if machine == "V" and durable and any(uris.matches(topic, message.attributes.source) for topic in self.reader_topics):
             if not message.attributes.HasField("sink"):
                 self._on_reader[incarnation, seq] = id
@@ -353,7 +357,7 @@ class Checker:
     @property
     def outstanding(self) -> int:
         """How much is owed still. Dead letters count only at the very end, since they are looked up on the disk."""
-        owed = sum(1 for owed in self.owed.values() for id in owed if id not in self._maybe_told)
+        owed = sum(1 for owed in self.owed.values() for id in owed if id not in self._maybe_told and not self._is_unclaimed(id))
         return owed + len(self._unread()) + len(self._reader_lacks())
 
     def told_dead(self, message: UMessage) -> None:
@@ -366,15 +370,20 @@ class Checker:
 
     def forgive(self, letters: Iterable[tuple[Id, str]]) -> None:
         """What was told is not owed: dead letters, and gaps where a disk was torn or an absence was too long."""
-        for id, _ in letters:
-            for owed in self.owed.values():
-                owed.pop(id, None)
+        told = {id for id, _ in letters}
+        for owed in self.owed.values():
+            for id in [id for id in owed if id in told or self._is_unclaimed(id)]:
+                del owed[id]
         if not self.allowed_gaps:
             return
         for owed in self.owed.values():
             for id in list(owed):
                 if any(self._in_gap(machine, seq) for machine, _, seq in self.places.get(id, ())):
                     del owed[id]
+
+    def _is_unclaimed(self, id: Id) -> bool:
+        """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
+        return any(one == machine and low < seq <= high for machine, _, seq in self.places.get(id, ()) for one, low, high in self.unclaimed)
 
     def _in_gap(self, machine: str, seq: int) -> bool:
         return any(one == machine and after < seq < before for one, after, before in self.gaps)

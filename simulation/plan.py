@@ -34,7 +34,7 @@ class Plan:
         self._world, self._dice = world, world.dice
         self.tasks: list[asyncio.Task[Any]] = []
         self._base: dict[str, dict[str, Any]] = {}
-        self._volatile = False
+        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when it got its own configuration back
 
     @property
     def _v(self) -> Machine:
@@ -292,12 +292,18 @@ class Plan:
             transport: Any = list(self._v.streamer.endpoints)[2].transport
             transport.disconnect()
             await self._some(2.0)
-        await self._v.stop()
         if era:
-            self._world.checker.era = (*self._world.checker.era, len(self._world.checker.era))
-            self._world.checker.disturbed_from("rename")
+            self._another_era()
+        await self._v.stop()
         await self._some(2.0)
         self._start(self._v, config)
+        if era:
+            self._another_era()
+
+    def _another_era(self) -> None:
+        """Another name is another peer, with a cursor of its own: each in order, though not one after the other."""
+        self._world.checker.era += 1
+        self._world.checker.disturbed_from("rename")
 
     async def _shortage(self) -> None:
         """Whoever serves subscriptions is short of something for a while."""
@@ -361,13 +367,17 @@ class Plan:
             network.heal()
         for machine in world.machines.values():
             self._good_disk(machine)
+            self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
             if machine.process is not None:
                 machine.process.kill_at = None
             base = self._base[machine.name]
             if machine.config != base:
                 renamed = [one["name"] for one in machine.config["endpoint"]] != [one["name"] for one in base["endpoint"]]
-                await machine.stop()
                 if renamed:
-                    world.checker.era = (*world.checker.era, len(world.checker.era))
+                    self._another_era()
+                await machine.stop()
+                self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
                 self._start(machine, base)
+                if renamed:
+                    self._another_era()
             self._start(machine)

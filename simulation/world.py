@@ -195,8 +195,7 @@ class World:
             self.publishers.append(Publisher(self, hub, "hub", [uris.parse(one) for one in WISHED_HUB], [], ttl_share))
         for network in self.networks:
             await self._hearer(network)
-        last = (("V", "vehicle", "cloud"),)
-        self.checker.sinks[uris.key(uris.parse(SINK))] = ("L", last)
+        self.checker.sinks[uris.key(uris.parse(SINK))] = "L"
         await self._subscribe()
 
     async def _hearer(self, network: str) -> None:
@@ -310,15 +309,16 @@ class World:
     async def _end(self, plan: Plan) -> None:
         checker = self.checker
         await plan.heal()
-        if not await self.until(self._all_ready, HEAL_S_MAX):
+        if not await self.until(self._all_ready, HEAL_S_MAX) and not checker.violations:
             for machine in self.machines.values():
                 problems = problems_of(machine)
                 if problems:
                     checker.fail("not ready", f"{machine.name} is not ready again: {problems}")
-        if not await self.until(lambda: all(task.done() for task in plan.tasks), HEAL_S_MAX):
+        if not await self.until(lambda: all(task.done() for task in plan.tasks), HEAL_S_MAX) and not checker.violations:
             left = [named(task) for task in plan.tasks if not task.done()]
             checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
         await self._check_subscriptions()
+        self._look_at_unclaimed(plan)
         for publisher in self.publishers:
             for topic in publisher._topics:
                 await publisher.publish(topic)
@@ -333,6 +333,12 @@ class World:
         await asyncio.sleep(2.0)
         checker.forgive(self._dead_letters())
         checker.finish()
+
+    def _look_at_unclaimed(self, plan: Plan) -> None:
+        for machine in self.machines.values():
+            if machine.streamer is not None:
+                newest = plan.newest_at_heal.get(machine.name, 0)
+                self.checker.unclaimed += [(machine.name, waits.seq, newest) for waits in machine.streamer.claims.unclaimed]
 
     def _all_ready(self) -> bool:
         return all(machine.ready and not problems_of(machine) for machine in self.machines.values())
