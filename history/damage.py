@@ -78,13 +78,13 @@ class Ledger:
         return any(damage.incarnation == incarnation for damage, _ in self._rows.values())
 
     def covers(self, damage: Damage) -> bool:
-        """True if it is known, acknowledged or not."""
-        return any(_covers(known, damage) for known, _ in self._rows.values())
+        """True if it is known, acknowledged or not. What a network lost is lost anew, however often the same is told."""
+        news = damage.kind == NETWORK
+        return any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged))
 
     def add(self, damage: Damage) -> Row | None:
         """The row to write; None if it is known already."""
-        news = damage.kind == NETWORK  # however often the same is told, it has happened again
-        if any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged)):
+        if self.covers(damage):
             return None
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:

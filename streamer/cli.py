@@ -3,7 +3,7 @@
 run  check                           the streamer
 usubscription                        a uSubscription service of its own
 subscribe  publish  call  replay     an ordinary uEntity on one network
-history  dead-letters                what a streamer keeps
+history  cursors  dead-letters       what a streamer keeps, and for whom
 demo                                 all of it at once
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import json
 import logging
@@ -28,7 +29,7 @@ import typer.core
 from rich.console import Console
 from rich.table import Table
 
-from streamer import client, dead_letter
+from streamer import client, cursors, dead_letter
 from streamer import config as configs
 from streamer.app import Streamer, serve
 from uprotocol import uri as uris
@@ -72,6 +73,10 @@ history_app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.add_typer(history_app)
+cursors_app = typer.Typer(
+    name="cursors", help="What waits for whom in a streamer's log: list, adopt, forget.", no_args_is_help=True, rich_markup_mode="rich"
+)
+app.add_typer(cursors_app)
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
 
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
@@ -82,6 +87,8 @@ AuthorityOption = Annotated[str | None, typer.Option("--authority", "-a", help="
 FromConfig = Annotated[Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")]
 FromEndpoint = Annotated[str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.")]
 EntityOption = Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")]
+DataDir = Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")]
+OrConfig = Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")]
 DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
@@ -211,8 +218,10 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
+    unclaimed = _unclaimed(loaded)
     if as_json:
-        print(json.dumps({"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules}))
+        told = {waits.endpoint: waits.records for waits in unclaimed}
+        print(json.dumps({"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told}))
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
     for column in ("endpoint", "transport", "authorities", "uSubscription"):
@@ -224,6 +233,18 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+    for waits in unclaimed:
+        out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
+
+
+def _unclaimed(config: configs.Config) -> list[cursors.Listed]:
+    """What waits in the streamer's log for endpoints that its file does not have; nothing where the log can't be read now."""
+    names = {endpoint.name for endpoint in config.endpoint}
+    try:
+        found = cursors.listed(config.streamer.data_dir / LOG_NAME)
+    except UStatusError:
+        return []
+    return [one for one in found if one.records and one.endpoint not in names]
 
 
 @app.command()
@@ -508,8 +529,8 @@ def _show_description(description: Any, as_json: bool) -> None:
 
 @history_app.command(name="verify")
 def history_verify(
-    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    data_dir: DataDir = None,
+    config: OrConfig = None,
     as_json: AsJson = False,
 ) -> None:
     """Read everything that a streamer's log holds, and say what of it is damaged. Writes nothing; the streamer may run.
@@ -550,8 +571,8 @@ def history_verify(
 
 @history_app.command(name="acknowledge")
 def history_acknowledge(
-    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    data_dir: DataDir = None,
+    config: OrConfig = None,
     as_json: AsJson = False,
 ) -> None:
     """Say that a person has seen what a streamer's log has lost: it is shown, and then no longer keeps the streamer from being ready.
@@ -567,6 +588,55 @@ def history_acknowledge(
         _print(as_json, row, client.damage_as_line(row))
     if not as_json:
         out.print(f"{len(seen)} acknowledged")
+
+
+@cursors_app.command(name="list")
+def cursors_list(data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+    """How many records wait for each endpoint. Writes nothing; the streamer may run.
+
+    Example: [bold]up-streamer cursors list --config vehicle.toml[/]
+    """
+    with _errors():
+        found = cursors.listed(_data_dir(data_dir, config) / LOG_NAME)
+    for one in found:
+        line = f"{one.endpoint}: {one.records} records wait after {one.seq}, away for {one.absent_hours} h"
+        extra = f", {one.parked_topics} topics parked" if one.parked_topics else ""
+        _print(as_json, dataclasses.asdict(one), line + extra + ("" if one.holds else ", and retention by age does not wait for it"))
+
+
+@cursors_app.command(name="adopt")
+def cursors_adopt(
+    old: Annotated[str, typer.Argument(help="The endpoint for which records wait.")],
+    new: Annotated[str, typer.Argument(help="The endpoint that gets them.")],
+    data_dir: DataDir = None,
+    config: OrConfig = None,
+    as_json: AsJson = False,
+) -> None:
+    """Give what waits for one endpoint to another one. The streamer must be stopped.
+
+    Example: [bold]up-streamer cursors adopt cloud cloud-eu --config vehicle.toml[/]
+    """
+    with _errors():
+        path = _data_dir(data_dir, config) / LOG_NAME
+    one: cursors.Listed = _run(cursors.adopt(path, old, new))
+    _print(as_json, dataclasses.asdict(one), f"{one.records} records wait for {new} now")
+
+
+@cursors_app.command(name="forget")
+def cursors_forget(
+    endpoint: Annotated[str, typer.Argument(help="The endpoint for which records wait.")],
+    data_dir: DataDir = None,
+    config: OrConfig = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let go what waits for an endpoint. The streamer must be stopped.
+
+    Example: [bold]up-streamer cursors forget old-cloud --config vehicle.toml[/]
+    """
+    with _errors():
+        path = _data_dir(data_dir, config) / LOG_NAME
+    records = _run(cursors.forget(path, endpoint))
+    _print(as_json, {"endpoint": endpoint, "records": records}, f"{records} records wait for {endpoint} no more")
 
 
 @app.command()
@@ -613,8 +683,8 @@ def subscriptions(
 
 @app.command(name="dead-letters")
 def dead_letters(
-    data_dir: Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")] = None,
+    data_dir: DataDir = None,
+    config: OrConfig = None,
     limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:

@@ -2,7 +2,9 @@
 
 send_batch -> Outbox (valid?) -> LocalNetwork (Faults) -> every other member: queue -> listeners -> taken
               waits while a member's queue is full        |                         failed: the queue goes back to the first
-                                                          `-> wanted by no listener: kept for receive    message that was not taken
+                                                          |                                                  message that was not taken
+                                                          |-> wanted by no listener: kept for receive
+                                                          '-> a named member that is away: its session keeps what its listeners want
 
 Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is built.
 A network lives on one event loop.
@@ -12,11 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import functools
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
 
@@ -41,6 +45,8 @@ PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted,
 REDELIVERY_MS_MIN: Final = 5  # before the first redelivery; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
+SESSION_MESSAGES_MAX: Final = 100_000  # kept for a named member that is away, as brokers are configured; some 50 MB of small ones
+UNCLAIMED_MS_MAX: Final = 30_000  # how long what a session has kept waits for the listener that wants it to be registered
 
 log = structlog.get_logger()
 
@@ -65,6 +71,26 @@ class Faults:
 NO_FAULTS: Final = Faults()
 
 
+@dataclass
+class Session:
+    """What a network keeps for a named member that is away."""
+
+    filters: list[Filter] = field(default_factory=list)  # what it listened to when it left
+    kept: deque[UMessage] = field(default_factory=deque)
+
+    def keep(self, message: UMessage, messages_max: int = SESSION_MESSAGES_MAX) -> bool:
+        """False if nobody would want it, or there is no room."""
+        if len(self.kept) >= messages_max or not any(_matches(filter, message) for filter in self.filters):
+            return False
+        self.kept.append(message)
+        return True
+
+
+def _matches(filter: Filter, message: UMessage) -> bool:
+    attributes = message.attributes
+    return filter.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+
+
 class LocalNetwork:
     """Everybody on it hears everybody else, and not itself."""
 
@@ -73,7 +99,9 @@ class LocalNetwork:
     def __init__(self, faults: Faults | None = None, name: str = "") -> None:
         self.name = name
         self.members: list[LocalTransport] = []
+        self.sessions: dict[str, Session] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
+        self._cut: set[str] = set()  # authorities that have no network
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
@@ -104,6 +132,22 @@ class LocalNetwork:
         for member in self.members:
             member.reconnect()
 
+    def cut(self, authority: str) -> None:
+        """The member of that authority loses the network, or finds none when it joins, until `mend`."""
+        self._cut.add(authority)
+        for member in self.members:
+            if member.local.get_authority() == authority:
+                member.disconnect()
+
+    def mend(self, authority: str) -> None:
+        self._cut.discard(authority)
+        for member in self.members:
+            if member.local.get_authority() == authority:
+                member.reconnect()
+
+    def has_cut(self, authority: str) -> bool:
+        return authority in self._cut
+
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
         for member in self.members:
@@ -122,6 +166,8 @@ class LocalNetwork:
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
         """Hand `message` to every other member, unless a fault strikes."""
+        for session in self.sessions.values():
+            session.keep(message)
         if self.faults is None and not self._held:
             for member in self.members:
                 if member is not sender:
@@ -168,9 +214,20 @@ class LocalNetwork:
         """One due message; there is one call for each, and the heap says which, so that equal times keep their order."""
         _, _, member, message = heapq.heappop(self._held)
         member._load -= 1
-        member._arrive(message)
+        self._deliver(member, message)
         if not self._held:
             self._release_at.clear()
+
+    def _deliver(self, member: LocalTransport, message: UMessage) -> None:
+        """To `member`, or to whoever has its session now."""
+        if member._open or member.session is None:
+            member._arrive(message)
+        elif (session := self.sessions.get(member.session)) is not None:
+            session.keep(message)
+        else:
+            for successor in self.members:
+                if successor.session == member.session:
+                    successor._arrive(message)
 
 
 class LocalConfig(BaseModel):
@@ -179,6 +236,11 @@ class LocalConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     network: str = Field(default="default", description="members of the same name, in this process, hear one another")
+    session: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a name, for which the network keeps what its listeners want while it is away",
+    )
     listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
     listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
 
@@ -191,6 +253,11 @@ class LocalTransport(UTransport):
     def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
         self.network = network if network is not None else LocalNetwork.named(config.network)
         self.local = local
+        self.session = config.session
+        if self.session is not None:
+            self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
+        self._resumed = Session()  # what is left of the one before us, and its listeners that have not come again
+        self._resumed_until = 0.0  # loop time
         self._outbox = Outbox()
         self._table = ListenerTable(
             local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
@@ -204,6 +271,7 @@ class LocalTransport(UTransport):
         self._idle = asyncio.Event()  # nothing waits and nothing is being taken
         self._idle.set()
         self._connection_callbacks: list[ConnectionCallback] = []
+        self._context = contextvars.copy_context()  # what arrives is handed over in the owner's context, not in the sender's
 
     @classmethod
     def on(cls, network: LocalNetwork, local: LocalUriProvider) -> Self:
@@ -228,7 +296,11 @@ class LocalTransport(UTransport):
     async def open(self) -> None:
         if not self._open:
             self._open = True
+            self._context = contextvars.copy_context()
             self.network.members.append(self)
+            if self.session is not None and self.session in self.network.sessions:
+                self._resumed = self.network.sessions.pop(self.session)
+                self._resumed_until = asyncio.get_running_loop().time() + UNCLAIMED_MS_MAX / 1000
             self.reconnect()
 
     async def close(self) -> None:
@@ -242,13 +314,34 @@ class LocalTransport(UTransport):
                 async with asyncio.timeout(DRAIN_MS_MAX / 1000):
                     await self._idle.wait()
         self.disconnect()
+        self._leave_session()
         self._load -= len(self._queue)
         self._queue.clear()
         self._for_pull.clear()
         self._idle.set()
 
+    def abandon(self) -> None:
+        """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not taken."""
+        if self._open:
+            self._open = self._connected = False
+            self.network.members.remove(self)
+            self._go_back()
+            self._leave_session()
+            self._queue.clear()
+            self.network.room.set()
+
+    def _leave_session(self) -> None:
+        self._drop_unclaimed()
+        if self.session is not None:
+            session = Session(list({*self._resumed.filters, *self._table.filters}))
+            session.kept.extend(self._resumed.kept)
+            session.kept.extend(message for message in self._queue if any(_matches(filter, message) for filter in session.filters))
+            self.network.sessions[self.session] = session
+            self._resumed = Session()
+
     def disconnect(self) -> None:
-        """Lose the network: sending answers UNAVAILABLE, what others send meanwhile is missed, what was not taken waits."""
+        """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is missed, or kept by
+        the session."""
         if self._connected:
             self._connected = False
             self._go_back()
@@ -256,7 +349,7 @@ class LocalTransport(UTransport):
             self._tell_connection(False)
 
     def reconnect(self) -> None:
-        if self._open and not self._connected:
+        if self._open and not self._connected and not self.network.has_cut(self.local.get_authority()):
             self._connected = True
             self._tell_connection(True)
             self._wake()
@@ -264,7 +357,7 @@ class LocalTransport(UTransport):
     def _tell_connection(self, connected: bool) -> None:
         for callback in self._connection_callbacks:
             try:
-                callback(connected)
+                self._context.copy().run(callback, connected)
             except Exception:
                 log.exception("a connection callback failed", callback=repr(callback))
 
@@ -312,25 +405,49 @@ class LocalTransport(UTransport):
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         self._check_open()
-        self._table.add(source_filter, sink_filter, listener)
+        added = self._table.add(source_filter, sink_filter, listener)
+        if added is not None and self._resumed.filters:
+            self._claim(added)
 
     async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         self._check_open()
         self._table.remove(source_filter, sink_filter, listener)
 
+    def _claim(self, filter: Filter) -> None:
+        """A session that was resumed may have brought what belongs to a listener before the listener came."""
+        kept = self._resumed.kept
+        self._resumed.kept = deque(message for message in kept if not _matches(filter, message))
+        for message in kept:
+            if _matches(filter, message):
+                self._put(message)
+        self._resumed.filters = [left for left in self._resumed.filters if left != filter]
+
+    def _drop_unclaimed(self) -> None:
+        if self._resumed.filters and asyncio.get_running_loop().time() >= self._resumed_until:
+            self.dropped["unclaimed"] += len(self._resumed.kept)
+            self._resumed = Session()
+
     def _arrive(self, message: UMessage) -> None:
-        if self._connected:
+        self._drop_unclaimed()
+        if self._resumed.filters and not self._table.wants(message) and self._resumed.keep(message):
+            return
+        if self._connected or (self.session is not None and self._table.wants(message) and len(self._queue) < SESSION_MESSAGES_MAX):
+            self._put(message)
+
+    def _put(self, message: UMessage) -> None:
+        if self._open:
             self._queue.append(message)
             self._load += 1
             self._idle.clear()
-            if not self._awake:
+            if not self._awake and self._connected:
                 self._wake()
 
     def _wake(self, after_ms: int = 0) -> None:
         if not self._awake:
             self._awake = True
             loop = asyncio.get_running_loop()
-            loop.call_later(after_ms / 1000, self._hand_over) if after_ms else loop.call_soon(self._hand_over)
+            schedule: Callable[..., object] = functools.partial(loop.call_later, after_ms / 1000) if after_ms else loop.call_soon
+            schedule(self._hand_over, context=self._context)
 
     def _hand_over(self) -> None:
         """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is behind."""

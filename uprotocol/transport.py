@@ -77,7 +77,9 @@ LossCallback = Callable[[str, int | None], None]
 class UTransport(abc.ABC):
     """A network that carries UMessages. All methods run on one event loop, and none blocks it.
 
-    Errors are UStatusError. UNAVAILABLE and DEADLINE_EXCEEDED may be tried again; anything else never is.
+    Errors are UStatusError, and nothing else: whatever a library or the system raises is translated at the edge. UNAVAILABLE and
+    DEADLINE_EXCEEDED may be tried again; anything else never is. Only a cancellation goes through as it is, and after one in `open` the
+    transport is closed.
     """
 
     capabilities: Capability = Capability.NONE
@@ -85,10 +87,13 @@ class UTransport(abc.ABC):
     """`send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them."""
 
     async def open(self) -> None:
-        """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us."""
+        """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
+
+        It may also return before there is a connection, and connect by itself later. After a failure it may be called again.
+        """
 
     async def close(self) -> None:
-        """Drain and disconnect. May be called twice."""
+        """Drain and disconnect: what `send_batch` answered OK has left, or the log says otherwise. Raises nothing; may be called twice."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -99,11 +104,15 @@ class UTransport(abc.ABC):
 
     @property
     def connected(self) -> bool:
-        """False while the network is known to be away. A transport that can't know says True once it is open."""
+        """False before `open`, after `close`, and while the network is known to be away. One that can't know says True once it is open."""
         return True
 
     def on_connection(self, callback: ConnectionCallback) -> None:
-        """`callback(True)` on every (re)connection after open, `callback(False)` on every loss; on the event loop."""
+        """`callback(connected)` once for each change of `connected`, which says the same by then; on the event loop.
+
+        The first connection is told like any other, whether it comes within `open` or later; so is the end by `close`. A callback that
+        is added while there is a connection hears of the next change: ask `connected`. What a callback raises harms nobody.
+        """
 
     def on_loss(self, callback: LossCallback) -> None:
         """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before `open`.

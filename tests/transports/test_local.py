@@ -34,10 +34,10 @@ class TestLocal(TransportConformance):
         self.network.inject(message)
 
     async def break_network(self, authority: str) -> None:
-        self.network.member(authority).disconnect()
+        self.network.cut(authority)
 
     async def heal_network(self, authority: str) -> None:
-        self.network.member(authority).reconnect()
+        self.network.mend(authority)
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         self.network.inject(UMessage())

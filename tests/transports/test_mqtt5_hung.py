@@ -166,6 +166,26 @@ async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker])
         await registering
 
 
+@pytest.mark.broker
+async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
+    """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each of them."""
+    broker = make_broker()
+    one, listener = end(broker.port), Deaf()
+    topics = [uris.parse(f"up://sender/10AB/3/{resource:X}") for resource in range(0x8001, 0x8021)]
+    await one.open()
+    for topic in topics:
+        await one.register_listener(topic, listener)
+    async with stopped(broker):
+        started = time.monotonic()
+        for topic in topics:
+            await one.unregister_listener(topic, listener)
+        assert time.monotonic() - started < 3  # 20 s for the first one alone, if it is waited for
+        await closes_in_time(one)
+    await one.open()
+    assert not one._left  # the broker has been told, though late
+    await one.close()
+
+
 async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
     """A resolver can't be cancelled: it costs one thread, which nobody waits for, however often it is asked."""
     forever, asked = threading.Event(), []
@@ -235,3 +255,67 @@ async def test_a_peer_that_speaks_no_mqtt(answer: bytes) -> None:
         with pytest.raises(UStatusError) as told:
             await asyncio.wait_for(end(server.sockets[0].getsockname()[1]).open(), DEADLINE_S)
         assert told.value.code == UCode.UNAVAILABLE, told.value
+
+
+CONNACK = b"\x20\x03\x00\x00\x00"
+GARBAGE = [
+    b"\x90\x00",  # SUBACK without packet id
+    b"\x90\x03\x00\x01\x05",  # whose properties end too early
+    b"\xb0\x01\x00",  # UNSUBACK
+    b"\xe0\x01\xfd",  # DISCONNECT with a reason that there is not
+    b"\xe0\x03\x00\x05\x01",  # with properties that end too early
+    b"\xf0\x01\x18",  # AUTH
+    b"\x00\x00",  # no packet at all
+    b"\x30\x01\x00",  # PUBLISH without topic
+    b"\x34\x05\x00\x01a\x00\x01",  # of QoS 2, without properties
+    b"\x62\x01\x00",  # PUBREL
+    b"\x20\x03\x00\x00\x00",  # a second CONNACK
+    b"\x40\x02\xff\xff",  # PUBACK for what was never sent
+    b"\xff" * 20,
+]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=[garbage.hex() for garbage in GARBAGE])
+async def test_what_a_broken_broker_sends_raises_nothing(garbage: bytes) -> None:
+    unforeseen: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unforeseen.append(context))
+    sent = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(10)
+        writer.write(CONNACK)
+        await writer.drain()
+        await asyncio.sleep(0.05)  # it is open by then
+        writer.write(garbage)
+        with contextlib.suppress(OSError):
+            await writer.drain()
+            writer.write_eof()
+            await reader.read(-1)
+        sent.set()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        one = end(server.sockets[0].getsockname()[1])
+        await one.open()
+        await asyncio.wait_for(sent.wait(), DEADLINE_S)
+        statuses = await asyncio.wait_for(one.send_batch([message(1)]), DEADLINE_S)
+        assert [status.code for status in statuses] == [UCode.UNAVAILABLE]
+        await closes_in_time(one)
+    assert not unforeseen
+
+
+@pytest.mark.broker
+async def test_a_message_that_can_not_be_encoded_stops_no_other(broker: Broker, monkeypatch: Any) -> None:
+    async with end(broker.port) as one:
+        encode = one._codec.encode
+
+        def fail(carried: Any) -> Any:
+            if carried.payload == b"2":
+                raise KeyError("nobody foresaw this")
+            return encode(carried)
+
+        monkeypatch.setattr(one._window, "_encode", fail)
+        statuses = await asyncio.wait_for(one.send_batch([message(n) for n in (1, 2, 3)]), DEADLINE_S)
+        assert [status.code for status in statuses] == [UCode.OK, UCode.INTERNAL, UCode.OK]
+        assert "in_flight=0" in repr(one)

@@ -7,7 +7,7 @@
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
 base.py     the hooks that a plugin's class overrides, and the listener that waits
-sending.py  filters.py  listening.py  delivery.py  connection.py      the tests, by what they are about
+sending.py  filters.py  listening.py  delivery.py  connection.py  errors.py      the tests, by what they are about
 peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut
 
 Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
@@ -16,19 +16,22 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-for _module in ("base", "sending", "filters", "listening", "delivery", "connection"):
+for _module in ("base", "sending", "filters", "listening", "delivery", "connection", "errors"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402
 from transports.conformance.connection import ConnectionConformance  # noqa: E402
 from transports.conformance.delivery import DeliveryConformance  # noqa: E402
+from transports.conformance.errors import ErrorConformance  # noqa: E402
 from transports.conformance.filters import FilterConformance  # noqa: E402
 from transports.conformance.listening import ListeningConformance  # noqa: E402
 from transports.conformance.proxy import TcpProxy  # noqa: E402
 from transports.conformance.sending import SendingConformance  # noqa: E402
 
 
-class TransportConformance(SendingConformance, FilterConformance, ListeningConformance, DeliveryConformance, ConnectionConformance):
+class TransportConformance(
+    SendingConformance, FilterConformance, ListeningConformance, DeliveryConformance, ConnectionConformance, ErrorConformance
+):
     """Every test there is. See transports.conformance.base.TransportHarness for the hooks."""
 
 

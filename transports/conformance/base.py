@@ -248,6 +248,10 @@ class TransportHarness:
         """Allow the end of `authority` to connect again. It must do so by itself."""
         pytest.skip("this plugin's class has no heal_network hook")
 
+    async def make_unreachable_end(self, authority: str) -> UTransport:
+        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`."""
+        pytest.skip("this plugin's class has no make_unreachable_end hook")
+
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`."""
         pytest.skip("this plugin's class has no peer_process hook")

@@ -117,6 +117,60 @@ class ConnectionConformance(TransportHarness):
         assert bool(pair[1].connected)
         assert codes(await pair[1].send_batch(self.traffic(1))) == [UCode.OK]
 
+    async def test_each_change_is_told_once_from_the_first_connection_to_the_end(self, pair: Pair) -> None:
+        """`pair` is there only so that somebody can be met; the end that is followed joins later."""
+        await pair[1].close()
+        end = await self.make_end(BETA)
+        changes = Changes(end)
+        assert not end.connected
+        assert not changes.seen
+        await end.open()
+        await changes.until(True, self.deadline_s)
+        await end.close()
+        await changes.until(False, self.deadline_s)
+        assert changes.seen == [True, False]
+        assert changes.true_to_the_facts
+
+    async def test_the_first_connection_is_told_when_the_network_was_away_at_open(self, pair: Pair) -> None:
+        await pair[1].close()
+        end = await self.make_end(BETA)
+        changes = Changes(end)
+        await self.break_network(BETA)
+        opening = asyncio.ensure_future(self._open_in_vain(end))
+        await asyncio.wait({opening}, timeout=self.settle_s * 4)
+        assert not end.connected
+        assert not changes.seen
+        await self.heal_network(BETA)
+        if not await asyncio.wait_for(opening, self.deadline_s):
+            await end.open()  # as whoever opened it does after UNAVAILABLE
+        await changes.until(True, self.deadline_s)
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+        await end.close()
+        assert changes.seen == [True, False, True, False]
+        assert changes.true_to_the_facts
+
+    @staticmethod
+    async def _open_in_vain(end: UTransport) -> bool:
+        """True if `open` returned, with a connection or without."""
+        try:
+            await end.open()
+        except UStatusError as error:
+            assert error.code == UCode.UNAVAILABLE, error  # noqa: PT017 - either outcome is fine
+            return False
+        return True
+
+    async def test_a_connection_callback_that_raises_harms_nobody(self, pair: Pair) -> None:
+        def fail(connected: bool) -> None:
+            raise RuntimeError(f"connected={connected}")
+
+        pair[1].on_connection(fail)
+        changes = Changes(pair[1])
+        await pair[1].close()
+        await changes.until(False, self.deadline_s)
+
     async def test_nothing_that_was_sent_is_lost_while_we_are_away(self, pair: Pair) -> None:
         self.needs(Capability.PUSH | Capability.PERSISTENT_SESSION)
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
@@ -136,11 +190,14 @@ class Changes:
 
     def __init__(self, end: UTransport) -> None:
         self.seen: list[bool] = []
+        self.true_to_the_facts = True  # whatever was told, `connected` said it, too
+        self._end = end
         self._changed = asyncio.Event()
         end.on_connection(self._on_change)
 
     def _on_change(self, connected: bool) -> None:
         self.seen.append(connected)
+        self.true_to_the_facts &= bool(self._end.connected) is connected
         self._changed.set()
 
     async def until(self, connected: bool, deadline_s: float) -> None:

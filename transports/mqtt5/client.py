@@ -20,15 +20,12 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import paho.mqtt.client as paho
-import structlog
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 
 from transports.mqtt5 import wire
 
 READ_BYTES: Final = 1 << 18  # of one read: some 500 messages of 400 bytes; a TLS record is smaller anyway
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
-
-log = structlog.get_logger()
 
 OnPublishes = Callable[[list[wire.Publish]], None]
 OnPubacks = Callable[[list[tuple[int, int]]], None]
@@ -128,9 +125,7 @@ class BatchClient(paho.Client):
         self._last_bytes_received = paho.time_func()
         try:
             return self._sort(self._unread + data if self._unread else data)
-        except Exception as error:
-            if not isinstance(error, ValueError):  # paho raises all kinds for a control packet that is none
-                log.warning("a packet of the broker could not be read: dropping the connection", error=repr(error))
+        except ValueError as error:
             self.failure = error
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
 

@@ -24,20 +24,27 @@ class Dialler:
         self._host, self._port = host, port
         self._lookup: asyncio.Future[list[Address]] | None = None  # one at a time: a resolver that hangs costs one thread, not one per try
 
-    async def dial(self, context: ssl.SSLContext | None) -> socket.socket:
-        """A connected, non-blocking socket; with `context` after TLS's handshake.
+    async def dial(self, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
+        """A connected, non-blocking socket; with `context` after TLS's handshake. `timeout_s` each: for the name, an address, TLS.
 
-        Raises OSError (gaierror, SSLError among them), and ValueError for a host that can be none (UnicodeError among them).
+        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none (UnicodeError among them).
         """
-        failure: OSError | None = None
-        for family, address in await self._addresses():
+        async with asyncio.timeout(timeout_s):
+            addresses = await self._addresses()
+        failure = OSError(f"{self._host} has no address")
+        for family, address in addresses:
             try:
-                sock = await _connected(family, address)
-            except OSError as error:
+                async with asyncio.timeout(timeout_s):
+                    sock = await _connected(family, address)
+                break
+            except OSError as error:  # the next one may answer
                 failure = error
-                continue
-            return sock if context is None else await _secured(sock, context, self._host)
-        raise failure if failure is not None else OSError(f"{self._host} has no address")
+        else:
+            raise failure
+        if context is None:
+            return sock
+        async with asyncio.timeout(timeout_s):
+            return await _secured(sock, context, self._host)
 
     async def _addresses(self) -> list[Address]:
         with contextlib.suppress(socket.gaierror):

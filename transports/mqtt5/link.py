@@ -184,8 +184,7 @@ class Link:
         if config.username is not None:
             client.username_pw_set(config.username, await asyncio.to_thread(_password, config))
         self._lost.clear()
-        async with asyncio.timeout(config.connect_timeout_ms / 1000):
-            sock = await self._dialler.dial(self._context)
+        sock = await self._dialler.dial(self._context, config.connect_timeout_ms / 1000)
         self._welcome = loop.create_future()
         self._welcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # attach may fail first
         client.attach(loop, sock, self._say_connect)

@@ -38,6 +38,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
 DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
+LEAVE_MS_MAX: Final = 500  # how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
 
 COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
@@ -85,6 +86,8 @@ class Mqtt5Transport(UTransport):
         self._connection = 0  # counts the connections
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
         self._connection_callbacks: list[ConnectionCallback] = []
@@ -150,8 +153,7 @@ class Mqtt5Transport(UTransport):
         drained.cancel()
         await self._link.close()
         self._has_session = self._has_session and self._config.client_id is not None  # one with a made-up name has ended with this
-        if self._counting is not None:
-            await asyncio.gather(self._counting, return_exceptions=True)
+        await asyncio.gather(*self._leaving, *([self._counting] if self._counting is not None else []), return_exceptions=True)
         await self._losses.close()
         self._unclaimed.clear()
 
@@ -348,7 +350,7 @@ class Mqtt5Transport(UTransport):
             subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
 
     async def _release(self, topic_filter: str) -> None:
-        """Leave what nobody needs any more."""
+        """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener have ended anyway."""
         subscription = self._subscriptions.get(topic_filter)
         assert subscription is not None, "every filter in the table has a subscription"
         subscription.users -= 1
@@ -356,13 +358,21 @@ class Mqtt5Transport(UTransport):
             return
         self._refused.pop(topic_filter, None)
         self._left.add(topic_filter)
+        leaving = asyncio.ensure_future(self._leave(subscription))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+        if not self._hangs:
+            self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
+
+    async def _leave(self, subscription: Subscription) -> None:
         try:
             if self._connected:
-                await self._link.unsubscribe(topic_filter)
-                self._left.discard(topic_filter)
+                await self._link.unsubscribe(subscription.topic_filter)
+                self._left.discard(subscription.topic_filter)
         except UStatusError as error:  # lost meanwhile: it is left as soon as the connection is back
-            log.debug("not unsubscribed yet", topic_filter=topic_filter, error=str(error))
+            log.debug("not unsubscribed yet", topic_filter=subscription.topic_filter, error=str(error))
         finally:
+            self._hangs = False
             self._subscriptions.remove(subscription)
 
     async def _subscribe(self, subscription: Subscription) -> None:

@@ -1,0 +1,409 @@
+"""Knows what was acknowledged and what was wanted, and says what is wrong.
+
+publishes, acknowledged -> Sent --owed to every hearer whose want was confirmed before--> heard | told (dead letter, gap) | let off
+                                                                                           '-> order, phantom, duplicate
+A hearer is let off where the configuration, an Unsubscribe or the end of a volatile log says so; nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from simulation.apps import is_application
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.encoded import decoded
+from uprotocol.status import code_name
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.wire import Status
+
+VIOLATIONS_MAX: Final = 20  # of one run: who needs more?
+
+Key = tuple[str, int, int, int]
+Id = bytes
+Hop = tuple[str, str, str]
+"""Machine, network from which, network to which."""
+
+
+@dataclass(slots=True, eq=False)
+class Sent:
+    checker: Checker
+    id: Id
+    number: int
+    message: UMessage
+    at: float
+    era: int
+    acknowledged_at: float | None = None
+    heard: dict[str, int] = field(default_factory=dict)
+    lost: bool = False  # by a network that acknowledges nothing
+
+    @property
+    def topic(self) -> Key:
+        return uris.key(self.message.attributes.source)
+
+    @property
+    def sink(self) -> Key | None:
+        attributes = self.message.attributes
+        return uris.key(attributes.sink) if attributes.HasField("sink") else None
+
+    @property
+    def stream(self) -> Any:
+        return (self.topic, self.sink, self.message.attributes.priority, self.era)
+
+    def acknowledged(self) -> None:
+        self.acknowledged_at = self.checker.now
+        self.checker.acknowledged(self)
+
+    def __str__(self) -> str:
+        return f"{self.message.payload.decode()!r} on {uris.format(self.message.attributes.source)}"
+
+
+@dataclass(slots=True, eq=False)
+class Want:
+    """That a hearer wants a topic, and since when that is sure."""
+
+    hearer: str
+    topic: Key
+    hops: tuple[Hop, ...]
+    wanted: bool = True
+    confirmed_at: float | None = None
+    answered: bool = False
+    refused: str = ""
+
+
+class Wish:
+    """One command of a subscriber until it is answered."""
+
+    def __init__(self, checker: Checker, want: Want, number: int) -> None:
+        self._checker, self._want, self._number = checker, want, number
+
+    def answered(self, status: Status) -> None:
+        want = self._want
+        want.answered = True
+        self._checker.note("answered", want.hearer, want.topic, str(status))
+        if want.wanted and status is Status.SUBSCRIBED:
+            want.confirmed_at = self._checker.now if want.confirmed_at is None else want.confirmed_at
+        elif want.wanted and status is Status.UNSUBSCRIBED:
+            self._checker.fail(
+                "a subscription that nobody ended", f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED"
+            )
+
+    def refused(self, code: int) -> None:
+        self._want.refused = code_name(code)
+
+
+class Checker:
+    """All methods are called by the world and by those who live in it."""
+
+    def __init__(self, world: Any) -> None:
+        self.world = world
+        self.violations: list[tuple[str, str]] = []
+        self.sent: dict[Id, Sent] = {}
+        self.wants: dict[tuple[str, Key], Want] = {}
+        self.ever: set[tuple[str, Key]] = set()
+        self.sinks: dict[Key, str] = {}  # whose notifications somebody hears
+        self.owed: dict[str, dict[Id, Sent]] = defaultdict(dict)
+        self.effective: dict[str, set[tuple[str, str]]] = {}  # by machine, of one that has been ready: from which network to which
+        self.recorded: dict[str, list[UUri]] = {}
+        self.volatile: list[UUri] = []
+        self.era = 0
+        self.disturbances: list[tuple[float, float]] = []
+        self._open_disturbances: dict[str, float] = {}
+        self._last: dict[tuple[str, Any], int] = {}
+        self._numbers = 0
+        self._wish_numbers = 0
+        self._seqs: dict[tuple[bytes, int], Id] = {}
+        self.places: dict[Id, list[tuple[str, bytes, int]]] = defaultdict(list)  # where a message is in a log
+        self._owed_to_reader: dict[Id, Sent] = {}
+        self._on_reader: dict[tuple[bytes, int], Id] = {}  # what it has to see
+        self._read: set[tuple[bytes, int]] = set()
+        self._reader_gaps: list[tuple[bytes, int, int]] = []
+        self._reader_last: dict[bytes, int] = {}
+        self.reader_topics: list[UUri] = []
+        self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
+        self.allowed_gaps = False
+        self.unclaimed: list[tuple[str, int, int]] = []  # machine, from which seq to which something waits for an endpoint that is gone
+        self.newest: dict[str, int] = {}  # durable seq, by machine
+        self._maybe_told: set[Id] = set()
+
+    @property
+    def now(self) -> float:
+        return float(self.world.loop.now)
+
+    def note(self, *what: Any) -> None:
+        self.world.note(*what)
+
+    def fail(self, kind: str, text: str) -> None:
+        self.world.note("VIOLATION", kind, text)
+        if len(self.violations) < VIOLATIONS_MAX:
+            self.violations.append((kind, f"{text} (at {self.now:.3f} s)"))
+
+    # -- publishing and hearing
+
+    def publishes(self, message: UMessage) -> Sent:
+        self._numbers += 1
+        id = uuids.to_bytes(message.attributes.id)
+        sent = self.sent[id] = Sent(self, id, self._numbers, message, self.now, self.era)
+        return sent
+
+    def acknowledged(self, sent: Sent) -> None:
+        self.note("acked", sent.number, str(sent))
+        if sent.lost or sent.message.attributes.ttl:
+            return  # whether it lived long enough on its way is not ours to say
+        if sent.sink is not None:
+            hearer = self.sinks.get(sent.sink)
+            if hearer is not None and self._passes(self._hops(hearer, sent)):
+                self._owe(hearer, sent)
+            return
+        for want in self.wants.values():
+            if want.topic == sent.topic and want.confirmed_at is not None and want.confirmed_at < sent.at and self._passes(want.hops):
+                self._owe(want.hearer, sent)
+        if any(uris.matches(pattern, sent.message.attributes.source) for pattern in self.recorded.get("V", ())):
+            if any(uris.matches(topic, sent.message.attributes.source) for topic in self.reader_topics):
+                self._owed_to_reader[sent.id] = sent
+
+    def lost(self, id: Id) -> None:
+        """A network that acknowledges nothing has lost it, here or there: nobody can be blamed."""
+        sent = self.sent.get(id)
+        if sent is not None:
+            sent.lost = True
+            self._owed_to_reader.pop(id, None)
+            for owed in self.owed.values():
+                owed.pop(id, None)
+
+    def _owe(self, hearer: str, sent: Sent) -> None:
+        if hearer not in sent.heard:
+            self.owed[hearer][sent.id] = sent
+
+    def _passes(self, hops: tuple[Hop, ...]) -> bool:
+        return all((origin, target) in self.effective.get(machine, ()) for machine, origin, target in hops)
+
+    def heard(self, hearer: str, message: UMessage) -> None:
+        if not is_application(message):
+            return
+        id = uuids.to_bytes(message.attributes.id)
+        sent = self.sent.get(id)
+        self.note("heard", hearer, message.payload.decode())
+        if sent is None or sent.message != message:
+            self.fail("phantom", f"{hearer} heard {message.payload!r}, which nobody has sent so")
+            return
+        if sent.sink is None and (hearer, sent.topic) not in self.ever:
+            self.fail("phantom", f"{hearer} heard {sent}, and never subscribed to it")
+        self.owed[hearer].pop(id, None)
+        times = sent.heard[hearer] = sent.heard.get(hearer, 0) + 1
+        if times > 1:
+            if not self._is_disturbed(sent.at, self.now):
+                self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")
+            return
+        last = self._last.get((hearer, sent.stream), 0)
+        if sent.number < last:
+            self.fail("reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream")
+        self._last[hearer, sent.stream] = max(last, sent.number)
+
+    # -- what may be repeated
+
+    def disturbed(self, why: str) -> None:
+        """Something happened at this moment after which a message may come twice."""
+        self.disturbances.append((self.now, self.now))
+
+    def disturbed_from(self, why: str) -> None:
+        self._open_disturbances.setdefault(why, self.now)
+
+    def disturbed_until(self, why: str) -> None:
+        begin = self._open_disturbances.pop(why, None)
+        if begin is not None:
+            self.disturbances.append((begin, self.now))
+
+    def _is_disturbed(self, begin: float, end: float) -> bool:
+        return bool(self._open_disturbances) or any(low <= end and begin <= high for low, high in self.disturbances)
+
+    # -- wants
+
+    def want(self, hearer: str, topic: Key, hops: tuple[Hop, ...], *, confirmed: bool) -> Want:
+        want = self.wants.get((hearer, topic))
+        if want is None:
+            want = self.wants[hearer, topic] = Want(hearer, topic, hops)
+        self.ever.add((hearer, topic))
+        want.wanted = True
+        if confirmed and want.confirmed_at is None:
+            want.confirmed_at = self.now
+        return want
+
+    def unwant(self, hearer: str, topic: Key) -> None:
+        want = self.wants.get((hearer, topic))
+        if want is not None:
+            want.wanted, want.confirmed_at, want.answered = False, None, False
+        self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == topic)
+
+    def wishes(self, hearer: str, topic: UUri, wanted: bool) -> Wish:
+        key = uris.key(topic)
+        self._wish_numbers += 1
+        self.note("wishes", hearer, key, wanted)
+        if wanted:
+            want = self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
+        else:
+            want = self.wants.get((hearer, key)) or self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
+            self.unwant(hearer, key)
+        return Wish(self, want, self._wish_numbers)
+
+    def told(self, hearer: str, topic: UUri, status: Status) -> None:
+        """What a service says of its own accord. One that comes late is about an earlier command, so the end decides, not this."""
+        want = self.wants.get((hearer, uris.key(topic)))
+        self.note("told", hearer, uris.key(topic), str(status))
+        if want is None or not want.wanted or not want.answered:
+            return
+        if status is Status.SUBSCRIBED:
+            want.confirmed_at = self.now if want.confirmed_at is None else want.confirmed_at
+        else:
+            want.confirmed_at = None
+            self._let_off(hearer, lambda sent: sent.sink is None and sent.topic == uris.key(topic))
+
+    def _let_off(self, hearer: str, which: Any) -> None:
+        for id in [id for id, sent in self.owed[hearer].items() if which(sent)]:
+            del self.owed[hearer][id]
+
+    # -- gateways
+
+    def starts(self, machine: Any) -> None:
+        """With the configuration that it has now: what that forbids is owed no more."""
+        passes = self.world.passes(machine)
+        self.effective[machine.name] = self.effective.get(machine.name, set()) & passes
+        self.recorded[machine.name] = []
+        for hearer in list(self.owed):
+            self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
+            self._let_off(hearer, lambda sent: any(uris.matches(one, sent.message.attributes.source) for one in self.volatile))
+
+    def _hops(self, hearer: str, sent: Sent) -> tuple[Hop, ...]:
+        if sent.sink is not None:
+            return tuple(self.world.hops(hearer, sent.topic))
+        return self.wants[hearer, sent.topic].hops
+
+    def ready(self, machine: Any) -> None:
+        self.effective[machine.name] = self.world.passes(machine)
+        self.recorded[machine.name] = self.world.recorded(machine)
+
+    def died(self, machine: Any, error: Exception) -> None:
+        if not machine.disk_faults and not machine.torn:
+            self.fail("a gateway that died", f"{machine.name}: {error!r}")
+        self.disturbed(machine.name)
+
+    def logged(self, machine: str, event: dict[str, Any]) -> None:
+        """An error or a warning of a gateway."""
+        if "after" in event and "before" in event:
+            self.gaps.append((machine, event["after"], event["before"]))
+        if event.get("exc_info") and not self.world.disk_troubled(machine):
+            self.fail("an exception that nobody foresaw", f"{machine}: {event.get('event')}: {event.get('exception', '')}")
+        if "moved_to" in event:  # all of it is gone, and that is told
+            self.note("moved aside", machine)
+            for owed in self.owed.values():
+                owed.clear()
+            self._owed_to_reader.clear()
+            self._on_reader.clear()
+
+    def appended(self, machine: str, incarnation: bytes, durable: bool, seq: int, carried: Any) -> None:
+        message = decoded(carried)
+        id = uuids.to_bytes(message.attributes.id)
+        known = self._seqs.setdefault((incarnation, seq), id)
+        self.note("appended", machine, seq)
+        if known != id:
+            self.fail("a seq that names two records", f"{machine}: seq {seq} is {message.payload!r}, and was another one before")
+        self.places[id].append((machine, incarnation, seq))
+        if durable:
+            self.newest[machine] = seq
+        if machine == "V" and durable and any(uris.matches(topic, message.attributes.source) for topic in self.reader_topics):
+            if not message.attributes.HasField("sink"):
+                self._on_reader[incarnation, seq] = id
+
+    # -- the history
+
+    def reader_starts(self) -> None:
+        self._reader_last.clear()
+
+    def read(self, incarnation: bytes, seq: int, message: UMessage) -> None:
+        id = uuids.to_bytes(message.attributes.id)
+        self.note("read", seq)
+        known = self._seqs.setdefault((incarnation, seq), id)
+        if known != id:
+            self.fail("a seq that names two records", f"the history has another record under {seq} than the one that was committed")
+        sent = self.sent.get(id)
+        if is_application(message) and (sent is None or sent.message != message):
+            self.fail("phantom", f"the history has {message.payload!r}, which nobody has sent so")
+        if seq <= self._reader_last.get(incarnation, 0):
+            self.fail("reordered", f"the history reader got seq {seq} after {self._reader_last[incarnation]}")
+        self._reader_last[incarnation] = seq
+        self._read.add((incarnation, seq))
+        self._owed_to_reader.pop(id, None)
+
+    def reader_gap(self, gap: Gap) -> None:
+        self.note("reader gap", Gap.Reason.Name(gap.reason), gap.after_seq, gap.before_seq)
+        if gap.reason == Gap.REASON_INCARNATION:
+            self._reader_gaps.append((gap.incarnation, -1, 1 << 62))
+        self._reader_gaps.append((gap.incarnation, gap.after_seq, gap.before_seq))
+
+    def _reader_lacks(self) -> list[tuple[bytes, int]]:
+        return [
+            place
+            for place in self._on_reader
+            if place not in self._read and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
+        ]
+
+    # -- the end
+
+    @property
+    def outstanding(self) -> int:
+        """How much is owed still. Dead letters count only at the very end, since they are looked up on the disk."""
+        owed = sum(1 for owed in self.owed.values() for id in owed if id not in self._maybe_told and not self._is_unclaimed(id))
+        return owed + len(self._unread()) + len(self._reader_lacks())
+
+    def told_dead(self, message: UMessage) -> None:
+        self._maybe_told.add(uuids.to_bytes(message.attributes.id))
+        self.note("dead letter", message.payload[:40] if is_application(message) else "")
+
+    def _unread(self) -> list[Sent]:
+        """Owed to the reader, and in no log."""
+        return [sent for sent in self._owed_to_reader.values() if sent.id not in self.places]
+
+    def forgive(self, letters: Iterable[tuple[Id, str]]) -> None:
+        """What was told is not owed: dead letters, and gaps where a disk was torn or an absence was too long."""
+        told = {id for id, _ in letters}
+        for owed in self.owed.values():
+            for id in [id for id in owed if id in told or self._is_unclaimed(id)]:
+                del owed[id]
+        if not self.allowed_gaps:
+            return
+        for owed in self.owed.values():
+            for id in list(owed):
+                if any(self._in_gap(machine, seq) for machine, _, seq in self.places.get(id, ())):
+                    del owed[id]
+
+    def _is_unclaimed(self, id: Id) -> bool:
+        """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
+        return any(one == machine and low < seq <= high for machine, _, seq in self.places.get(id, ()) for one, low, high in self.unclaimed)
+
+    def _in_gap(self, machine: str, seq: int) -> bool:
+        return any(one == machine and after < seq < before for one, after, before in self.gaps)
+
+    def finish(self) -> None:
+        for hearer, owed in self.owed.items():
+            for sent in list(owed.values())[:3]:
+                where = [(machine, seq) for machine, _, seq in self.places.get(sent.id, ())]
+                self.fail(
+                    "neither delivered nor told",
+                    f"{hearer} never heard {sent}, acknowledged at {sent.acknowledged_at or 0:.3f} s, in logs as {where or 'nothing'}"
+                    f" ({len(owed)} such messages)",
+                )
+        for sent in self._unread()[:3]:
+            self.fail("neither delivered nor told", f"{sent} was acknowledged and is recorded by no log")
+        lacks = self._reader_lacks()
+        if lacks:
+            self.fail(
+                "neither delivered nor told", f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)"
+            )
+
+
+__all__ = ["Checker", "Sent", "Want", "Wish"]

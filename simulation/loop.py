@@ -1,0 +1,284 @@
+"""An event loop on virtual time, on which processes can be killed between any two steps.
+
+ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: a deadlock, told as an error
+          '-> of a process that is dead: dropped, as if its machine had lost power
+
+Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on one loop and
+neither notices that the other one dies. What runs in threads in the product runs here as callbacks, at delays from the seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import heapq
+import random
+import sys
+import warnings
+from asyncio import events
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
+
+T = TypeVar("T")
+
+EXECUTOR_DELAY_S: Final = 0.003  # at most, before a call and after it
+EPOCH_S: Final = 1_800_000_000  # what wall clocks say when a run begins
+
+
+class DeadlockError(Exception):
+    """Nothing will ever happen again."""
+
+
+class Process:
+    """Something that can be killed. `steps` counts its callbacks; at `kill_at` it dies instead of taking one more."""
+
+    def __init__(self, name: str, on_kill: Callable[[], None] = lambda: None) -> None:
+        self.name, self.on_kill = name, on_kill
+        self.alive = True
+        self.steps = 0
+        self.kill_at: int | None = None
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    def __repr__(self) -> str:
+        return f"Process({self.name}, {'alive' if self.alive else 'dead'}, steps={self.steps})"
+
+    def kill(self) -> None:
+        if self.alive:
+            self.alive = False
+            self.on_kill()
+
+
+PROCESS: Final[contextvars.ContextVar[Process | None]] = contextvars.ContextVar("process", default=None)
+
+
+class _Handle(events.Handle):
+    __slots__ = ("process",)
+
+    def _run(self) -> None:  # type: ignore[override]
+        process = self.process
+        if process is not None:
+            if not process.alive:
+                return
+            process.steps += 1
+            if process.kill_at is not None and process.steps >= process.kill_at:
+                process.kill()
+                return
+        super()._run()  # type: ignore[misc]
+
+
+class _TimerHandle(events.TimerHandle):
+    __slots__ = ("process",)
+
+    def _run(self) -> None:  # type: ignore[override]
+        process = self.process
+        if process is not None:
+            if not process.alive:
+                return
+            process.steps += 1
+            if process.kill_at is not None and process.steps >= process.kill_at:
+                process.kill()
+                return
+        super()._run()  # type: ignore[misc]
+
+
+class _Clock:
+    """In the place of a selector: waiting is leaping."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+
+    def select(self, timeout: float | None) -> list[Any]:
+        loop = self._loop
+        if timeout is None:
+            raise DeadlockError("every task waits for something that nothing will bring about")
+        if timeout > 0:
+            loop.now = max(loop.now, loop._scheduled[0]._when)
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+class VirtualLoop(asyncio.BaseEventLoop):
+    """See above. `now` is loop time in seconds from 0."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.over = False  # nothing may be scheduled any more
+        self.random = random.Random(seed)
+        self.errors: list[dict[str, Any]] = []  # what nobody handled
+        self._selector = _Clock(self)
+        self._clock_resolution = 1e-9
+        self.tasks: list[asyncio.Task[Any]] = []  # of no process
+        self.set_exception_handler(lambda _, context: self.errors.append(context))
+
+    def time(self) -> float:
+        return self.now
+
+    def _process_events(self, event_list: Any) -> None:
+        pass
+
+    def _write_to_self(self) -> None:
+        pass
+
+    def call_soon(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.Handle:
+        handle = _Handle(callback, args, self, context)
+        handle.process = handle._context.get(PROCESS)  # type: ignore[attr-defined]
+        if not self.over:
+            self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.Handle:
+        return self.call_soon(callback, *args, context=context)
+
+    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.TimerHandle:
+        timer = _TimerHandle(when, callback, args, self, context)
+        timer.process = timer._context.get(PROCESS)  # type: ignore[attr-defined]
+        if not self.over:
+            heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+            timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
+
+    def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.TimerHandle:
+        return self.call_at(self.now + delay, callback, *args, context=context)
+
+    def create_task(
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: contextvars.Context | None = None
+    ) -> asyncio.Task[T]:
+        task: asyncio.Task[T] = super().create_task(coro, name=name, context=context)
+        process = (context if context is not None else contextvars.copy_context()).get(PROCESS)
+        (self.tasks if process is None else process.tasks).append(task)
+        return task
+
+    def run_in_executor(self, executor: Any, func: Callable[..., T], *args: Any) -> asyncio.Future[T]:  # type: ignore[override]
+        future: asyncio.Future[T] = self.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+
+        def call() -> None:
+            result, error = None, None
+            try:
+                result = func(*args)
+            except Exception as caught:
+                error = caught
+            self.call_later(self.random.random() * EXECUTOR_DELAY_S, settle, result, error)
+
+        self.call_later(self.random.random() * EXECUTOR_DELAY_S, call)
+        return future
+
+    def finish(self, processes: list[Process]) -> None:
+        """End what still hangs, without letting it do anything any more."""
+        self.over = True
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # what a dead process would still like to say
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                for process in processes:
+                    process.alive = False
+                for task in [task for process in processes for task in process.tasks] + self.tasks:
+                    task._log_destroy_pending = False  # type: ignore[attr-defined]
+                    with contextlib.suppress(BaseException):
+                        task.get_coro().close()  # type: ignore[union-attr]
+                for process in processes:
+                    process.tasks.clear()
+                self.tasks.clear()
+                self._ready.clear()  # type: ignore[attr-defined]
+                self._scheduled.clear()  # type: ignore[attr-defined]
+                self.close()
+                gc.collect()
+        finally:
+            sys.unraisablehook = hook
+
+
+class SimulatedWorker:
+    """storage.worker.Worker as callbacks: a batch is taken some time after its first job has come, told some time after it is done."""
+
+    DELAY_S: Final = 0.004  # at most; a commit takes some milliseconds
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[list[Any]], None],
+        *,
+        batch_max: int = 256,
+        weigh: Callable[[Any], int] | None = None,
+        gather_ms: int = 0,
+        tick_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        self._loop, self._work, self._finish, self._name = loop, work, finish, name
+        self._batch_max, self._weigh, self._gather_s, self._tick_s = batch_max, weigh, gather_ms / 1000, tick_s
+        self._jobs: list[Any] = []
+        self._told: list[Callable[[], object]] = []
+        self._busy = self._closing = self._working = False
+        self._last = 0.0
+        self._ended: asyncio.Future[None] = loop.create_future()
+        self._ticking: asyncio.TimerHandle | None = None
+        self._tick_later()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._jobs)
+
+    def put(self, job: Any) -> None:
+        self._jobs.append(job)
+        self._wake()
+
+    def tell(self, call: Callable[[], object]) -> None:
+        self._told.append(call)
+
+    async def close(self) -> None:
+        self._closing = True
+        self._wake()
+        await asyncio.shield(self._ended)
+
+    def _wake(self) -> None:
+        if not self._busy and not self._ended.done():
+            self._busy = True
+            early = max(0.0, self._gather_s - (self._loop.now - self._last))
+            self._loop.call_later(early + self._loop.random.random() * self.DELAY_S, self._turn)
+
+    def _tick_later(self) -> None:
+        if self._tick_s is not None:
+            if self._ticking is not None:
+                self._ticking.cancel()
+            self._ticking = self._loop.call_later(self._tick_s, self._wake)
+
+    def _turn(self) -> None:
+        batch: list[Any] = []
+        weight = 0
+        while self._jobs and weight < self._batch_max:
+            batch.append(self._jobs.pop(0))
+            weight += 1 if self._weigh is None else self._weigh(batch[-1])
+        self._last = self._loop.now
+        if batch or (self._tick_s is not None and not self._closing):
+            self._work(batch)
+        ending = self._closing and not self._jobs
+        if ending and self._finish is not None:
+            self._finish()
+        told, self._told = self._told, []
+        self._loop.call_later(self._loop.random.random() * self.DELAY_S, self._tell, told, ending)
+
+    def _tell(self, told: list[Callable[[], object]], ending: bool) -> None:
+        for call in told:
+            self._loop.call_soon(call)
+        self._busy = False
+        if ending:
+            if self._ticking is not None:
+                self._ticking.cancel()
+            self._loop.call_soon(lambda: self._ended.done() or self._ended.set_result(None))
+        elif self._jobs or self._closing:
+            self._wake()
+        else:
+            self._tick_later()

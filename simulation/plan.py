@@ -1,0 +1,383 @@
+"""What befalls a world: drawn from its seed, one thing after the other, some of them at the same time.
+
+background: publishers, wishes          foreground: `actions` things that go wrong, with pauses between          then `heal`
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from simulation.disk import DiskFaults
+from simulation.network import CALM, Weather
+from transports.local import Faults
+from uprotocol import uri as uris
+from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from simulation.machine import Machine
+    from simulation.world import World
+
+HOUR_MS: Final = 3_600_000
+NEVER: Final = (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED)
+SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEVER)
+"""Everything that does not say no for good."""
+REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK)
+
+Action = Callable[[], Awaitable[None]]
+
+
+class Plan:
+    def __init__(self, world: World) -> None:
+        self._world, self._dice = world, world.dice
+        self.tasks: list[asyncio.Task[Any]] = []
+        self._base: dict[str, dict[str, Any]] = {}
+        self.newest_at_heal: dict[str, int] = {}  # durable seq of each machine when it got its own configuration back
+
+    @property
+    def _v(self) -> Machine:
+        return self._world.machines["V"]
+
+    def _spawn(self, work: Any) -> None:
+        self.tasks.append(self._world.loop.create_task(work))
+
+    async def run(self) -> None:
+        dice, world = self._dice, self._world
+        history: dict[str, Any] = self._v.config["history"]
+        if dice.random() < 0.5 and "record" not in world.without:
+            history["record"] = ["//vin1/8001/1/FFFF"]
+        if dice.random() < 0.3:
+            history["retention_hours"] = 24.0
+        if dice.random() < 0.1:
+            history["volatile"] = ["//vin1/8001/1/8002"]
+            world.checker.volatile = [uris.parse("//vin1/8001/1/8002")]
+        self._base = {name: copy.deepcopy(machine.config) for name, machine in world.machines.items()}
+        world.note("kind", world.kind, history)
+        for machine in world.machines.values():
+            machine.start()
+        if "record" in history and dice.random() < 0.5:
+            await world.add_reader([uris.parse("//vin1/8001/1/8001"), uris.parse("//vin1/8001/1/8003")])
+        if dice.random() < 0.8:
+            await world.until(lambda: all(machine.ready for machine in world.machines.values()), 30.0)
+        length_s = 1 + dice.random() * 8
+        for publisher in world.publishers:
+            count = 5 + dice.randrange(30)
+            self._spawn(publisher.run(count, 2 * length_s / count))
+        for hearer in world.subscribers:
+            self._spawn(self._wishes(hearer, length_s))
+        actions = self._actions()
+        for _ in range(1 + dice.randrange(5)):
+            await asyncio.sleep(dice.random() * length_s / 3)
+            action = dice.choices([action for _, action in actions], [weight for weight, _ in actions])[0]
+            world.note("action", action.__name__)
+            await action()
+        await asyncio.sleep(dice.random())
+
+    def _actions(self) -> list[tuple[float, Action]]:
+        found: list[tuple[float, Action]] = [
+            (3, self._weather),
+            (2, self._partition),
+            (1, self._break_network),
+            (3, self._kill),
+            (3, self._restart),
+            (1, self._power_cut),
+            (1, self._bad_disk),
+            (0.5, self._tear),
+            (1, self._clock),
+            (1.5, self._long_absence),
+            (1.5, self._rename),
+            (1, self._rule_gone),
+            (1, self._record_or_not),
+        ]
+        if self._world.kind != "static":
+            found.append((3, self._shortage))
+        if self._world.kind == "foreign":
+            found += [(4, self._silence), (1, self._foreign_wish)]
+        return [(weight, action) for weight, action in found if action.__name__.strip("_") not in self._world.without]
+
+    # -- background
+
+    async def _wishes(self, hearer: str, length_s: float) -> None:
+        subscriber, topics, _ = self._world.subscribers[hearer]
+        for topic in topics:
+            await subscriber.wish(topic, True)
+        for _ in range(self._dice.randrange(4)):
+            await asyncio.sleep(self._dice.random() * length_s / 2)
+            topic = self._dice.choice(topics)
+            if self._dice.random() < 0.5 and "hurry" not in self._world.without:
+                await subscriber.hurry(topic, self._dice.random() < 0.7)
+            else:
+                want = self._world.checker.wants[hearer, uris.key(topic)]
+                await subscriber.wish(topic, not want.wanted)
+
+    # -- things that go wrong
+
+    def _machine(self) -> Machine:
+        return self._dice.choice(list(self._world.machines.values()))
+
+    async def _some(self, most_s: float) -> None:
+        await asyncio.sleep(self._dice.random() ** 2 * most_s)
+
+    async def _weather(self) -> None:
+        dice, world = self._dice, self._world
+        name = dice.choice(list(world.networks))
+        faults = Faults(
+            fail_send=dice.choice((0.0, 0.1, 0.4)),
+            unsure_send=dice.choice((0.0, 0.0, 0.1)),
+            duplicate=dice.choice((0.0, 0.0, 0.1)),
+            delay_ms_max=dice.choice((0, 0, 5, 50)),
+        )
+        weather = Weather(faults)
+        if dice.random() < 0.25:
+            weather = Weather(faults, refuse=0.1, codes=(dice.choice(REFUSALS), dice.choice(REFUSALS)))
+        if name == "mcu" and dice.random() < 0.3:
+            weather = Weather(faults, lose=0.1)
+        world.checker.disturbed_from(f"weather {name}")
+        world.networks[name].set_weather(weather)
+        await self._some(3.0)
+        self._calm(name)
+
+    def _calm(self, name: str) -> None:
+        self._world.networks[name].set_weather(CALM)
+        self._world.checker.disturbed_until(f"weather {name}")
+
+    async def _partition(self) -> None:
+        """One gateway loses one network."""
+        machine = self._machine()
+        streamer = machine.streamer
+        if streamer is None:
+            return
+        endpoint = self._dice.choice(list(streamer.endpoints))
+        transport: Any = endpoint.transport
+        self._world.checker.disturbed_from("partition")
+        transport.disconnect()
+        await self._some(8.0)
+        transport.reconnect()
+        self._world.checker.disturbed_until("partition")
+
+    async def _break_network(self) -> None:
+        network = self._world.networks[self._dice.choice(list(self._world.networks))]
+        self._world.checker.disturbed_from("break")
+        network.break_()
+        await self._some(5.0)
+        network.heal()
+        self._world.checker.disturbed_until("break")
+
+    async def _kill(self) -> None:
+        machine = self._machine()
+        if self._dice.random() < 0.3:
+            machine.kill()
+        else:
+            machine.kill_after(self._dice.randrange(600))
+            await self._world.until(lambda: not machine.running, 5.0, 0.05)
+            machine.kill()
+        await self._some(6.0)
+        self._start(machine)
+        if self._dice.random() < 0.3:  # before it is ready, too
+            machine.kill_after(self._dice.randrange(1200))
+            await self._world.until(lambda: machine.ready or not machine.running, 8.0, 0.05)
+            if not machine.running:
+                await self._some(1.0)
+                self._start(machine)
+
+    async def _restart(self, config: dict[str, Any] | None = None, machine: Machine | None = None, away_s: float = 4.0) -> None:
+        machine = machine or self._machine()
+        await machine.stop()
+        await self._some(away_s)
+        self._start(machine, config)
+
+    def _start(self, machine: Machine, config: dict[str, Any] | None = None) -> None:
+        if not machine.running:
+            machine.start(config)
+
+    async def _power_cut(self) -> None:
+        """At a COMMIT: it has happened, and nobody was told."""
+        machine = self._machine()
+        process = machine.process
+        if process is None:
+            return
+        machine.had_disk_faults = True
+        process.disk.victim = self._dice.choice(("history", "usubscription", "dead-letters", ""))
+        process.disk.power_cut = process.kill
+        await self._world.until(lambda: not process.alive, 4.0, 0.05)
+        process.disk.power_cut = None
+        machine.kill()
+        await self._some(2.0)
+        self._start(machine)
+
+    async def _bad_disk(self) -> None:
+        dice, machine = self._dice, self._machine()
+        machine.had_disk_faults = True
+        faults = DiskFaults(dice.choice((0.0, 0.2, 1.0)), dice.choice((0.0, 0.1)), dice.choice((0.0, 0.0, 0.2)))
+        self._world.checker.disturbed_from(f"disk {machine.name}")
+        machine.set_disk(faults, dice.choice(("history", "history", "usubscription")))
+        await self._some(3.0)
+        if dice.random() < 0.3:
+            machine.kill()
+        self._good_disk(machine)
+        await self._some(1.0)
+        self._start(machine)
+
+    def _good_disk(self, machine: Machine) -> None:
+        machine.set_disk(DiskFaults(), "")
+        self._world.checker.disturbed_until(f"disk {machine.name}")
+
+    async def _tear(self) -> None:
+        """A kill after which the write-ahead log of the history is found cut."""
+        self._world.checker.allowed_gaps = True
+        self._v.had_disk_faults = True
+        self._v.kill(tear="history")
+        await self._some(2.0)
+        self._start(self._v)
+
+    async def _clock(self) -> None:
+        jump = self._dice.choice((-2 * HOUR_MS, -1_000, 1_000, HOUR_MS, 3 * HOUR_MS))
+        self._world.note("clock", jump)
+        self._world.offset_ms += jump
+
+    async def _long_absence(self) -> None:
+        """The cloud is away from the vehicle, or the vehicle's gateway is off, while hours or days pass on the wall."""
+        dice, world = self._dice, self._world
+        world.checker.disturbed_from("absence")
+        streamer = self._v.streamer
+        off = dice.random() < 0.3
+        transport: Any = None
+        if off:
+            await self._v.stop()
+        elif streamer is not None:
+            transport = list(streamer.endpoints)[2].transport
+            transport.disconnect()
+        await self._some(3.0)
+        hours = dice.choice((5, 30, 73, 120))
+        world.note("absence", hours)
+        world.offset_ms += hours * HOUR_MS
+        await asyncio.sleep(3.5)  # retention has its turn
+        if transport is not None:
+            transport.reconnect()
+        if off:
+            self._start(self._v)
+        world.checker.disturbed_until("absence")
+
+    async def _rename(self) -> None:
+        """The cloud's endpoint has another name for a while."""
+        config = copy.deepcopy(self._v.config)
+        name = "cloud2" if config["endpoint"][2]["name"] == "cloud" else "cloud"
+        config["endpoint"][2]["name"] = name
+        for rule in config.get("rule", []):
+            for side in ("from", "to"):
+                if rule[side] in ("cloud", "cloud2"):
+                    rule[side] = name
+        await self._with_config(config, era=True)
+
+    async def _rule_gone(self) -> None:
+        config = copy.deepcopy(self._v.config)
+        if "rule" in config:
+            del config["rule"]
+        else:
+            names = [one["name"] for one in config["endpoint"]]
+            gone = self._dice.choice([("vehicle", names[2]), ("vehicle", "mcu"), ("mcu", names[2])])
+            config["rule"] = [{"from": a, "to": b} for a in names for b in names if a != b and (a, b) != gone]
+        await self._with_config(config)
+
+    async def _record_or_not(self) -> None:
+        config = copy.deepcopy(self._v.config)
+        if config["history"].pop("record", None) is None:
+            config["history"]["record"] = ["//vin1/8001/1/FFFF"]
+        await self._with_config(config)
+
+    async def _with_config(self, config: dict[str, Any], *, era: bool = False) -> None:
+        if self._dice.random() < 0.4 and self._v.streamer is not None:  # with a backlog
+            transport: Any = list(self._v.streamer.endpoints)[2].transport
+            transport.disconnect()
+            await self._some(2.0)
+        if era:
+            self._another_era()
+        await self._v.stop()
+        await self._some(2.0)
+        self._start(self._v, config)
+        if era:
+            self._another_era()
+
+    def _another_era(self) -> None:
+        """Another name is another peer, with a cursor of its own: each in order, though not one after the other."""
+        self._world.checker.era += 1
+        self._world.checker.disturbed_from("rename")
+
+    async def _shortage(self) -> None:
+        """Whoever serves subscriptions is short of something for a while."""
+        codes = tuple(self._dice.choice(SHORTAGES) for _ in range(2))
+        network = self._world.networks["cloud"]
+        network.set_weather(Weather(short=self._dice.choice((0.5, 1.0)), short_codes=codes))
+        for hearer, (subscriber, topics, _) in self._world.subscribers.items():
+            if self._dice.random() < 0.7:
+                topic = self._dice.choice(topics)
+                want = self._world.checker.wants.get((hearer, uris.key(topic)))
+                self._spawn(subscriber.wish(topic, want is None or not want.wanted))
+        await self._some(4.0)
+        self._calm("cloud")
+
+    async def _silence(self) -> None:
+        """The foreign service says nothing for a while."""
+        assert self._world.foreign is not None
+        self._world.foreign.speaking.clear()
+        if self._dice.random() < 0.4:
+            await self._restart(machine=self._v, away_s=1.0)
+        await asyncio.sleep(1 + self._dice.random() * 12)
+        self._world.foreign.speaking.set()
+
+    async def _foreign_wish(self) -> None:
+        from simulation.world import SINK, WISHED_VIN
+
+        world = self._world
+        assert world.foreign is not None
+        topic = uris.parse(self._dice.choice(WISHED_VIN))
+        want = world.checker.wants.get(("L", uris.key(topic)))
+        if want is not None and want.wanted:
+            world.checker.unwant("L", uris.key(topic))
+            self._spawn(world.foreign.set(topic, uris.parse(SINK), False))
+        else:
+            self._spawn(self._foreign_subscribes(topic, SINK))
+
+    async def _foreign_subscribes(self, topic: Any, sink: str) -> None:
+        world = self._world
+        assert world.foreign is not None
+        key = uris.key(topic)
+        world.checker.want("L", key, world.hops("L", key), confirmed=False)
+        await world.foreign.set(topic, uris.parse(sink), True)
+
+        def known() -> bool:
+            streamer = self._v.streamer
+            return self._v.ready and streamer is not None and "hub" in streamer.interest.wants(topic)
+
+        if await world.until(known, 200.0):
+            world.checker.want("L", key, world.hops("L", key), confirmed=True)
+
+    # -- and back to normal
+
+    async def heal(self) -> None:
+        world = self._world
+        world.note("heal")
+        for name in world.networks:
+            self._calm(name)
+        if world.foreign is not None:
+            world.foreign.speaking.set()
+        for network in world.networks.values():
+            network.heal()
+        for machine in world.machines.values():
+            self._good_disk(machine)
+            self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+            if machine.process is not None:
+                machine.process.kill_at = None
+            base = self._base[machine.name]
+            if machine.config != base:
+                renamed = [one["name"] for one in machine.config["endpoint"]] != [one["name"] for one in base["endpoint"]]
+                if renamed:
+                    self._another_era()
+                await machine.stop()
+                self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
+                self._start(machine, base)
+                if renamed:
+                    self._another_era()
+            self._start(machine)

@@ -1,0 +1,442 @@
+"""One seed, one world: gateways, those who live on their networks, and what befalls them.
+
+      A, P  vehicle ---+              +--- cloud   L, Foreign (kind "foreign")
+                       V (gateway) ---+      |
+      M, P  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
+
+plan (drawn from the seed): weather, partitions, kills, restarts, other configurations, clocks, disks, wishes
+    -> everything heals -> what is owed must have come, or been told -> everything stops -> nothing may be left
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import hashlib
+import json
+import logging
+import random
+import shutil
+import sqlite3
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, node
+from simulation.checker import Checker, Hop, Key
+from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
+from simulation.machine import GatewayProcess, Machine, named
+from simulation.network import SimulatedNetwork
+from simulation.plan import Plan
+from transports import plugin as plugins
+from transports.local import LocalTransport
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
+from usubscription_client.wire import Status
+
+KINDS: Final = ("static", "static", "chain", "foreign")
+HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
+SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
+QUIET_S: Final = 3.0  # after all is there, for what should not come any more
+STEPS_MAX: Final = 3_000_000
+SHM: Final = Path("/dev/shm")
+
+AUTHORITIES: Final = {"vehicle": "vin1", "mcu": "mcu1", "cloud": "hub", "hub": "hub"}
+STATIC: Final = {  # topic -> where somebody hears it by the static file
+    "//vin1/8001/1/8001": ("cloud", "mcu"),
+    "//vin1/8001/1/8002": ("cloud",),
+    "//mcu1/8002/1/8001": ("cloud", "vehicle"),
+}
+HEARERS: Final = {"vehicle": "A", "mcu": "M", "cloud": "L", "hub": "H"}
+WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
+WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
+SINK: Final = "//hub/9001/1/0"
+
+plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
+
+
+def _wall_ns() -> int:
+    world = World.current
+    return world.wall_ms() * 1_000_000 if world is not None else 0
+
+
+class World:
+    current: World | None = None
+
+    def __init__(self, seed: int, *, verbose: bool = False, out: Any = None, without: frozenset[str] = frozenset()) -> None:
+        """`without` names what must not befall this world (see plan.py), to look behind a fault that is known."""
+        self.seed, self._verbose, self._out, self.without = seed, verbose, out or sys.stdout, without
+        self.loop = VirtualLoop(seed)
+        self.dice = random.Random(seed)
+        self.checker = Checker(self)
+        self.context = contextvars.copy_context()
+        self.offset_ms = 0
+        self.ids = uuids.UUIDGenerator(self.wall_ms, random.Random(seed ^ 0x5EED).randbytes)
+        self.networks: dict[str, SimulatedNetwork] = {}
+        self.machines: dict[str, Machine] = {}
+        self.given_up = False
+        self.publishers: list[Publisher] = []
+        self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}  # by hearer, with the topics and the machine of its service
+        self.foreign: Foreign | None = None
+        self.reader: HistoryReader | None = None
+        self.notes = 0
+        self._digest = hashlib.blake2b(digest_size=16)
+        self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
+        self.kind = self.dice.choice(KINDS)
+        self.tasks: list[asyncio.Task[Any]] = []
+
+    # -- time, notes
+
+    def wall_ms(self) -> int:
+        return int((EPOCH_S + self.loop.now) * 1000) + self.offset_ms
+
+    def note(self, *what: Any) -> None:
+        self.notes += 1
+        text = f"{self.loop.now:12.6f} {' '.join(map(str, what))}".replace(str(self.folder), "")
+        self._digest.update(text.encode())
+        if self._verbose:
+            print(text, file=self._out)
+
+    @property
+    def digest(self) -> str:
+        return self._digest.hexdigest()
+
+    # -- the geography, for the checker
+
+    def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
+        origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.kind == "chain" else "cloud"}[topic[0]]
+        target = next(network for network, name in HEARERS.items() if name == hearer)
+        if target == "hub":
+            return (("V", origin, "cloud"), ("C", "cloud", "hub"))
+        if origin == "hub":
+            return (("C", "hub", "cloud"), ("V", "cloud", target))
+        return (("V", origin, target),)
+
+    def passes(self, machine: Machine) -> set[tuple[str, str]]:
+        roles = {one["name"]: one["settings"]["network"].split("/")[1] for one in machine.config["endpoint"]}
+        if "rule" in machine.config:
+            return {(roles[rule["from"]], roles[rule["to"]]) for rule in machine.config["rule"]}
+        return {(a, b) for a in roles.values() for b in roles.values() if a != b}
+
+    def recorded(self, machine: Machine) -> list[UUri]:
+        return [uris.parse(text) for text in machine.config.get("history", {}).get("record", [])]
+
+    def disk_troubled(self, name: str) -> bool:
+        machine = self.machines[name]
+        return bool(machine.disk_faults) or machine.torn or machine.had_disk_faults
+
+    # -- making it
+
+    async def build(self) -> None:
+        for name in ("vehicle", "mcu", "cloud", "hub") if self.kind == "chain" else ("vehicle", "mcu", "cloud"):
+            self.networks[name] = SimulatedNetwork(f"{self.seed}/{name}", self.dice.getrandbits(32), self._on_the_way)
+        self.machines["V"] = Machine(self, "V", self.folder / "V", self.vehicle_config())
+        if self.kind == "chain":
+            self.machines["C"] = Machine(self, "C", self.folder / "C", self.hub_config())
+        static: dict[str, list[str]] = {}
+        for topic, places in STATIC.items():
+            static[topic] = [f"//{AUTHORITIES[place]}/9001/1/0" for place in places]
+        (self.folder / "static.json").write_text(json.dumps(static))
+        await self._populate()
+        self.machines["V"].on_ready.append(lambda: self._static(confirmed=True))
+        self._static(confirmed=False)
+
+    def vehicle_config(self) -> dict[str, Any]:
+        def endpoint(network: str, mode: str, name: str = "") -> dict[str, Any]:
+            settings = {"network": f"{self.seed}/{network}", "session": f"V-{network}"}
+            return {
+                "name": name or network,
+                "transport": "local",
+                "authorities": [AUTHORITIES[network]],
+                "usubscription": mode,
+                "settings": settings,
+            }
+
+        remote = "none" if self.kind == "static" else "remote"
+        return {
+            "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
+            "endpoint": [endpoint("vehicle", "embedded"), endpoint("mcu", "none"), endpoint("cloud", remote)],
+            "history": {},
+            "usubscription": {"static_file": str(self.folder / "static.json")},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
+        }
+
+    def hub_config(self) -> dict[str, Any]:
+        def endpoint(name: str, authorities: list[str], mode: str) -> dict[str, Any]:
+            settings = {"network": f"{self.seed}/{name}", "session": f"C-{name}"}
+            return {"name": name, "transport": "local", "authorities": authorities, "usubscription": mode, "settings": settings}
+
+        return {
+            "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
+            "endpoint": [endpoint("hub", ["hub"], "embedded"), endpoint("cloud", ["vin1", "mcu1"], "none")],
+            "history": {},
+            "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
+        }
+
+    async def _populate(self) -> None:
+        ttl_share = self.dice.choice((0.0, 0.0, 0.1))
+        sinks = [uris.parse(SINK)]
+        vehicle = await node(self, "vehicle", "vin1", 0x8001)
+        vin_topics = ["//vin1/8001/1/8001", "//vin1/8001/1/8002", *WISHED_VIN]
+        self.publishers.append(Publisher(self, vehicle, "vin", [uris.parse(one) for one in vin_topics], sinks, ttl_share))
+        mcu = await node(self, "mcu", "mcu1", 0x8002)
+        self.publishers.append(Publisher(self, mcu, "mcu", [uris.parse("//mcu1/8002/1/8001")], sinks, ttl_share))
+        if self.kind != "static":
+            hub = await node(self, "hub" if self.kind == "chain" else "cloud", "hub", 0x8003)
+            self.publishers.append(Publisher(self, hub, "hub", [uris.parse(one) for one in WISHED_HUB], [], ttl_share))
+        for network in self.networks:
+            await self._hearer(network)
+        self.checker.sinks[uris.key(uris.parse(SINK))] = "L"
+        await self._subscribe()
+
+    async def _hearer(self, network: str) -> None:
+        transport = await node(self, network, AUTHORITIES[network], 0x9001)
+        hearer = Hearer(self, HEARERS[network])
+        topics = [topic for topic, places in STATIC.items() if network in places]
+        if network in ("cloud", "hub"):
+            topics += [] if network == "cloud" and self.kind == "chain" else WISHED_VIN
+        if network == "vehicle" and self.kind != "static":
+            topics += WISHED_HUB
+        for topic in topics:
+            await transport.register_listener(uris.parse(topic), hearer)
+        if network == "cloud":
+            await transport.register_listener(uris.ANY, hearer, uris.parse(SINK))
+
+    async def _subscribe(self) -> None:
+        """Who makes wishes, with which service."""
+        version = self.dice.choice((3, 4))
+        if self.kind == "static":
+            await self._subscriber("L", "cloud", "vin1", version, WISHED_VIN, "V")
+        elif self.kind == "chain":
+            await self._subscriber("H", "hub", "hub", version, WISHED_VIN, "C")
+            await self._subscriber("A", "vehicle", "vin1", self.dice.choice((3, 4)), WISHED_HUB, "V")
+        else:
+            transport = await node(self, "cloud", "hub", 0, 3)
+            self.foreign = Foreign(self, transport, "hub")
+            await self.foreign.open()
+            await self._subscriber("A", "vehicle", "vin1", 3, WISHED_HUB, "V")
+            for topic in WISHED_VIN:
+                if self.dice.random() < 0.7:
+                    await self.foreign.set(uris.parse(topic), uris.parse(SINK), True)
+                    self.tasks.append(self.loop.create_task(self.foreign_is_sure(uris.parse(topic))))
+
+    async def _subscriber(self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str) -> None:
+        transport = await node(self, network, AUTHORITIES[network], 0x9101)
+        subscriber = Subscriber(self, transport, hearer, authority, version)
+        await subscriber.open()
+        self.subscribers[hearer] = (subscriber, [uris.parse(topic) for topic in topics], machine)
+
+    async def add_reader(self, topics: list[UUri]) -> None:
+        transport = await node(self, "vehicle", "vin1", 0x9200)
+        self.checker.reader_topics = topics
+        self.reader = HistoryReader(self, transport, uris.parse("//vin1/4/1/0"), topics, self.folder / "reader.json")
+        self.tasks.append(self.loop.create_task(self.reader.run()))
+
+    # -- when something is sure
+
+    def _static(self, *, confirmed: bool) -> None:
+        for topic, places in STATIC.items():
+            for place in places:
+                key = uris.key(uris.parse(topic))
+                self.checker.want(HEARERS[place], key, self.hops(HEARERS[place], key), confirmed=confirmed)
+
+    async def foreign_is_sure(self, topic: UUri) -> None:
+        """A service that can't list has been understood: from here on nothing that it was told of may be missed."""
+        key = uris.key(topic)
+        want = self.checker.want("L", key, self.hops("L", key), confirmed=False)
+        while want.wanted and not self.given_up:
+            streamer = self.machines["V"].streamer
+            if self.machines["V"].ready and streamer is not None and streamer.interest.healthy and not streamer.interest.can_list:
+                self.checker.want("L", key, self.hops("L", key), confirmed=True)
+                return
+            await asyncio.sleep(0.2)
+
+    def _on_the_way(self, what: str, message: UMessage, member: LocalTransport) -> None:
+        self.note("on the way", what, message.payload[:20] if message.attributes.source.ue_id >= 0x8000 else "")
+        if what == "lost":
+            self.checker.lost(uuids.to_bytes(message.attributes.id))
+
+    # -- running it
+
+    def run(self) -> None:
+        """The whole life. Violations are in the checker."""
+        asyncio.set_event_loop(self.loop)
+        World.current = self
+        try:
+            with uuids.simulated(_wall_ns, self._new_id), _captured(self):
+                try:
+                    self.loop.run_until_complete(self._live())
+                except DeadlockError as error:
+                    self.checker.fail("a task that never ends", str(error))
+                for machine in self.machines.values():
+                    for process in machine.processes:
+                        process.disk.power_lost()
+        finally:
+            processes: list[Process] = [process for machine in self.machines.values() for process in machine.processes]
+            with _captured(self):
+                self.loop.finish(processes)
+            World.current = None
+            asyncio.set_event_loop(None)
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _new_id(self) -> UUID:
+        process = PROCESS.get()
+        return process.ids() if isinstance(process, GatewayProcess) else self.ids()
+
+    async def _live(self) -> None:
+        await self.build()
+        plan = Plan(self)
+        await plan.run()
+        await self._end(plan)
+
+    async def until(self, condition: Callable[[], bool], seconds: float, step_s: float = 0.25) -> bool:
+        end = self.loop.now + seconds
+        while not condition():
+            if self.loop.now >= end or self.checker.violations:
+                return False
+            await asyncio.sleep(step_s)
+        return True
+
+    async def _end(self, plan: Plan) -> None:
+        checker = self.checker
+        await plan.heal()
+        if not await self.until(self._all_ready, HEAL_S_MAX) and not checker.violations:
+            for machine in self.machines.values():
+                problems = problems_of(machine)
+                if problems:
+                    checker.fail("not ready", f"{machine.name} is not ready again: {problems}")
+        if not await self.until(lambda: all(task.done() for task in plan.tasks), HEAL_S_MAX) and not checker.violations:
+            left = [named(task) for task in plan.tasks if not task.done()]
+            checker.fail("a task that never ends", f"somebody outside waits for ever: {left[:3]}")
+        await self._check_subscriptions()
+        self._look_at_unclaimed(plan)
+        for publisher in self.publishers:
+            for topic in publisher._topics:
+                await publisher.publish(topic)
+        await self.until(lambda: checker.outstanding == 0, SETTLE_S_MAX)
+        await asyncio.sleep(QUIET_S)
+        self.given_up = True
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        for machine in self.machines.values():
+            await machine.stop()
+        await asyncio.sleep(2.0)
+        checker.forgive(self._dead_letters())
+        checker.finish()
+
+    def _look_at_unclaimed(self, plan: Plan) -> None:
+        for machine in self.machines.values():
+            if machine.streamer is not None:
+                newest = plan.newest_at_heal.get(machine.name, 0)
+                self.checker.unclaimed += [(machine.name, waits.seq, newest) for waits in machine.streamer.claims.unclaimed]
+
+    def _all_ready(self) -> bool:
+        return all(machine.ready and not problems_of(machine) for machine in self.machines.values())
+
+    def _dead_letters(self) -> list[tuple[bytes, str]]:
+        found = []
+        for machine in self.machines.values():
+            with contextlib.suppress(sqlite3.Error):
+                db = sqlite3.connect(machine.folder / "dead-letters.db")
+                for endpoint, message in db.execute("SELECT endpoint, message FROM letter"):
+                    found.append((uuids.to_bytes(UMessage.FromString(message).attributes.id), endpoint))
+                db.close()
+        return found
+
+    # -- the subscriptions in the end
+
+    async def _check_subscriptions(self) -> None:
+        wrong: list[tuple[str, str]] = []
+        end = self.loop.now + SETTLE_S_MAX
+        while not self.checker.violations:
+            wrong = await self._wrong_subscriptions()
+            if not wrong or self.loop.now >= end:
+                break
+            if self.loop.now > end - SETTLE_S_MAX + 90 and any(kind != "never settles" for kind, _ in wrong):
+                break  # what is lost does not come back by waiting
+            await asyncio.sleep(1.0)
+        for kind, text in wrong:
+            self.checker.fail(kind, text)
+
+    async def _wrong_subscriptions(self) -> list[tuple[str, str]]:
+        wrong = []
+        for hearer, (subscriber, topics, name) in self.subscribers.items():
+            streamer = self.machines[name].streamer
+            if streamer is None or streamer.usubscription is None:
+                return [("not ready", f"{name} does not run")]
+            rows = await streamer.usubscription.subscriptions()
+            states = {row.topic: Status(row.status) for row in rows if row.subscriber == uris.key(subscriber.uri)}
+            for topic in topics:
+                want = self.checker.wants.get((hearer, uris.key(topic)))
+                state = states.get(uris.key(topic))
+                wanted = want is not None and want.wanted and not want.refused
+                if wanted and state is None:
+                    wrong.append(
+                        (
+                            "a subscription that nobody ended",
+                            f"{hearer} wants {uris.format(topic)}, and the service of {name} does not know it",
+                        )
+                    )
+                elif not wanted and state is not None:
+                    wrong.append(
+                        ("a subscription that nobody made", f"the service of {name} has {state!s} for {hearer} of {uris.format(topic)}")
+                    )
+                elif wanted and state is not Status.SUBSCRIBED:
+                    wrong.append(("never settles", f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {name}"))
+                elif wanted and want is not None and want.confirmed_at is None:
+                    want.confirmed_at = self.loop.now
+                if self.foreign is not None and not wrong:
+                    known = any(key[1] == 0 for key in self.foreign.subscribers.get(uris.key(topic), {}))
+                    if known != wanted:
+                        wrong.append(("never settles", f"the service of the other side has {known} for {uris.format(topic)}, not {wanted}"))
+        return wrong
+
+
+def problems_of(machine: Machine) -> list[str]:
+    """What keeps it from being ready, but for what only a person can end: the cursor of a name that it had for a while."""
+    if machine.streamer is None:
+        return ["it does not run"]
+    return [problem for problem in machine.streamer.problems() if "is not configured" not in problem and "acknowledge" not in problem]
+
+
+@contextlib.contextmanager
+def _captured(world: World) -> Any:
+    """What gateways log is material for the checker."""
+
+    def capture(_: Any, method: str, event: dict[str, Any]) -> Any:
+        process = PROCESS.get()
+        if event.get("exc_info"):
+            error = sys.exc_info()[1]
+            event["exception"] = repr(error)
+        if isinstance(process, GatewayProcess) and process.alive:
+            world.note(
+                "log",
+                process.machine.name,
+                method,
+                event.get("event"),
+                *(f"{k}={v}" for k, v in event.items() if k not in ("event", "exc_info")),
+            )
+            world.checker.logged(process.machine.name, event)
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[capture], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=False
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+Step = Callable[[], Awaitable[None]]

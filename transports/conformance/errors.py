@@ -1,0 +1,139 @@
+"""Errors: nothing but UStatusError leaves a transport, whatever is wrong with the network, the moment or the arguments.
+
+unreachable, cut off, closed, closing, cancelled  |  odd addresses  ->  UStatusError, or a status for each message
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Final
+
+import pytest
+
+from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness, codes, notification, raw, reply, topic
+from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+Pair = tuple[UTransport, UTransport]
+
+ODD_AUTHORITIES: Final = ["two words", "a/b", "up/#", "+", "$SYS", "{}", "ünïcode", "a\0b", "*" * 2, "a" * 129, "[::1", "😀"]
+
+
+async def code_of(call: Awaitable[object]) -> int:
+    """OK, or the code of the UStatusError that it raised; anything else that it raises fails the test."""
+    try:
+        await call
+    except UStatusError as error:
+        return int(error.code)
+    return UCode.OK
+
+
+class ErrorConformance(TransportHarness):
+    async def answers_of(self, end: UTransport, source: UUri, sink: UUri) -> dict[str, int]:
+        """What each call answers."""
+        heard = Sink(self.deadline_s)
+        message = notification(b"odd")  # a builder would refuse odd addresses
+        message.attributes.source.CopyFrom(source)
+        message.attributes.sink.CopyFrom(sink)
+        (status,) = await end.send_batch([message])
+        return {
+            "send_batch": status.code,
+            "send": await code_of(end.send(message)),
+            "register_listener": await code_of(end.register_listener(source, heard, sink)),
+            "unregister_listener": await code_of(end.unregister_listener(source, heard, sink)),
+            "receive": await code_of(end.receive(source, sink)),
+        }
+
+    async def test_a_network_that_can_not_be_reached(self) -> None:
+        end = await self.make_unreachable_end(ALPHA)
+        for _ in range(2):  # whoever opened it tries again
+            async with asyncio.timeout(self.deadline_s):
+                with pytest.raises(UStatusError) as raised:
+                    await end.open()
+            assert raised.value.code == UCode.UNAVAILABLE
+            assert raised.value.message
+            assert not end.connected
+        await self.answers_of(end, topic(), reply())
+        await end.close()
+
+    async def test_one_that_was_never_opened_and_one_that_is_closed(self) -> None:
+        never, closed = await self.make_end(ALPHA), await self.make_end(ALPHA)
+        await closed.open()
+        await closed.close()
+        for end in (never, closed):
+            answers = await self.answers_of(end, topic(), reply())
+            assert answers["send_batch"] == answers["send"] == UCode.UNAVAILABLE
+            assert answers["register_listener"] == (UCode.UNAVAILABLE if Capability.PUSH in self.capabilities else UCode.UNIMPLEMENTED)
+            assert UCode.OK not in answers.values()
+
+    async def test_calls_while_it_is_being_closed(self, pair: Pair) -> None:
+        end = pair[1]
+        messages = [notification(b"%d" % number, topic(BETA), reply(ALPHA)) for number in range(500)]
+
+        async def send() -> list[int]:
+            return codes(await end.send_batch(messages))
+
+        sent = [asyncio.ensure_future(send()) for _ in range(4)]
+        closing = asyncio.ensure_future(end.close())
+        answers = []
+        while not closing.done():
+            answers.append(await self.answers_of(end, topic(BETA), reply(ALPHA)))
+            await asyncio.sleep(0)
+        await closing
+        for statuses in await asyncio.gather(*sent):
+            assert len(statuses) == len(messages)
+        (last,) = codes(await end.send_batch(messages[:1]))
+        assert last == UCode.UNAVAILABLE
+
+    async def test_an_open_that_is_cancelled_leaves_it_closed(self) -> None:
+        end = await self.make_end(ALPHA)
+        opening = asyncio.ensure_future(end.open())
+        await asyncio.sleep(0)  # it has begun
+        opening.cancel()
+        await asyncio.gather(opening, return_exceptions=True)
+        assert opening.cancelled() or opening.exception() is None, opening.exception()
+        await end.close()
+        assert not end.connected
+        opened = await self._open_again(end)
+        assert opened == UCode.OK
+        await end.close()
+
+    async def _open_again(self, end: UTransport) -> int:
+        """Until it opens: what the cancelled one took may be given back a moment later."""
+        async with asyncio.timeout(self.deadline_s):
+            while (code := await code_of(end.open())) != UCode.OK:  # noqa: ASYNC110 - nobody tells when a port is free again
+                await asyncio.sleep(self.settle_s)
+        return code
+
+    async def test_calls_while_the_network_is_away(self, pair: Pair) -> None:
+        away = asyncio.Event()
+        pair[1].on_connection(lambda connected: None if connected else away.set())
+        await self.break_network(BETA)
+        async with asyncio.timeout(self.deadline_s):
+            await away.wait()
+            answers = await self.answers_of(pair[1], topic(), reply())
+        assert answers["send_batch"] == answers["send"] == UCode.UNAVAILABLE
+        await asyncio.wait_for(pair[1].close(), self.deadline_s)
+
+    @pytest.mark.parametrize("authority", ODD_AUTHORITIES, ids=ascii)
+    async def test_odd_addresses(self, pair: Pair, authority: str) -> None:
+        odd_source, odd_sink = topic(), reply()
+        odd_source.authority_name = odd_sink.authority_name = authority
+        for source, sink in ((odd_source, reply()), (topic(), odd_sink)):
+            answers = await self.answers_of(pair[0], source, sink)
+            for call in ("send_batch", "send"):
+                assert answers[call] == UCode.INVALID_ARGUMENT, (call, answers)
+            expected = UCode.INVALID_ARGUMENT if Capability.PUSH in self.capabilities else UCode.UNIMPLEMENTED
+            assert answers["register_listener"] == answers["unregister_listener"] == expected, answers
+
+    async def test_more_than_a_message_can_carry(self, pair: Pair) -> None:
+        """Taken or refused; and what comes behind it goes on."""
+        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(bytes(self.payload_bytes_max * 4)))
+        statuses = await pair[0].send_batch([large, notification(b"small")])
+        assert statuses[0].code in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE), statuses[0]
+        if statuses[0].code != UCode.UNAVAILABLE:
+            assert statuses[1].code == UCode.OK
