@@ -125,7 +125,8 @@ async def test_a_second_copy_is_safe_only_when_the_first_one_is(
     full = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
     appends[0].set_exception(full)
     with pytest.raises(UStatusError):
-        await taken[0]
+        await asyncio.wait_for(taken[0], 1)
+    await asyncio.sleep(0)
     again = asyncio.ensure_future(ingress.on_receive_batch([first, second]))
     appends[2].set_result(1)
     await asyncio.sleep(0)
