@@ -138,6 +138,7 @@ class ZenohTransport(UTransport):
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
+        self.only_listens = bool(config.listen) and not (config.connect or config.multicast_scouting or config.config_file)
         self._table = ListenerTable(
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
