@@ -110,9 +110,12 @@ def numbered_ns(now_ns: int, number: int) -> int:
 
 
 def missing(last_ns: int, next_ns: int) -> int:
-    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one does not follow the first."""
+    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one is no newer than the first.
+
+    The number decides, so that clocks may be put back; where it is half a round away, the time does. Of whole rounds nothing is known.
+    """
     distance = (next_ns - last_ns) % NUMBERS
-    return distance - 1 if 0 < distance < NUMBERS // 2 else -1
+    return (distance - 1) % NUMBERS if 0 < distance < NUMBERS // 2 or next_ns > last_ns else -1
 
 
 def encode(message: UMessage) -> bytes:

@@ -569,6 +569,14 @@ async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[
     await transport.close()
 
 
+async def test_the_environment_is_tried_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CYCLONEDDS_URI", whole("<Discovery><Peers><Peer address='127.0.0.1:99999'/></Peers></Discovery>")["cyclone_xml"])
+    transport = DdsTransport(DdsConfig(domain_id=DOMAIN), LocalUriProvider("alpha", 1, 1))
+    with pytest.raises(UStatusError, match=r"127\.0\.0\.1:99999: not a valid address; ended by signal 6") as raised:
+        await transport.open()
+    assert raised.value.code == UCode.UNAVAILABLE
+
+
 async def test_what_cyclone_itself_refuses_is_told_in_its_words(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with an interface that is there, and is down."""
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "nosuch0")])

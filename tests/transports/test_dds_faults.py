@@ -221,8 +221,9 @@ async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: st
 
 async def fill(alpha: DdsTransport, topic: int) -> None:
     """Until the writer of that topic is held back."""
-    while UCode.UNAVAILABLE not in await send(alpha, numbered(topic, range(200), octets=2_000)):
-        pass
+    async with asyncio.timeout(DEADLINE_S):
+        while UCode.UNAVAILABLE not in await send(alpha, numbered(topic, range(200), octets=2_000)):
+            pass
 
 
 async def test_of_two_receivers_the_one_is_named_that_acknowledges_nothing_else(tag: str, start: Start) -> None:

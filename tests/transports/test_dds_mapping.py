@@ -141,3 +141,43 @@ def test_another_version_is_refused() -> None:
     sample[4] = 2
     with pytest.raises(UStatusError, match="version 1, got 2"):
         mapping.decode(bytes(sample))
+
+
+TIMES = st.integers(0, 1 << 62)
+
+
+@given(TIMES, st.integers(0, 1 << 40), st.integers(1, mapping.NUMBERS // 2 - 1), st.integers(-(10**12), 10**12))
+def test_a_time_stamp_tells_how_many_are_missing(now_ns: int, number: int, ahead: int, later_ns: int) -> None:
+    """Also when the clock is put back meanwhile, and when the numbers begin anew."""
+    last, following = mapping.numbered_ns(now_ns, number), mapping.numbered_ns(max(now_ns + later_ns, 0), number + ahead)
+    assert mapping.missing(last, following) == ahead - 1
+    assert 0 < last - now_ns < 2 * mapping.NUMBERS  # later, by 34 ms at most: no lifespan ends early
+
+
+@given(TIMES, st.integers(1 << 20, 1 << 40), st.integers(0, 1 << 20), st.integers(0, 10**12))
+def test_what_comes_again_is_recognised(now_ns: int, number: int, behind: int, earlier_ns: int) -> None:
+    last, again = mapping.numbered_ns(now_ns, number), mapping.numbered_ns(max(now_ns - earlier_ns, 0), number - behind)
+    assert mapping.missing(last, again) == -1
+
+
+def test_very_many_that_are_missing_are_no_repetition() -> None:
+    """Half of all numbers and more: then the time tells that they are new, and nothing of them may be dropped."""
+    last = mapping.numbered_ns(10**18, 7)
+    for ahead in (mapping.NUMBERS // 2, mapping.NUMBERS - 1, mapping.NUMBERS):
+        assert mapping.missing(last, mapping.numbered_ns(10**18 + 10**11, 7 + ahead)) == ahead - 1
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "meet"),
+    [
+        (["up/a/1/0/3/8001/{}/{}/{}/{}/{}"], ["up/*/*/*/*/*/{}/{}/{}/{}/{}"], True),
+        (["up/*"], ["up/a/1/0/3/8001/{}/{}/{}/{}/{}"], True),
+        (["up/a"], ["up/a"], True),
+        (["up/a", "up/b"], ["up/c", "up/b"], True),
+        (["up/a"], ["up/b"], False),
+        ([""], ["up/*"], False),
+        (["up/a"], [], False),
+    ],
+)
+def test_partitions_meet(theirs: list[str], ours: list[str], meet: bool) -> None:
+    assert mapping.partitions_meet(theirs, ours) == meet
