@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class World:
         await self.serve()
         self.rpc = InMemoryRpcClient(self.elsewhere, LocalUriProvider("cloud", 0x20, 1))
         await self.rpc.open()
-        self.client = Client(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=30_000)
+        self.client = Client(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=5_000)
         self.gaps: list[tuple[UUri, Gap]] = []
         self.feed = HistoryFeed(self.client, on_gap=lambda topic, gap: self.gaps.append((topic, gap)))
 
@@ -136,7 +137,8 @@ async def test_one_long_poll_feeds_600_listeners(world: World) -> None:
     listeners = [Listener() for _ in range(LISTENERS)]
     everyone = range(LISTENERS)
     await world.append(0, *everyone)
-    await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone))
+    for begin in range(0, LISTENERS, 50):  # each asks the service before it returns
+        await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone[begin : begin + 50]))
     await until(lambda: all(listener.numbers == [0] for listener in listeners))
     await world.caught_up(LISTENERS)
     world.client.polls = world.client.in_flight_max = 0
@@ -214,6 +216,48 @@ async def test_a_restart_of_the_streamer_is_no_gap_for_what_is_durable(world: Wo
     await until(lambda: all(listener.numbers == [0, 1] for listener in [*listeners, of_ring]))
     await world.caught_up(41)
     assert [(told, gap.reason, gap.incarnation) for told, gap in world.gaps] == [(topic(99), Gap.REASON_INCARNATION, lost)]
+
+
+async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agree(world: World, tmp_path: Path) -> None:
+    listeners = [Listener() for _ in range(5)]
+    path, copy = tmp_path / "data" / "l.db", tmp_path / "copy"
+
+    async def reopen() -> None:
+        world.log = await Log.open(path, name="durable")
+        await world.serve()
+
+    async def close() -> None:
+        await world.service.stop()
+        await world.log.close()
+
+    await close()
+    await reopen()
+    for number in range(10):
+        await world.append(number, *range(5))
+    await close()
+    shutil.copytree(path.parent, copy)
+    await reopen()
+    for one, listener in enumerate(listeners):
+        await world.feed.subscribe_since(topic(one), 0, listener)
+    for number in range(10, 20):
+        await world.append(number, *range(5))
+    await until(lambda: all(listener.numbers == list(range(20)) for listener in listeners))
+    await world.caught_up(5)
+    await close()
+    shutil.rmtree(path.parent)
+    shutil.copytree(copy, path.parent)
+    world.log = await Log.open(path, name="durable")
+    for number in range(100, 115):  # beyond where all have read to
+        await world.append(number, *range(5))
+    await world.serve()
+    await until(lambda: all(listener.numbers[-1] == 114 for listener in listeners))
+    for listener in listeners:
+        again = listener.numbers[20:]
+        assert again == [*range(again[0], 10), *range(100, 115)]
+    assert sorted((told.resource_id, gap.reason) for told, gap in world.gaps) == [
+        (topic(one).resource_id, Gap.REASON_CORRUPTION) for one in range(5)
+    ]
+    await world.caught_up(5)
 
 
 async def test_who_leaves_hears_no_more_and_the_others_go_on(world: World) -> None:
