@@ -192,6 +192,8 @@ class Store:
 
     def _inspect(self) -> bool:
         """Is it ours, and of a version that we know? True if there is nothing in it yet. Changes nothing: not even a log beside it."""
+        if self.path.is_dir():
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"the log {self.path} can't be opened: it is a folder, not a file")
         if not self.path.exists() or not self.path.stat().st_size:
             return True
         db = self.runtime.disk.connect(self.path, read_only=True)

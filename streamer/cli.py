@@ -25,7 +25,6 @@ from typing import Annotated, Any, Final
 
 import structlog
 import typer
-import typer.core
 from rich.console import Console
 from rich.table import Table
 
@@ -55,24 +54,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-
-class _HistoryGroup(typer.core.TyperGroup):
-    """`history AUTHORITY ...` asks a streamer over the network; `history show AUTHORITY ...` is the long form of it."""
-
-    def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        if arguments and arguments[0] not in self.commands and arguments[0] != "--help":
-            arguments = ["show", *arguments]
-        return super().parse_args(context, arguments)
-
-
-history_app = typer.Typer(
-    cls=_HistoryGroup,
-    name="history",
-    help="Look into a streamer's history over the network (AUTHORITY ...), or check what it keeps (verify, acknowledge).",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-)
-app.add_typer(history_app)
 cursors_app = typer.Typer(
     name="cursors", help="What waits for whom in a streamer's log: list, adopt, forget.", no_args_is_help=True, rich_markup_mode="rich"
 )
@@ -443,9 +424,9 @@ def replay(
     _print(as_json, data_, f"published {counts.total()} samples on {len(counts)} topics")
 
 
-@history_app.command(name="show", hidden=True)
-def history_show(
-    service: Annotated[str, typer.Argument(help="The authority of the streamer.")],
+@app.command(name="history")
+def history_(
+    service: Annotated[str, typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which look into its data_dir.")],
     topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
     transport: Transport = None,
     settings: Settings = None,
@@ -455,15 +436,21 @@ def history_show(
     entity: EntityOption = DEFAULT_ENTITY,
     poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look into a streamer's history, over the network: an overview per topic, or the records themselves.
+
+    verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has seen it.
 
     Example: [bold]up-streamer history vehicle1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
     """
     from history.subscriber import HistoryClient
     from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest
 
+    if service in ("verify", "acknowledge"):
+        (_verify if service == "verify" else _acknowledge)(data_dir, config, as_json)
+        return
     _log_to_stderr()
     with _errors():
         network = _network(transport, settings, authority, config, endpoint, entity)
@@ -527,16 +514,8 @@ def _show_description(description: Any, as_json: bool) -> None:
         out.print(table)
 
 
-@history_app.command(name="verify")
-def history_verify(
-    data_dir: DataDir = None,
-    config: OrConfig = None,
-    as_json: AsJson = False,
-) -> None:
-    """Read everything that a streamer's log holds, and say what of it is damaged. Writes nothing; the streamer may run.
-
-    The exit code is 1 if something is damaged. Example: [bold]up-streamer history verify --data-dir /var/lib/up-streamer[/]
-    """
+def _verify(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """Read everything that the log holds, and say what of it is damaged. Writes nothing; the streamer may run."""
     from history.verify import verify
 
     with _errors():
@@ -569,16 +548,8 @@ def history_verify(
     raise typer.Exit(0 if report.is_sound else EXIT_FAILED)
 
 
-@history_app.command(name="acknowledge")
-def history_acknowledge(
-    data_dir: DataDir = None,
-    config: OrConfig = None,
-    as_json: AsJson = False,
-) -> None:
-    """Say that a person has seen what a streamer's log has lost: it is shown, and then no longer keeps the streamer from being ready.
-
-    The streamer may run; it notices within some seconds. Example: [bold]up-streamer history acknowledge --config vehicle.toml[/]
-    """
+def _acknowledge(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    """A person has seen what the log has lost; a streamer that runs notices within some seconds."""
     from history.damage import acknowledge
 
     with _errors():
