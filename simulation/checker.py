@@ -313,6 +313,8 @@ class Checker:
         if known != id:
             self.fail("a seq that names two records", f"{machine}: seq {seq} is {message.payload!r}, and was another one before")
         self.places[id].append((machine, incarnation, seq))
+        if machine == "V" and id in self.sent:
+            self.sent[id].era = self.era
         if durable:
             self.newest[machine] = seq
         if machine == "V" and durable and any(uris.matches(topic, message.attributes.source) for topic in self.reader_topics):

@@ -292,13 +292,11 @@ class Plan:
             transport: Any = list(self._v.streamer.endpoints)[2].transport
             transport.disconnect()
             await self._some(2.0)
+        await self._v.stop()
         if era:
             self._another_era()
-        await self._v.stop()
         await self._some(2.0)
         self._start(self._v, config)
-        if era:
-            self._another_era()
 
     def _another_era(self) -> None:
         """Another name is another peer, with a cursor of its own: each in order, though not one after the other."""
@@ -373,11 +371,9 @@ class Plan:
             base = self._base[machine.name]
             if machine.config != base:
                 renamed = [one["name"] for one in machine.config["endpoint"]] != [one["name"] for one in base["endpoint"]]
+                await machine.stop()
                 if renamed:
                     self._another_era()
-                await machine.stop()
                 self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
                 self._start(machine, base)
-                if renamed:
-                    self._another_era()
             self._start(machine)
