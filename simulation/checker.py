@@ -124,6 +124,7 @@ class Checker:
         self._read: set[tuple[bytes, int]] = set()
         self._reader_gaps: list[tuple[bytes, int, int]] = []
         self._reader_last: dict[bytes, int] = {}
+        self._reader_first: dict[bytes, int] = {}
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
@@ -338,6 +339,7 @@ class Checker:
         if seq <= self._reader_last.get(incarnation, 0):
             self.fail("reordered", f"the history reader got seq {seq} after {self._reader_last[incarnation]}")
         self._reader_last[incarnation] = seq
+        self._reader_first.setdefault(incarnation, seq)
         self._read.add((incarnation, seq))
         self._owed_to_reader.pop(id, None)
 
@@ -351,7 +353,9 @@ class Checker:
         return [
             place
             for place in self._on_reader
-            if place not in self._read and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
+            if place not in self._read
+            and place[1] > self._reader_first.get(place[0], 0)  # it began with the earliest that there was
+            and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
         ]
 
     # -- the end

@@ -210,7 +210,10 @@ class Plan:
     async def _bad_disk(self) -> None:
         dice, machine = self._dice, self._machine()
         machine.had_disk_faults = True
-        faults = DiskFaults(dice.choice((0.0, 0.2, 1.0)), dice.choice((0.0, 0.1)), dice.choice((0.0, 0.0, 0.2)))
+        late = dice.choice((0.0, 0.0, 0.2))
+        if "late_error" in self._world.without:
+            late = 0.0
+        faults = DiskFaults(dice.choice((0.0, 0.2, 1.0)), dice.choice((0.0, 0.1)), late)
         self._world.checker.disturbed_from(f"disk {machine.name}")
         machine.set_disk(faults, dice.choice(("history", "history", "usubscription")))
         await self._some(3.0)
