@@ -14,6 +14,7 @@ from simulation.disk import DiskFaults
 from simulation.network import CALM, Weather
 from transports.local import Faults
 from uprotocol import uri as uris
+from uprotocol.status import RETRYABLE
 from uprotocol.v1.ucode_pb2 import UCode
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ HOUR_MS: Final = 3_600_000
 NEVER: Final = (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED)
 SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEVER)
 """Everything that does not say no for good."""
-REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK)
+REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
+"""Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
 
 Action = Callable[[], Awaitable[None]]
 
