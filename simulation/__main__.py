@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from simulation.plan import KNOWN_FAULTS
 from simulation.pool import HASH_SEED, broken_by, outcomes, prepare, run_seed
 
 
@@ -58,14 +59,16 @@ def _one(arguments: argparse.Namespace) -> int:
 
 def _breaks(arguments: argparse.Namespace) -> int:
     """Each break by itself, until a seed finds it that finds nothing without it."""
+    prepare()
     from simulation.breaks import BREAKS
 
     rows: list[dict[str, Any]] = []
     for name, known in BREAKS.items():
+        without = arguments.without - {known.needs}
         row: dict[str, Any] = {"break": name, "seeds": None, "seed": None, "message": "not found"}
         seeds = range(arguments.start, arguments.start + arguments.seeds)
-        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, broken=name), 1):
-            if outcome.violations and not run_seed(outcome.seed).violations:
+        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=without, broken=name), 1):
+            if outcome.violations and not run_seed(outcome.seed, without=without).violations:
                 row |= {"seeds": number, "seed": outcome.seed, "message": ": ".join(outcome.violations[0])}
                 break
         rows.append(row)
@@ -88,7 +91,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--max-failures", type=int, default=20, help="stop after so many seeds with a fault")
     parser.add_argument(
-        "--without", type=lambda text: frozenset(text.split(",")), default=frozenset(), help="names of plan.py that must not happen"
+        "--without", type=lambda text: frozenset(text.split(",")), default=KNOWN_FAULTS, help="names of plan.py that must not happen"
     )
     parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in")
     parser.add_argument("--breaks", action="store_true", help="put each break of breaks.py in, and look for it")
