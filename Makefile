@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make clean
+#   make demo [DATA=drive.csv]   make test   make check   make simulate [SEEDS=10000 START=0]   make bench   make proto   make spec-coverage   make clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -7,8 +7,10 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DATA   ?=
 ARGS   ?=
+SEEDS  ?= 2000
+START  ?= 0
 
-.PHONY: demo test check format bench proto spec-coverage wheel clean
+.PHONY: demo test check format simulate bench proto spec-coverage wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -35,6 +37,9 @@ check: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+simulate: $(STAMP)
+	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
 
 bench: $(STAMP)
 	@$(BIN)/python -m transports.mqtt5.broker --ensure

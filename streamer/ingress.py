@@ -298,14 +298,14 @@ class Ingress:
         async with self._sync_lock:
             wanted = self._wanted(topics, all_publishes)
             errors: list[UStatusError] = []
-            for key in self._registered.keys() - wanted.keys():
+            for key in [key for key in self._registered if key not in wanted]:  # in a fixed order, so that a run can be replayed
                 source, sink = self._registered.pop(key)
                 try:
                     await self.endpoint.unregister_listener(source, self, sink)
                 except UStatusError as error:
                     if error.code != UCode.NOT_FOUND:
                         errors.append(error)
-            for key in wanted.keys() - self._registered.keys():
+            for key in [key for key in wanted if key not in self._registered]:
                 source, sink = wanted[key]
                 try:
                     await self.endpoint.register_listener(source, self, sink)
