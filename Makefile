@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make clean
+#   make demo [DATA=drive.csv]   make test   make check   make bench   make chaos   make proto   make spec-coverage   make clean
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,7 +8,7 @@ STAMP  := $(VENV)/.installed
 DATA   ?=
 ARGS   ?=
 
-.PHONY: demo test check format bench proto spec-coverage wheel clean
+.PHONY: demo test check format bench chaos proto spec-coverage wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -39,6 +39,10 @@ format: $(STAMP)
 bench: $(STAMP)
 	@$(BIN)/python -m transports.mqtt5.broker --ensure
 	@$(BIN)/python -m bench $(ARGS)
+
+chaos: $(STAMP)
+	@$(BIN)/python -m transports.mqtt5.broker --ensure
+	@$(BIN)/python -m chaos $(ARGS)
 
 proto: $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py
