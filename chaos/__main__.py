@@ -42,7 +42,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chaos", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0, help="for all campaigns together (default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="of the faults; without it, a new one, which is printed")
-    parser.add_argument("--only", action="append", choices=sorted(names()), metavar="NAME", help=f"one of {', '.join(names())}; repeatable")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(campaigns.NAMES), metavar="NAME", help=f"one of {', '.join(campaigns.NAMES)}; repeatable"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, too")
     parser.add_argument("--parallel", type=int, default=max(2, len(os.sched_getaffinity(0))), help="campaigns at once (default: cores)")
     parser.add_argument("--keep", action="store_true", help="keep the folders: logs, configurations, data")
@@ -52,13 +54,9 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def names() -> list[str]:
-    return [*campaigns.PLANS]
-
-
 def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
     """Run a campaign in a process of its own; what it says at last."""
-    if reason := campaigns.why_not(campaigns.PLANS[name]):
+    if reason := campaigns.why_not(name):
         _say(f"{name}: skipped: {reason}")
         return dataclasses.asdict(Verdict(skipped=1, notes=[f"skipped: {reason}"]))
     folder.mkdir()
@@ -85,10 +83,10 @@ def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
 
 def _shares(chosen: list[str], minutes: float, parallel: int) -> dict[str, float]:
     """Seconds of faults for each campaign, so that all of them end within `minutes`."""
-    able = [name for name in chosen if not campaigns.why_not(campaigns.PLANS[name])]
+    able = [name for name in chosen if not campaigns.why_not(name)]
     time_s = minutes * 60 * min(parallel, max(1, len(able))) - OVERHEAD_S * len(able)
-    weight = sum(campaigns.PLANS[name].share for name in able) or 1.0
-    return {name: max(FAULTS_S_MIN, time_s * campaigns.PLANS[name].share / weight) for name in chosen}
+    weight = sum(campaigns.share(name) for name in able) or 1.0
+    return {name: max(FAULTS_S_MIN, time_s * campaigns.share(name) / weight) for name in chosen}
 
 
 def _summary(seed: int, verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -108,7 +106,7 @@ def main() -> int:
         print(json.dumps(dataclasses.asdict(verdict)), flush=True)
         os._exit(0 if verdict.good else 1)  # threads of the raw clients may still wait for brokers that are gone
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    chosen = arguments.only or names()
+    chosen = arguments.only or list(campaigns.NAMES)
     _say(f"seed {seed}")
     shares = _shares(chosen, arguments.minutes, arguments.parallel)
     folder = Path(tempfile.mkdtemp(prefix="up-streamer-chaos-"))

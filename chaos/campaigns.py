@@ -5,12 +5,13 @@ build -> talk -> fault, fault, ... until the time is up -> heal -> drain -> judg
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from pathlib import Path
 from typing import Final
 
-from chaos import machine
+from chaos import damage, machine
 from chaos.faults import FAULTS, heal
 from chaos.ledger import Verdict
 from chaos.processes import MOSQUITTO, ChaosError
@@ -54,15 +55,24 @@ PLANS: Final[dict[str, Plan]] = {
 }
 
 
-def why_not(plan: Plan) -> str:
+NAMES: Final = (*PLANS, *damage.KINDS)
+
+
+def share(name: str) -> float:
+    """Of the time, beside the others."""
+    return PLANS[name].share if name in PLANS else 1.0
+
+
+def why_not(name: str) -> str:
     """Why this machine can't, or nothing."""
-    return "; ".join(filter(None, (need() for need in plan.needs)))
+    return "; ".join(filter(None, (need() for need in PLANS[name].needs))) if name in PLANS else ""
 
 
 def run(name: str, seed: int, seconds: float, folder: Path) -> Verdict:
     """One campaign. Never raises for what the world does: a failure is in the verdict."""
-    plan, rng = PLANS[name], random.Random(f"{seed}/{name}")
-    world = World(name, plan, folder, rng)
+    if name in damage.KINDS:
+        return asyncio.run(damage.campaign(name, seed, seconds, folder))
+    world = World(name, PLANS[name], folder, random.Random(f"{seed}/{name}"))
     began = time.monotonic()
 
     def phase(name: str) -> None:
