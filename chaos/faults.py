@@ -59,7 +59,7 @@ def stop_gateway(world: World) -> None:
 def pause_gateway(world: World) -> None:
     """For a while; sometimes it never wakes."""
     world.gateway.pause()
-    _sleep(world, 0.2, 5)
+    _sleep(world, 0.2, 3)
     if world.rng.random() < 0.3:
         world.gateway.kill()
         _again(world, world.gateway)
@@ -127,7 +127,7 @@ def broker_stop(world: World) -> None:
 def broker_pause(world: World) -> None:
     broker = world.brokers[_side(world)]
     broker.pause()
-    _sleep(world, 0.2, 6)
+    _sleep(world, 0.2, 4)
     broker.resume()
 
 
@@ -158,8 +158,8 @@ def _proxy(world: World, what: str) -> None:
     proxy = world.proxies[side]
     getattr(proxy, what)()
     world.tally[f"{what} {side}"] += 1
-    _sleep(world, 0.1, 4)
-    if world.rng.random() < 0.2:
+    _sleep(world, 0.1, 3)
+    if world.rng.random() < 0.3:
         world.gateway.kill()
         world.gateway.start()
     proxy.mend()

@@ -41,5 +41,9 @@ async def read(options: dict[str, Any]) -> None:
                 print(uuids.to_bytes(record.message.attributes.id).hex(), file=out)
 
 
-if __name__ == "__main__":
+def main() -> None:
     asyncio.run(read(json.loads(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()
