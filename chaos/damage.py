@@ -46,7 +46,7 @@ SHOWN_MAX: Final = 20  # of each kind of trouble; the counts go on
 CASE_S_MAX: Final = 15.0  # a start and all that it has to say; more is a hang
 SETTLE_S_MAX: Final = 3.0  # for the pumps, after it is ready
 QUIET_S: Final = 0.15  # the pumps have nothing to do for so long: what has not come doesn't come
-TELLING: Final = re.compile(r"damage|corrupt|lost|gap|hole|missing|moved aside", re.IGNORECASE)  # a problem in /readyz that tells of damage
+TELLING: Final = re.compile(r"damage|corrupt|lost|gap|hole|missing|moved aside|answers nobody", re.IGNORECASE)  # of a problem in /readyz
 AIMED: Final = (
     b"egress:cloud",
     b"egress:vehicle",

@@ -43,6 +43,8 @@ SESSION_S: Final = 86_400
 RECONNECT_S: Final = 0.2
 NO_SUBSCRIBER: Final = 0x10  # PUBACK: taken, and nobody was there to get it
 
+REASONS: Final = {1: "retention", 2: "incarnation", 3: "corruption"}
+
 Heard = Callable[[Message], None]
 
 
@@ -65,7 +67,7 @@ class MqttLink:
         self._lock = threading.Lock()
         self.unheard = 0  # acknowledged, though nobody was subscribed
         made = paho.Client(CallbackAPIVersion.VERSION2, client_id=name, protocol=paho.MQTTv5)
-        made.max_inflight_messages_set(100)
+        made.max_inflight_messages_set(2 * UNACKED_MAX)  # never reached: paho sends in the order in which it was asked to
         made.max_queued_messages_set(0)
         made.reconnect_delay_set(RECONNECT_S, RECONNECT_S)  # type: ignore[arg-type]
         made.on_connect, made.on_disconnect = self._on_connect, self._on_disconnect
@@ -197,6 +199,7 @@ class MqttSender(Sender):
         super().__init__(ledger)
         self._off_vehicle = off_vehicle
         self.link = MqttLink(port, name)
+        self._losses_seen = 0
 
     def send(self, message: Message) -> None:
         def done(taken: bool) -> None:
@@ -206,7 +209,14 @@ class MqttSender(Sender):
         self.link.send(message, self._off_vehicle, done)
 
     def busy(self) -> bool:
-        return self.link.unacked >= UNACKED_MAX
+        """After a reconnection also until all from before is acknowledged: paho sends what is new ahead of what it sends again."""
+        link = self.link
+        if not link.connected.is_set() or link.unacked >= UNACKED_MAX:
+            return True
+        losses = link.losses
+        if losses != self._losses_seen and not link.unacked:
+            self._losses_seen = losses
+        return losses != self._losses_seen
 
     def close(self) -> None:
         self.link.close()
@@ -337,9 +347,7 @@ class Poller(threading.Thread):
 
     def _gap(self, gap: Fields) -> None:
         reason, after, before = number(gap, 1), number(gap, 3), number(gap, 4)
-        self.gaps.append(f"reason {reason}: ({after}, {before})")
-        if reason in (1, 3) and before > after + 1:
-            self._ledger.gap_records += before - after - 1
+        self.gaps.append(f"{REASONS.get(reason, reason)} ({after}, {before})")
 
     def end(self) -> None:
         self._ended = True

@@ -29,6 +29,7 @@ START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was sp
 STOP_S_MAX: Final = 30.0  # for a process to end after SIGTERM
 STOP_S_TOLD: Final = 10.0  # a container is killed after that: worth a note
 LOG_TAIL_BYTES: Final = 1_500
+TELLS: Final = "nobody has acknowledged"
 MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin")
 
 
@@ -216,6 +217,7 @@ class Gateway(Process):
         self._admin_port = admin_port
         self._gaps_seen = 0.0  # of this start
         self.gap_records = 0.0
+        self.told: set[str] = set()  # of damage
 
     def start(self) -> None:
         super().start()
@@ -232,8 +234,11 @@ class Gateway(Process):
             return None
 
     def problems(self) -> list[str]:
+        """What /readyz says, but for damage that it tells of until a person has acknowledged it: that is kept in `told`."""
         text = self._get("/readyz")
-        return ["it does not answer"] if text is None else list(json.loads(text)["problems"])
+        found: list[str] = ["it does not answer"] if text is None else json.loads(text)["problems"]
+        self.told |= {problem for problem in found if TELLS in problem}
+        return [problem for problem in found if TELLS not in problem]
 
     def metrics(self) -> dict[str, float]:
         """`name{labels}` without the prefix; empty while it does not answer. Gaps told are gathered over all starts."""

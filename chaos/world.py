@@ -353,6 +353,7 @@ class World:
         assert self.poller is not None
         if self.poller.gaps:
             self.verdict.notes.append(f"Poll told gaps: {self.poller.gaps[:5]}")
+        self.verdict.notes += [f"/readyz told: {told}" for told in sorted(self.gateway.told)]
         for process in self.processes:
             self.verdict.notes += process.notes
             if tracebacks := process.log.read_text(errors="replace").count("Traceback (most recent call last)"):
