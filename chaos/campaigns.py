@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from chaos import damage, machine
+from chaos.ending import finish
 from chaos.faults import FAULTS, heal
 from chaos.ledger import Verdict
+from chaos.plan import Plan
 from chaos.processes import MOSQUITTO, ChaosError
-from chaos.world import Plan, World
+from chaos.world import World
 
 PAUSE_S_MAX: Final = 0.8  # between two faults
 
@@ -39,6 +41,8 @@ PLANS: Final[dict[str, Plan]] = {
     "zenoh": Plan(
         _KILLS | {"kill_reader": 2, "kill_all": 1}, vehicle="zenoh", interest="embedded", record=True, reader=True, needs=_BROKER
     ),
+    # As in examples/vehicle-cloud: a gateway in the vehicle, one in the cloud, each with its uSubscription, and a broker between them.
+    "two-gateways": Plan(_KILLS | {"kill_all": 2}, interest="embedded", two=True, record=True, needs=_BROKER),
     "brokers": Plan(
         {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", record=True, needs=_BROKER
     ),
@@ -87,7 +91,7 @@ def run(name: str, seed: int, seconds: float, folder: Path) -> Verdict:
         _hurt(world, time.monotonic() + seconds)
         heal(world)
         phase("faults")
-        return world.finish()
+        return finish(world)
     except ChaosError as error:
         world.verdict.problems.append(str(error))
         world.ledger.judge(world.verdict)
@@ -101,7 +105,8 @@ def _hurt(world: World, deadline: float) -> None:
     names, weights = zip(*world.plan.faults.items(), strict=True)
     while time.monotonic() < deadline:
         time.sleep(world.rng.uniform(0, PAUSE_S_MAX))
-        if not world.gateway.running:
-            world.note_end()
+        world.note_ends()
+        world.gateway = world.rng.choice(world.gateways)
         FAULTS[world.rng.choices(names, weights)[0]](world)
-        world.gateway.metrics()  # gaps that were told, before the next kill takes the counters
+        for gateway in world.gateways:
+            gateway.metrics()  # gaps that were told, before the next kill takes the counters

@@ -93,6 +93,12 @@ class Base:
     incarnation: bytes
     records: dict[int, Content]  # by seq
     waiting: set[int]  # seqs that the cloud has not had
+    only: str = ""  # damaged are files whose name begins with this
+
+    @property
+    def first(self) -> int:
+        """What the reader has had before the damage."""
+        return min(self.records)
 
 
 @dataclass
@@ -187,15 +193,15 @@ async def _settled(stage: Stage, has_come: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-async def _read_history(stage: Stage, incarnation: bytes, seen: Seen) -> None:
-    """From its beginning, as somebody who knows that log, and has nothing of it."""
+async def _read_history(stage: Stage, incarnation: bytes, had: int, seen: Seen) -> None:
+    """As somebody who knows the log `incarnation` and has read it up to `had`; without an incarnation, as somebody new."""
     local = LocalUriProvider("vehicle1", 0x9201, 1)
     node = LocalTransport.on(stage.vehicle.network, local)
     async with node, InMemoryRpcClient(node, local) as rpc:
         client = HistoryClient(rpc, uris.uri("vehicle1", 4, 1), timeout_ms=3_000)
         request = PollRequest(topics=[uris.pattern("vehicle1", 0x8001)])
         if incarnation:
-            request.positions.append(Position(incarnation=incarnation, seq=0))
+            request.positions.append(Position(incarnation=incarnation, seq=had))
         while True:
             reply = await client.poll(request)
             seen.gaps.extend(reply.gaps)
@@ -224,7 +230,7 @@ async def make_base(folder: Path) -> tuple[Base, Base]:
             await stage.vehicle.send_batch([_publication(topic, f"{number} " + "." * 40) for topic in TOPICS])
         await asyncio.sleep(1)  # the cursors are on disk
         seen = Seen()
-        await _read_history(stage, b"", seen)
+        await _read_history(stage, b"", 0, seen)
         had = set(stage.hearer.heard)
         waiting = {seq for seq, content in seen.polled.items() if content not in had}
         assert len(waiting) == ROUNDS * len(TOPICS), "half of it waits"
@@ -245,7 +251,7 @@ async def observe(base: Base, data_dir: Path) -> Seen:
             await _settled(stage, lambda: sum(content[2] == AFTER for content in stage.hearer.heard) >= len(TOPICS))
             seen.delivered = list(stage.hearer.heard)
             with contextlib.suppress(UStatusError):  # then it shows nothing, and is judged by that
-                await _read_history(stage, base.incarnation, seen)
+                await _read_history(stage, base.incarnation, base.first, seen)
             streamer = stage.streamer
             seen.problems = [problem for problem in streamer.problems() if TELLING.search(problem)]
             seen.peer_gaps = sum(pump.gaps for pump in streamer.pumps if pump.peer.name == "cloud")
@@ -275,7 +281,7 @@ def judge(base: Base, seen: Seen) -> list[str]:
     if reused and seen.same_log:
         faults.append(f"{len(reused)} seqs name other records than before, the first {min(reused)}")
     told = _told_by_poll(seen)
-    silent = [seq for seq in base.records if seq not in seen.polled and not told(seq)]
+    silent = [seq for seq in base.records if seq != base.first and seq not in seen.polled and not told(seq)]
     if silent:
         faults.append(f"{len(silent)} records can't be read and no gap says so, the first {min(silent)}")
     had = {content[0] for content in seen.delivered}
@@ -325,7 +331,7 @@ def _flipped(base: int, file: str, at: int, bit: int) -> Damage:
 
 def _files(base: Base) -> list[Path]:
     found = [one for one in sorted(base.folder.rglob("*")) if one.is_file() and one.stat().st_size]
-    return [one for one in found if not one.name.endswith(UNREAD)]
+    return [one for one in found if not one.name.endswith(UNREAD) and one.name.startswith(base.only)]
 
 
 def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
@@ -385,11 +391,13 @@ async def _case(base: Base, damage: Damage, folder: Path, verdict: Verdict) -> N
         verdict.examples.append(f"untold: {where}: {'; '.join(faults)}")
 
 
-async def campaign(kind: str, seed: int, seconds: float, folder: Path) -> Verdict:
-    """As many damages as `seconds` allow."""
+async def campaign(kind: str, seed: int, seconds: float, folder: Path, only: str = "") -> Verdict:
+    """As many damages as `seconds` allow, of files whose name begins with `only`."""
     structlog.configure(processors=[_silence], cache_logger_on_first_use=False)
     rng, verdict = random.Random(f"{seed}/{kind}"), Verdict()
     bases = list(await make_base(folder))
+    for base in bases:
+        base.only = only
     for base in bases:  # without damage nothing may be said
         shutil.copytree(base.folder, folder / "whole", dirs_exist_ok=True)
         faults = judge(base, await observe(base, folder / "whole"))

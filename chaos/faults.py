@@ -1,6 +1,6 @@
 """What is done to a world. Each fault happens, lasts a random while, and is healed when its function returns.
 
-A gateway may be left starting: the next fault then meets it before it is ready.
+A gateway may be left starting: the next fault then meets it before it is ready. `world.gateway` is the one whose turn it is.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def kill_reader(world: World) -> None:
 
 def kill_all(world: World) -> None:
     """Everything of ours at once, as when the power goes."""
-    ours = [one for one in (world.gateway, world.service, world.reader) if one is not None]
+    ours = [one for one in (*world.gateways, world.service, world.reader) if one is not None]
     for process in ours:
         process.kill()
     _sleep(world, 0, 1)
@@ -138,8 +138,8 @@ def broker_kill(world: World) -> None:
     broker.kill()
     for link in world.links_of(side):
         link.lost.wait(10)  # what was under way in its connection has been read by then
-    mine = {flow for flow, sender in world.flow_senders.items() if sender == side}
-    world.ledger.exclude(lambda flow: flow in mine, acked_only=True)
+    mine = {flow.name for flow in world.plan.flows if flow.side == side}
+    world.ledger.exclude(lambda flow: flow in mine, acked_only=True)  # the rest is sent to it again
     world.ledger.exclude(lambda flow: flow not in mine, acked_only=False)
     _sleep(world, 0, 2)
     if world.rng.random() < 0.3:

@@ -128,7 +128,7 @@ class Clock:
         return {
             "LD_PRELOAD": library,
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_CACHE_DURATION": "1",  # seconds; without it the file is read each time that somebody asks for the time
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "DONT_FAKE_MONOTONIC": "1",
         }

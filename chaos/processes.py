@@ -211,10 +211,12 @@ class Broker(Process):
 class Gateway(Process):
     """`up-streamer run`; its admin port is known before it is ready."""
 
-    def __init__(self, folder: Path, config: Path, admin_port: int, tally: Counter[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, folder: Path, config: Path, data_dir: Path, admin_port: int, tally: Counter[str], environment: dict[str, str]
+    ) -> None:
         argv = [sys.executable, "-m", "streamer.cli", "run", "--config", str(config), "--json"]
-        super().__init__("gateway", argv, folder, tally, environment)
-        self._admin_port = admin_port
+        super().__init__(name, argv, folder, tally, environment)
+        self.data_dir, self._admin_port = data_dir, admin_port
         self._gaps_seen = 0.0  # of this start
         self.gap_records = 0.0
         self.told: set[str] = set()  # of damage
