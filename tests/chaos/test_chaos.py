@@ -200,7 +200,7 @@ def test_writes_fail_from_the_call_on_that_was_asked_for(tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", sorted(damage.KINDS))
 def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
     structlog.reset_defaults()
-    verdict = asyncio.run(damage.campaign(kind, seed=1, seconds=5, folder=tmp_path, only=damage.LOG_FILE))
+    verdict = asyncio.run(damage.campaign(kind, seed=1, seconds=3, folder=tmp_path, only=damage.LOG_FILE))
     structlog.reset_defaults()
     assert sum(verdict.faults.values()) > 0
     assert (verdict.untold, verdict.problems) == (0, []), verdict.examples
