@@ -128,7 +128,12 @@ def broker_pause(world: World) -> None:
     broker = world.brokers[_side(world)]
     broker.pause()
     _sleep(world, 0.2, 4)
+    hung = world.rng.random() < 0.3
+    if hung:
+        world.gateway.stop()  # nobody answers its goodbyes
     broker.resume()
+    if hung:
+        _again(world, world.gateway)
 
 
 def broker_kill(world: World) -> None:
@@ -138,7 +143,7 @@ def broker_kill(world: World) -> None:
     broker.kill()
     for link in world.links_of(side):
         link.lost.wait(10)  # what was under way in its connection has been read by then
-    mine = {flow.name for flow in world.plan.flows if flow.side == side}
+    mine = {flow.name for flow in world.flows if flow.side == side}
     world.ledger.exclude(lambda flow: flow in mine, acked_only=True)  # the rest is sent to it again
     world.ledger.exclude(lambda flow: flow not in mine, acked_only=False)
     _sleep(world, 0, 2)

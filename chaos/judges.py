@@ -295,10 +295,9 @@ def subscribe(caller: Caller, service: str, topic: Uri, timeout_s: float = 3.0) 
 class Poller(threading.Thread):
     """Reads the history at `authority` from its beginning for ever, over a Caller, and tells the ledger what it shows."""
 
-    def __init__(self, ledger: Ledger, caller: Caller, authority: str, topics: list[Uri], pulled: set[str]) -> None:
+    def __init__(self, ledger: Ledger, caller: Caller, authority: str, pulled: set[str]) -> None:
         super().__init__(daemon=True)
         self._ledger, self._caller, self._method, self._pulled = ledger, caller, Uri(authority, 4, 1, 2), pulled
-        self._topics = b"".join(field(1, topic.encode()) for topic in topics)
         self._positions: list[bytes] = []
         self._newest: dict[bytes, int] = {}
         self._ended = False
@@ -312,7 +311,7 @@ class Poller(threading.Thread):
 
     def poll_once(self, timeout_s: float = 2.0) -> bool:
         """True if everything that there is has been shown."""
-        request = self._topics + b"".join(field(2, one) for one in self._positions) + field(11, 500)
+        request = b"".join(field(2, one) for one in self._positions) + field(11, 500)
         asked_at = time.monotonic()
         answer = self._caller.call(self._method, request, timeout_s)
         if answer is None or answer.commstatus:

@@ -15,6 +15,8 @@ from chaos.wire import Uri
 VEHICLE, CLOUD, ROAD = "vehicle1", "cloud", "road"  # two authorities, and the broker between two gateways
 UP: Final = [Uri(VEHICLE, 0x8001, 1, 0x8001 + place) for place in range(4)]
 DOWN: Final = [Uri(CLOUD, 0x8001, 1, 0x8001 + place) for place in range(2)]
+LATE: Final = [Uri(VEHICLE, 0x8001, 1, 0xA001 + place) for place in range(200)]  # subscribed to while things are hurt
+LATE_APP: Final = Uri(CLOUD, 0x9003, 1, 0)
 CLOUD_APP, VEHICLE_APP = Uri(CLOUD, 0x9001, 1, 0), Uri(VEHICLE, 0x9001, 1, 0)
 UP_NOTE, DOWN_NOTE = Uri(VEHICLE, 0x8001, 1, 0x9001), Uri(CLOUD, 0x8001, 1, 0x9001)  # sources of notifications
 SESSION: Final = "session_expiry_s = 86400"
@@ -41,6 +43,13 @@ class Plan:
     @property
     def brokers(self) -> list[str]:
         return [*([VEHICLE] if self.vehicle == "mqtt5" else []), *([ROAD] if self.two else []), CLOUD]
+
+    @property
+    def service(self) -> str | None:
+        """Whose uSubscription the cloud's clients talk to."""
+        if self.interest == "static":
+            return None
+        return CLOUD if self.interest == "remote" or self.two else VEHICLE
 
     @property
     def off_vehicle(self) -> dict[str, bool]:

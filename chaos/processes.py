@@ -27,7 +27,7 @@ from streamer.processes import die_with_parent, free_port
 READY_S_MAX: Final = 90.0  # for a process to say that it is ready, on a busy machine
 START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was spent waiting for others
 STOP_S_MAX: Final = 30.0  # for a process to end after SIGTERM
-STOP_S_TOLD: Final = 10.0  # a container is killed after that: worth a note
+STOP_S_TOLD: Final = 5.0  # promised; a container is killed after 10
 LOG_TAIL_BYTES: Final = 1_500
 TELLS: Final = "nobody has acknowledged"
 MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin")

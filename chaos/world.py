@@ -34,12 +34,13 @@ from chaos.judges import (
     zenoh_caller,
 )
 from chaos.ledger import Ledger, Verdict
-from chaos.plan import CLOUD, CLOUD_APP, DOWN, UP, VEHICLE, VEHICLE_APP, Flow, Places, Plan, cloud_config, vehicle_config
+from chaos.plan import CLOUD, CLOUD_APP, DOWN, LATE, LATE_APP, UP, VEHICLE, VEHICLE_APP, Flow, Places, Plan, cloud_config, vehicle_config
 from chaos.processes import Broker, ChaosError, Gateway, Process, reader, service
 from chaos.proxy import Proxy
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
 from streamer.processes import free_port
 
+LATE_S_MAX: Final = 3.0  # between two subscriptions while things are hurt
 SETTLE_S_MAX: Final = 60.0  # for everything to pass before the first fault
 
 
@@ -69,6 +70,7 @@ class World:
         self.clock: machine.Clock | None = None
         self.senders: dict[str, Sender] = {}
         self.hearers: dict[str, MqttLink | ZenohLink] = {}
+        self.flows = self.plan.flows  # and later those that are subscribed to
 
     # Building
 
@@ -143,7 +145,7 @@ class World:
                 raise ChaosError("a judge could not subscribe")
         # Zenoh keeps nothing for who is away: what was missed there is pulled.
         pulled = {str(topic) for topic in DOWN} if self.plan.vehicle == "zenoh" else set()
-        self.poller = Poller(self.ledger, self._caller(Uri(VEHICLE, 0x9101, 1, 0)), VEHICLE, [*UP, *DOWN], pulled)
+        self.poller = Poller(self.ledger, self._caller(Uri(VEHICLE, 0x9101, 1, 0)), VEHICLE, pulled)
 
     def _caller(self, me: Uri) -> Caller:
         """Somebody who calls, on the network of its authority."""
@@ -158,15 +160,9 @@ class World:
 
     def _subscribe(self) -> None:
         """Raw clients tell a uSubscription what they want, and see that it stands."""
-        match self.plan.interest:
-            case "embedded" if self.plan.two:
-                wanted = [(CLOUD_APP, CLOUD, UP), (VEHICLE_APP, VEHICLE, DOWN)]
-            case "embedded":
-                wanted = [(CLOUD_APP, VEHICLE, UP)]
-            case "remote":
-                wanted = [(CLOUD_APP, CLOUD, UP)]
-            case "static":
-                wanted = []
+        if self.plan.service is None:
+            return
+        wanted = [(CLOUD_APP, self.plan.service, UP)] + ([(VEHICLE_APP, VEHICLE, DOWN)] if self.plan.two else [])
         deadline = time.monotonic() + SETTLE_S_MAX
         for who, at, topics in wanted:
             caller = self._caller(who)
@@ -221,6 +217,25 @@ class World:
 
     # Talking
 
+    def subscribe_late(self) -> None:
+        """One topic more every now and then. What is sent on it counts from the answer SUBSCRIBED on, whatever dies then."""
+        service, rng = self.plan.service, random.Random(self.rng.random())
+        if service is None:
+            return
+        caller = self._caller(LATE_APP)
+
+        def work() -> None:
+            for topic in LATE:
+                time.sleep(rng.uniform(0.2, LATE_S_MAX))
+                while self._talking.is_set() and subscribe(caller, service, topic) != SUBSCRIBED:
+                    time.sleep(0.1)
+                if not self._talking.is_set():
+                    return
+                self.tally["subscriptions"] += 1
+                self.flows.append(Flow(VEHICLE, topic, None))
+
+        threading.Thread(target=work, daemon=True).start()
+
     def say(self, flow: Flow) -> None:
         text = f"{flow.source}#{self.rng.random()}".encode()
         self.senders[flow.side].publish(flow.source, flow.sink, text + b"." * self.rng.choice((0, 60, 400)))
@@ -229,19 +244,19 @@ class World:
         """Start sending at the plan's rate, in bursts, until `hush`."""
         self._talking.set()
         rng = random.Random(self.rng.random())
-        flows = self.plan.flows
 
         def work() -> None:
             while self._talking.is_set():
                 burst = rng.choice((1, 1, 2, 5, 20, 60))
                 for _ in range(burst):
-                    flow = rng.choice(flows)
+                    flow = rng.choice(self.flows)
                     if not self.senders[flow.side].busy():
                         self.say(flow)
                 time.sleep(rng.uniform(0.5, 1.5) * burst / self.plan.rate)
 
         self._talker = threading.Thread(target=work, daemon=True)
         self._talker.start()
+        self.subscribe_late()
 
     def hush(self) -> None:
         self._talking.clear()
