@@ -43,9 +43,7 @@ PLANS: Final[dict[str, Plan]] = {
     ),
     # As in examples/vehicle-cloud: a gateway in the vehicle, one in the cloud, each with its uSubscription, and a broker between them.
     "two-gateways": Plan(_KILLS | {"kill_all": 2}, interest="embedded", two=True, record=True, needs=_BROKER),
-    "brokers": Plan(
-        {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", record=True, needs=_BROKER
-    ),
+    "brokers": Plan({"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER),
     "network": Plan({"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER),
     "disk-full": Plan(
         {"disk_full": 4, "disk_read_only": 2, "kill_gateway": 1},

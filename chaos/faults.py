@@ -16,6 +16,7 @@ from chaos.processes import Process
 from chaos.world import World
 
 LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)  # with 7 days of retention none of these alone ages a record
+BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
 
 
@@ -137,21 +138,27 @@ def broker_pause(world: World) -> None:
 
 
 def broker_kill(world: World) -> None:
-    """It forgets what it has acknowledged and not passed on; a plain client loses that, too, so it does not count."""
+    """It forgets what it has acknowledged and not passed on, and subscriptions since it last wrote to its disk.
+
+    A plain client loses what that costs, too, so it does not count.
+    """
     side = _side(world)
     broker = world.brokers[side]
     broker.kill()
     for link in world.links_of(side):
         link.lost.wait(10)  # what was under way in its connection has been read by then
-    mine = {flow.name for flow in world.flows if flow.side == side}
-    world.ledger.exclude(lambda flow: flow in mine, acked_only=True)  # the rest is sent to it again
-    world.ledger.exclude(lambda flow: flow not in mine, acked_only=False)
+    sent_there = {flow.name for flow in world.flows if flow.side == side}
+    world.ledger.exclude(lambda flow: flow in sent_there, acked_only=True)  # the rest is sent to it again
+    world.ledger.exclude(lambda flow: flow not in sent_there, acked_only=False)
     _sleep(world, 0, 2)
     if world.rng.random() < 0.3:
         world.gateway.kill()
         world.gateway.start()
     broker.start()
     broker.wait_ready()
+    late = sent_there - {flow.name for flow in world.plan.flows}
+    if late and world.await_gateways(BACK_S_MAX):
+        world.ledger.exclude(lambda flow: flow in late, acked_only=False)  # it did not know that the gateway wants them
     _sleep(world, 0, 2)
 
 

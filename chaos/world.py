@@ -280,6 +280,15 @@ class World:
                 if not link.subscribed.wait(max(0.0, deadline - time.monotonic())):
                     raise ChaosError(f"{link.name} did not come back to its broker")
 
+    def await_gateways(self, timeout_s: float) -> bool:
+        """Until all of them are ready; False if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while any(gateway.problems() for gateway in self.gateways):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
     def note_ends(self) -> None:
         """A gateway that has ended though nobody hurt it is a problem, and is started again."""
         for gateway in self.gateways:
