@@ -1,32 +1,44 @@
 """Listeners fed from a history: what was published since a point, and what comes, once and in order.
 
-    subscribe_since(topic, since, listener) -> describe: does the history answer? -> GaplessSubscriber -> listener, batch by batch
+subscribe_since(topic, since, listener) -> describe: does the history answer?
+   -> catch up: polls of its own, each handed over before the next   <------- fell out: listener too slow, gap, a record missing
+       -> at the end: join -> one long poll for all topics -> by topic: inbox of each listener -> listener, batch by batch
 
 It is what `USubscriptionClient(..., history=feed).subscribe(topic, listener, since=...)` needs: the subscription makes the messages flow,
-the history brings them without a gap. The listener takes what it is given (its awaitable is waited for) before more is handed over.
+the history brings them without a gap. Each listener has an Acceptor of its own, so there is no seam between the two: what comes twice is
+dropped, and where something is missing it catches up. A listener that is slow costs the others nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+from collections import deque
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, Self
 
 import structlog
 
-from history.subscriber import GaplessSubscriber, HistoryClient, Positions, Record
+from history.acceptor import Acceptor, Places, Positions, Record, Verdict, decode
+from history.matching import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
+from history.subscriber import HistoryClient, Poller
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
-FEEDS_MAX: Final = 1_000  # each is a long poll; who wants more topics asks for a pattern with a GaplessSubscriber of its own
+FEEDS_MAX: Final = 1_000  # who wants more topics asks for a pattern with a GaplessSubscriber of its own
+FEED_BYTES_MAX: Final = 256 << 10  # of messages that wait for one listener, and of an answer: 256 MiB if all hang; beyond it, it catches up
+CATCHING_UP_MAX: Final = 8  # polls at once, which is what a service answers at once
+JOIN_WAIT_MS: Final = 250  # of the shared poll while listeners come; a longer one is broken off for them
+JOIN_HANDOVER_MS: Final = 100  # a listener that takes longer for what it is given isn't at the end any more, and would hold the others back
+JOIN_BEHIND_MAX: Final = 65_536  # records of the log; who is further behind the shared poll than that catches up first
+SOURCES_MAX: Final = 65_536  # whose listeners are known
 
 Since = int | datetime | UUID
 """After the record of this sequence number (0: all there are), after this append time, after the message with this id."""
@@ -34,12 +46,196 @@ Since = int | datetime | UUID
 log = structlog.get_logger()
 
 
+class _Feed:
+    """One listener of one topic: where it is, and what waits for it."""
+
+    def __init__(self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener) -> None:
+        self.topic, self.key, self.is_wildcard = topic, uris.key(topic), uris.has_wildcard(topic)
+        self.start, self.listener = start, listener
+        self.acceptor = Acceptor(positions)
+        self.inbox: deque[tuple[list[Record], int]] = deque()
+        self.held_bytes = 0
+        self.is_out = True  # of the shared poll
+        self.woken = asyncio.Event()
+
+    def request(self) -> PollRequest:
+        request = PollRequest()
+        request.CopyFrom(self.start)
+        request.MergeFrom(PollRequest(topics=[self.topic], positions=self.acceptor.places.request(), max_bytes=FEED_BYTES_MAX))
+        return request
+
+    def take(self, records: list[Record]) -> bool:
+        """False if it has to catch up: too much waits already, or something is missing before one of these."""
+        bytes = sum(record.message.ByteSize() for record in records)
+        if self.inbox and self.held_bytes + bytes > FEED_BYTES_MAX:
+            return False
+        taken: list[Record] = []
+        verdict = Verdict.TAKEN
+        for record in records:
+            verdict = self.acceptor.judge(record)
+            if verdict is Verdict.REFUSED:
+                break
+            if verdict is Verdict.TAKEN:
+                taken.append(record)
+        if taken:
+            self.inbox.append((taken, bytes))
+            self.held_bytes += bytes
+            self.woken.set()
+        return verdict is not Verdict.REFUSED
+
+    def fall_out(self) -> None:
+        self.is_out = True
+        self.woken.set()
+
+    async def follow(self) -> None:
+        """Hand over what comes, until it is out of the shared poll and all is handed over."""
+        while not self.is_out or self.inbox:
+            if not self.inbox:
+                self.woken.clear()
+                await self.woken.wait()
+                continue
+            await _hand_over(self.listener, self.inbox[0][0])
+            self.held_bytes -= self.inbox.popleft()[1]
+
+
+class _Shared:
+    """One long poll for many feeds that are at the end. Who joins must not have more than PATTERNS_MAX topics beside it."""
+
+    def __init__(self, client: HistoryClient) -> None:
+        self._poller = Poller(client)
+        self._places = Places()
+        self._feeds: dict[_Feed, None] = {}
+        self._joining: dict[_Feed, None] = {}
+        self._wanting: dict[Any, list[_Feed]] = {}  # by source, as they come
+        self._task: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[PollResponse | None] | None = None
+        self._waits_until = 0.0  # the poll that is under way
+
+    def has_room(self, feed: _Feed) -> bool:
+        topics = {one.key: one.is_wildcard for one in (*self._feeds, *self._joining, feed)}
+        return len(topics) <= PATTERNS_MAX and sum(topics.values()) <= WILDCARD_PATTERNS_MAX
+
+    def join(self, feed: _Feed) -> None:
+        """With the next poll, which is soon: the one that is under way may be broken off."""
+        feed.is_out = False
+        self._joining[feed] = None
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="feeds")
+        elif self._polling is not None and self._waits_until - asyncio.get_running_loop().time() > JOIN_WAIT_MS / 1000:
+            self._polling.cancel()
+
+    def leave(self, feed: _Feed) -> None:
+        self._joining.pop(feed, None)
+        self._feeds.pop(feed, None)
+        self._wanting.clear()
+        if not self._feeds and self._polling is not None:
+            self._polling.cancel()
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await _ended(self._task)
+
+    async def _run(self) -> None:
+        try:
+            while self._feeds or self._joining:
+                self._admit()
+                try:
+                    response = await self._poll() if self._feeds else None
+                    if response is not None:
+                        self._deliver(response)
+                except Exception as error:
+                    # One of them may be refused: each learns that by itself, and is told.
+                    log.warning("the history refuses to feed all listeners at once; each is fed alone", error=repr(error))
+                    self._scatter()
+                    await self._poller.pause()
+        finally:
+            self._task = None
+
+    def _admit(self) -> None:
+        joining, self._joining = self._joining, {}
+        for feed in joining:
+            mine, theirs = self._places.positions, feed.acceptor.positions
+            if not self._feeds:
+                self._places = feed.acceptor.places.copy()
+            elif mine.keys() != theirs.keys():  # a log is new: whoever doesn't know of it, learns it by a poll of its own
+                self._scatter()
+                feed.fall_out()
+                continue
+            elif any(seq - theirs[incarnation] > JOIN_BEHIND_MAX for incarnation, seq in mine.items()):
+                feed.fall_out()
+                continue
+            else:
+                mine.update({incarnation: min(seq, theirs[incarnation]) for incarnation, seq in mine.items()})
+            self._feeds[feed] = None
+        if joining:
+            self._wanting.clear()
+            self._poller.wait_ms = JOIN_WAIT_MS
+
+    async def _poll(self) -> PollResponse | None:
+        """None if there was no answer, or somebody wants to join."""
+        request = PollRequest(positions=self._places.request(), latest=True, max_bytes=FEED_BYTES_MAX)
+        request.topics.extend({feed.key: feed.topic for feed in self._feeds}.values())
+        self._waits_until = asyncio.get_running_loop().time() + self._poller.wait_ms / 1000
+        polling = self._polling = asyncio.create_task(self._poller.poll(request), name="poll for all feeds")
+        try:
+            await asyncio.wait([polling])
+        finally:
+            self._polling = None
+            polling.cancel()
+        return None if polling.cancelled() else polling.result()
+
+    def _deliver(self, response: PollResponse) -> None:
+        """What is not simple is left to each feed's own poll, whose answer is about its topic alone."""
+        following = {position.incarnation: position.seq for position in response.next}
+        is_simple = not response.gaps and following.keys() == self._places.positions.keys()
+        parts: dict[_Feed, list[Record]] = {}
+        for batch in response.batches:
+            for record in decode(batch) or [0]:
+                if isinstance(record, int):
+                    is_simple = False
+                    continue
+                for feed in self._wanted_by(record.message.attributes.source):
+                    parts.setdefault(feed, []).append(record)
+        if not is_simple:
+            self._scatter()
+            return
+        for feed, records in parts.items():
+            if not feed.take(records):
+                self._drop(feed)
+        self._places.positions.update(following)
+        self._places.learn(response.next)
+
+    def _wanted_by(self, source: UUri) -> list[_Feed]:
+        key = uris.key(source)
+        found = self._wanting.get(key)
+        if found is None:
+            if len(self._wanting) >= SOURCES_MAX:
+                self._wanting.clear()
+            found = [feed for feed in self._feeds if (uris.matches(feed.topic, source) if feed.is_wildcard else feed.key == key)]
+            self._wanting[key] = found
+        return found
+
+    def _scatter(self) -> None:
+        for feed in list(self._feeds):
+            self._drop(feed)
+
+    def _drop(self, feed: _Feed) -> None:
+        """It goes on from where all were before the answer at hand."""
+        del self._feeds[feed]
+        self._wanting.clear()
+        feed.acceptor.resume(self._places)
+        feed.fall_out()
+
+
 class HistoryFeed:
-    """Owns one GaplessSubscriber for each topic and listener. `on_gap(topic, gap)` is told what can never be read."""
+    """Feeds listeners, as many as FEEDS_MAX. `on_gap(topic, gap)` is told what can never be read."""
 
     def __init__(self, client: HistoryClient, *, on_gap: Callable[[UUri, Gap], None] | None = None) -> None:
         self._client, self._on_gap = client, on_gap
         self._feeds: dict[tuple[Any, int], asyncio.Task[None]] = {}
+        self._shared: list[_Shared] = []
+        self._poller = Poller(client, wait_ms_max=0)
+        self._catching_up = asyncio.Semaphore(CATCHING_UP_MAX)
 
     def __repr__(self) -> str:
         return f"HistoryFeed(feeds={len(self._feeds)})"
@@ -55,12 +251,15 @@ class HistoryFeed:
         for feed in list(self._feeds.values()):
             await _ended(feed)
         self._feeds.clear()
+        for shared in self._shared:
+            await shared.close()
 
     async def subscribe_since(self, topic: UUri, since: Since, listener: UListener) -> None:
         """Feed `listener`; doing it again changes nothing.
 
         Raises UStatusError: INVALID_ARGUMENT for a `since` that is none, RESOURCE_EXHAUSTED at FEEDS_MAX, or what the history says.
         """
+        topic = uris.with_authority(topic, self._client.authority)
         key = (uris.key(topic), id(listener))
         if key in self._feeds:
             return
@@ -69,13 +268,13 @@ class HistoryFeed:
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # nobody was quicker
             feed = self._feeds[key] = asyncio.create_task(
-                self._feed(topic, start, positions, listener), name=f"feed of {uris.format(topic)}"
+                self._feed(_Feed(topic, start, positions, listener)), name=f"feed of {uris.format(topic)}"
             )
             feed.add_done_callback(lambda done: self._forget(key, done))
 
     async def unsubscribe(self, topic: UUri, listener: UListener) -> None:
         """End one feed; that there is none is no error."""
-        feed = self._feeds.pop((uris.key(topic), id(listener)), None)
+        feed = self._feeds.pop((uris.key(uris.with_authority(topic, self._client.authority)), id(listener)), None)
         if feed is not None:
             await _ended(feed)
 
@@ -97,18 +296,45 @@ class HistoryFeed:
                 return start, {state.incarnation: since for state in described.topics if since}
         raise invalid(f"since is a sequence number, a datetime with time zone, or the UUID of a message, got {since!r}")
 
-    async def _feed(self, topic: UUri, start: PollRequest, positions: Positions, listener: UListener) -> None:
-        def gap(gap: Gap) -> None:
-            log.warning("a feed has a gap", topic=uris.format(topic), after=gap.after_seq, before=gap.before_seq)
-            if self._on_gap is not None:
-                self._on_gap(topic, gap)
-
+    async def _feed(self, feed: _Feed) -> None:
         try:
-            async with GaplessSubscriber(self._client, [topic], start=start, positions=positions, on_gap=gap) as subscriber:
-                async for records in subscriber.batches():
-                    await _hand_over(listener, records)
+            while True:
+                await self._catch_up(feed)
+                shared = self._shared_for(feed)
+                shared.join(feed)
+                try:
+                    await feed.follow()
+                finally:
+                    shared.leave(feed)
         except UStatusError as error:
-            log.error("the history refuses to go on: this listener hears no more", topic=uris.format(topic), error=str(error))
+            log.error("the history refuses to go on: this listener hears no more", topic=uris.format(feed.topic), error=str(error))
+
+    async def _catch_up(self, feed: _Feed) -> None:
+        """Until the listener has all there was a moment ago. Raises UStatusError if the history refuses."""
+        time, acceptor = asyncio.get_running_loop().time, feed.acceptor
+        while True:
+            response = None
+            async with self._catching_up:
+                while response is None:
+                    response = await self._poller.poll(feed.request())
+            polled = time()
+            accepted = acceptor.accept(response)
+            for gap in accepted.gaps:
+                log.warning("a feed has a gap", topic=uris.format(feed.topic), after=gap.after_seq, before=gap.before_seq)
+                if self._on_gap is not None:
+                    self._on_gap(feed.topic, gap)
+            if accepted.records:
+                await _hand_over(feed.listener, accepted.records)
+            at_end = not response.more and all(acceptor.positions.get(place.incarnation, 0) >= place.seq for place in response.next)
+            if at_end and (time() - polled) * 1000 <= JOIN_HANDOVER_MS:
+                return
+
+    def _shared_for(self, feed: _Feed) -> _Shared:
+        for shared in self._shared:
+            if shared.has_room(feed):
+                return shared
+        self._shared.append(_Shared(self._client))
+        return self._shared[-1]
 
 
 async def _hand_over(listener: UListener, records: list[Record]) -> None:

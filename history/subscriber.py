@@ -59,6 +59,7 @@ class HistoryClient:
 
     def __init__(self, rpc_client: RpcClient, service: UUri, *, timeout_ms: int = TIMEOUT_MS) -> None:
         self._rpc, self._timeout_ms = rpc_client, timeout_ms
+        self.authority = service.authority_name
         self._describe, self._poll = (
             uris.uri(service.authority_name, service.ue_id, service.ue_version_major, method) for method in (DESCRIBE, POLL)
         )

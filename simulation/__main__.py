@@ -10,6 +10,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from simulation.plan import KNOWN_FAULTS
 from simulation.pool import HASH_SEED, broken_by, outcomes, prepare, run_seed
 
 
@@ -19,11 +20,13 @@ def _command(seed: int) -> str:
 
 def _many(arguments: argparse.Namespace) -> int:
     began, failed, virtual_s = time.monotonic(), [], 0.0
+    digests: list[str] = []
     seeds = range(arguments.start, arguments.start + arguments.seeds)
     if not arguments.json:
         print(f"seeds {seeds.start} to {seeds.stop - 1}, {arguments.jobs} processes", flush=True)
     for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=arguments.without), 1):
         virtual_s += outcome.virtual_s
+        digests.append(outcome.digest)
         if outcome.violations:
             failed.append(outcome)
             if not arguments.json:
@@ -36,11 +39,11 @@ def _many(arguments: argparse.Namespace) -> int:
             break
     seconds = time.monotonic() - began
     if arguments.json:
-        print(json.dumps({"seeds": number, "start": seeds.start, "seconds": round(seconds, 1), "failed": [asdict(one) for one in failed]}))
+        told = {"seeds": number, "start": seeds.start, "seconds": round(seconds, 1), "failed": [asdict(one) for one in failed]}
+        print(json.dumps(told | ({"digests": digests} if arguments.all else {})))
     else:
-        print(
-            f"{number} worlds, {virtual_s / 3600:.1f} hours of virtual time in {seconds:.0f} s ({number / seconds:.1f}/s): {len(failed)} with a fault"
-        )
+        rate = f"{seconds:.0f} s ({number / seconds:.1f}/s)"
+        print(f"{number} worlds, {virtual_s / 3600:.1f} hours of virtual time in {rate}: {len(failed)} with a fault")
     return 1 if failed else 0
 
 
@@ -56,14 +59,16 @@ def _one(arguments: argparse.Namespace) -> int:
 
 def _breaks(arguments: argparse.Namespace) -> int:
     """Each break by itself, until a seed finds it that finds nothing without it."""
+    prepare()
     from simulation.breaks import BREAKS
 
     rows: list[dict[str, Any]] = []
     for name, known in BREAKS.items():
+        without = arguments.without - {known.needs}
         row: dict[str, Any] = {"break": name, "seeds": None, "seed": None, "message": "not found"}
         seeds = range(arguments.start, arguments.start + arguments.seeds)
-        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, broken=name), 1):
-            if outcome.violations and not run_seed(outcome.seed).violations:
+        for number, outcome in enumerate(outcomes(seeds, arguments.jobs, without=without, broken=name), 1):
+            if outcome.violations and not run_seed(outcome.seed, without=without).violations:
                 row |= {"seeds": number, "seed": outcome.seed, "message": ": ".join(outcome.violations[0])}
                 break
         rows.append(row)
@@ -86,10 +91,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--max-failures", type=int, default=20, help="stop after so many seeds with a fault")
     parser.add_argument(
-        "--without", type=lambda text: frozenset(text.split(",")), default=frozenset(), help="names of plan.py that must not happen"
+        "--without", type=lambda text: frozenset(text.split(",")), default=KNOWN_FAULTS, help="names of plan.py that must not happen"
     )
     parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in")
     parser.add_argument("--breaks", action="store_true", help="put each break of breaks.py in, and look for it")
+    parser.add_argument("--all", action="store_true", help="with --json: the digest of each run")
     parser.add_argument("--json", action="store_true", help="one line of JSON in the end, and nothing else")
     arguments = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:

@@ -206,7 +206,7 @@ class Foreign:
         update = v3.Update(topic=topic, subscriber=v3.SubscriberInfo(uri=subscriber), status=v3.SubscriptionStatus(state=state))
         for sink in self._registered.get(uris.key(topic), {}).values():
             message = UMessageBuilder.notification(uris.uri(self.authority, 0, 3, 0x8000), sink).pack(update)
-            while (await self._transport.send_batch([message]))[0].code in RETRYABLE and not self._world.given_up:
+            while (await self._transport.send_batch([message]))[0].code in RETRYABLE and not self._world.given_up:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
 
     async def _subscribe(self, request: UMessage) -> Message:

@@ -124,6 +124,7 @@ class Checker:
         self._read: set[tuple[bytes, int]] = set()
         self._reader_gaps: list[tuple[bytes, int, int]] = []
         self._reader_last: dict[bytes, int] = {}
+        self._reader_first: dict[bytes, int] = {}
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
@@ -163,9 +164,9 @@ class Checker:
         for want in self.wants.values():
             if want.topic == sent.topic and want.confirmed_at is not None and want.confirmed_at < sent.at and self._passes(want.hops):
                 self._owe(want.hearer, sent)
-        if any(uris.matches(pattern, sent.message.attributes.source) for pattern in self.recorded.get("V", ())):
-            if any(uris.matches(topic, sent.message.attributes.source) for topic in self.reader_topics):
-                self._owed_to_reader[sent.id] = sent
+        source = sent.message.attributes.source
+        if _matches(self.recorded.get("V", ()), source) and _matches(self.reader_topics, source):
+            self._owed_to_reader[sent.id] = sent
 
     def lost(self, id: Id) -> None:
         """A network that acknowledges nothing has lost it, here or there: nobody can be blamed."""
@@ -201,7 +202,7 @@ class Checker:
                 self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")
             return
         last = self._last.get((hearer, sent.stream), 0)
-        if sent.number < last:
+        if sent.number < last and id not in self._maybe_told:  # what was told as a dead letter may still come, by another endpoint
             self.fail("reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream")
         self._last[hearer, sent.stream] = max(last, sent.number)
 
@@ -276,7 +277,7 @@ class Checker:
         self.recorded[machine.name] = []
         for hearer in list(self.owed):
             self._let_off(hearer, lambda sent, hearer=hearer: not self._passes(self._hops(hearer, sent)))
-            self._let_off(hearer, lambda sent: any(uris.matches(one, sent.message.attributes.source) for one in self.volatile))
+            self._let_off(hearer, lambda sent: _matches(self.volatile, sent.message.attributes.source))
 
     def _hops(self, hearer: str, sent: Sent) -> tuple[Hop, ...]:
         if sent.sink is not None:
@@ -313,11 +314,13 @@ class Checker:
         if known != id:
             self.fail("a seq that names two records", f"{machine}: seq {seq} is {message.payload!r}, and was another one before")
         self.places[id].append((machine, incarnation, seq))
+        if machine == "V" and id in self.sent:
+            self.sent[id].era = self.era
         if durable:
             self.newest[machine] = seq
-        if machine == "V" and durable and any(uris.matches(topic, message.attributes.source) for topic in self.reader_topics):
-            if not message.attributes.HasField("sink"):
-                self._on_reader[incarnation, seq] = id
+        published = durable and not message.attributes.HasField("sink")
+        if machine == "V" and published and _matches(self.reader_topics, message.attributes.source):
+            self._on_reader[incarnation, seq] = id
 
     # -- the history
 
@@ -336,6 +339,7 @@ class Checker:
         if seq <= self._reader_last.get(incarnation, 0):
             self.fail("reordered", f"the history reader got seq {seq} after {self._reader_last[incarnation]}")
         self._reader_last[incarnation] = seq
+        self._reader_first.setdefault(incarnation, seq)
         self._read.add((incarnation, seq))
         self._owed_to_reader.pop(id, None)
 
@@ -349,7 +353,9 @@ class Checker:
         return [
             place
             for place in self._on_reader
-            if place not in self._read and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
+            if place not in self._read
+            and place[1] > self._reader_first.get(place[0], 0)  # it began with the earliest that there was
+            and not any(one == place[0] and low < place[1] < high for one, low, high in self._reader_gaps)
         ]
 
     # -- the end
@@ -404,6 +410,10 @@ class Checker:
             self.fail(
                 "neither delivered nor told", f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)"
             )
+
+
+def _matches(patterns: Iterable[UUri], address: UUri) -> bool:
+    return any(uris.matches(pattern, address) for pattern in patterns)
 
 
 __all__ = ["Checker", "Sent", "Want", "Wish"]

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from transports.local import Faults, LocalNetwork, LocalTransport
+from transports.local import NO_FAULTS, Faults, LocalNetwork, LocalTransport
 from uprotocol import attributes as attrs
 from uprotocol.message import error_response
 from uprotocol.status import OK
@@ -26,7 +26,7 @@ COMMANDS = frozenset({1, 2})  # Subscribe, Unsubscribe: the resources of both ve
 class Weather:
     """What goes wrong on one network for a while, beside transports.local.Faults."""
 
-    faults: Faults = Faults()
+    faults: Faults = NO_FAULTS
     lose: float = 0.0  # per message and member: never arrives, though the sender was told that it was sent
     refuse: float = 0.0  # per message: one of `codes`, and it was not sent
     codes: tuple[int, ...] = ()
@@ -49,7 +49,7 @@ class SimulatedNetwork(LocalNetwork):
 
     def set_weather(self, weather: Weather) -> None:
         self.weather = weather
-        rough = weather.faults != Faults()
+        rough = weather.faults != NO_FAULTS
         self.set_faults(replace(weather.faults, seed=self._dice.getrandbits(32)) if rough else None)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
@@ -61,10 +61,10 @@ class SimulatedNetwork(LocalNetwork):
             self._told(f"refused {UCode.Name(code)}", message, sender)
             return UStatus(code=code, message="the network refuses this message (the simulation wants it so)")
         attributes = message.attributes
-        if attributes.type == attrs.REQUEST and attributes.sink.ue_id == USUBSCRIPTION and attributes.sink.resource_id in COMMANDS:
-            if self._hits(weather.short):
-                self._answer_short(sender, message, self._dice.choice(weather.short_codes))
-                return OK
+        asks = attributes.type == attrs.REQUEST and attributes.sink.ue_id == USUBSCRIPTION and attributes.sink.resource_id in COMMANDS
+        if asks and self._hits(weather.short):
+            self._answer_short(sender, message, self._dice.choice(weather.short_codes))
+            return OK
         if weather.lose:
             return self._carry_with_loss(sender, message, weather.lose)
         return super().carry(sender, message)

@@ -359,19 +359,20 @@ class Streamer:
     async def sync(self) -> None:
         """Make every ingress listen to what is needed now. Raises the first UStatusError, after all were tried."""
         topics = list(self.interest.topics())
-        errors: list[UStatusError] = []
-        for endpoint in self.endpoints:
-            if endpoint.name not in self._open:
-                continue
-            try:
-                await self.ingresses[endpoint.name].sync(topics, all_publishes=not self.interest.can_list)
-            except UStatusError as error:
-                self._troubles[endpoint.name] = f"listening failed: {error}"
-                errors.append(error)
-            else:
-                self._troubles.pop(endpoint.name, None)
+        names = [endpoint.name for endpoint in self.endpoints if endpoint.name in self._open]
+        results = await asyncio.gather(*(self._sync_one(name, topics) for name in names))  # one that hangs holds up no other
+        errors = [error for error in results if error is not None]
         if errors:
             raise errors[0]
+
+    async def _sync_one(self, name: str, topics: Sequence[UUri]) -> UStatusError | None:
+        try:
+            await self.ingresses[name].sync(topics, all_publishes=not self.interest.can_list)
+        except UStatusError as error:
+            self._troubles[name] = f"listening failed: {error}"
+            return error
+        self._troubles.pop(name, None)
+        return None
 
     def _interest_changed(self) -> None:
         self._changed.set()
@@ -446,7 +447,7 @@ class Streamer:
         """What is wrong; empty: ready."""
         problems = [f"{'endpoint ' * (name in self.ingresses)}{name}: {trouble}" for name, trouble in self._troubles.items()]
         for endpoint in self.endpoints:
-            if not self.is_connected(endpoint) and endpoint.name in self._linked:
+            if not self.is_connected(endpoint) and endpoint.name in self._linked and not endpoint.transport.only_listens:
                 problems.append(f"endpoint {endpoint.name}: its network is away")
             problems += [f"endpoint {endpoint.name}: {trouble}" for trouble in endpoint.troubles]
         problems += [f"endpoint {pump.peer.name}: {pump.trouble}" for pump in self.pumps if pump.trouble]

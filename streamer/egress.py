@@ -10,6 +10,7 @@ Order holds per (source, sink) within a class: one batch is in flight, and after
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,12 +21,14 @@ import structlog
 
 from history.chunk import Chunk
 from history.log import Log, Passed
+from streamer.blocked import Aside, Key, key_of
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.parked import Parked, Parking
 from streamer.retry import Backoff
 from streamer.view import Target, Version, View
+from transports.outbox import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
@@ -43,6 +46,7 @@ BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per messag
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 PASSED_LETTERS_MAX: Final = 100  # dead letters of what retention took before the peer was back; beyond it only the range is told
+CONNECTED_WAIT_MS_MAX: Final = 500  # after a failure of a network that is there: it may be one stream's, and others should not wait long
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 
 log = structlog.get_logger()
@@ -104,6 +108,8 @@ class Pump:
         self._recheck: deque[int] = deque()  # parked topics to be looked at: the interest has changed
         self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
         self._back: Back | None = None
+        self.aside: Aside | None = None  # streams that don't get through though others do; made with the first one
+        self._aside_backoff = backoff.sibling()
         self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
         self._wake = asyncio.Event()
         self._read = 0  # last seq read
@@ -147,6 +153,8 @@ class Pump:
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
         self._backoff.wake()
+        if self.aside is not None:
+            self.aside.wake()
         self._wake.set()
 
     def begin(self) -> None:
@@ -183,12 +191,21 @@ class Pump:
                 await self._wait_for_the_log(error)
                 continue
             self.trouble = ""
-            if self._waiting:
+            if self._waiting or self._aside_is_due():
                 await self._send()
                 continue
             self._confirm()
-            if at_the_end:
+            if at_the_end or self.aside:
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until there is something to do."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
                 await self._wake.wait()
+
+    def _aside_is_due(self) -> bool:
+        return bool(self.aside) and self.aside is not None and self.aside.due_at <= asyncio.get_running_loop().time()
 
     async def _wait_for_the_log(self, error: UStatusError) -> None:
         if not self.trouble:
@@ -199,6 +216,8 @@ class Pump:
     # Reading ahead
 
     def _is_full(self) -> bool:
+        if self.aside is not None and self.aside.is_full:
+            return True
         return self._waiting >= WINDOW_MESSAGES_MAX or self._waiting_bytes >= WINDOW_BYTES_MAX
 
     async def _fill(self) -> bool:
@@ -385,7 +404,7 @@ class Pump:
                 self._take_back(back, chunk)
             back.place = max(back.place, found.covered)
             return True
-        if self._waiting:
+        if self._waiting or self._is_stuck(back):
             return False  # the cursors of these topics stand until all of it was confirmed
         self._back = None
         for stream, targets in back.targets.items():
@@ -393,6 +412,13 @@ class Pump:
             self._plans.pop(stream, None)
             self._recheck.append(stream)
         return True
+
+    def _is_stuck(self, back: Back) -> bool:
+        aside = self.aside
+        if not aside:
+            return False
+        assert aside is not None
+        return any(aside.has_source(self.log.stream(stream).source.SerializeToString()) for stream in back.targets)
 
     def _take_back(self, back: Back, chunk: Chunk) -> None:
         for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
@@ -448,6 +474,7 @@ class Pump:
     async def _send(self) -> None:
         batch = self._next_batch()
         if not batch:
+            self._put_back([], set())
             return
         transport, loop = self.peer.transport, asyncio.get_running_loop()
         if not self._failing:
@@ -456,49 +483,70 @@ class Pump:
         if not transport.takes_encoded:
             messages = [decoded(message) for message in messages]
         statuses = await self.peer.send_batch(messages)
-        again = self._settle(batch, statuses)
-        for item in reversed(again):
-            self._lanes[lane(item[1].attributes)].appendleft(item)
-        self._waiting += len(again)
-        self._waiting_bytes += sum(len(message.payload) for _, message in again)
+        again, stuck = self._settle(batch, statuses)
+        self._put_back(again, stuck)
         self._confirm()
-        self._failing = bool(again)
+        self._failing = bool(again) and not stuck
         if again:
             self.retries += 1
-            await self._backoff.wait()
+        if self._failing:
+            await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
         else:
             self._active_at = loop.time()
             self._letters_left = PASSED_LETTERS_MAX
             self._backoff.reset()
 
+    def _put_back(self, again: list[Item], stuck: set[Key]) -> None:
+        """What has not got through: aside, where others have, else to the front of the queue."""
+        if stuck and self.aside is None:
+            self.aside = Aside(self._aside_backoff, asyncio.get_running_loop().time)
+        if self.aside is not None:
+            keys = [key_of(item[1]) for item in again]
+            self.aside.put_back(item for item, key in zip(again, keys, strict=True) if key in stuck or key in self.aside)
+            again = [item for item, key in zip(again, keys, strict=True) if key not in self.aside] + self.aside.release()
+        for item in reversed(again):
+            self._lanes[lane(item[1].attributes)].appendleft(item)
+        self._waiting += len(again)
+        self._waiting_bytes += sum(len(message.payload) for _, message in again)
+
     def _next_batch(self) -> list[Item]:
         """Highest class first; what has expired becomes a dead letter instead."""
-        batch: list[Item] = []
         now = self._now_ms()
+        batch: list[Item] = []
+        for item in self.aside.due() if self.aside is not None else ():
+            if _is_expired(item[1], now):
+                self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+            else:
+                batch.append(item)
         for queue in reversed(self._lanes):
             while queue and len(batch) < BATCH_MESSAGES_MAX:
                 item = queue.popleft()
                 self._waiting -= 1
                 self._waiting_bytes -= len(item[1].payload)
+                if self.aside and self.aside.takes(item):
+                    continue
                 if _is_expired(item[1], now):
                     self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
                 else:
                     batch.append(item)
         return batch
 
-    def _settle(self, batch: list[Item], statuses: list[UStatus]) -> list[Item]:
-        """What has to be sent again."""
+    def _settle(self, batch: list[Item], statuses: list[UStatus]) -> tuple[list[Item], set[Key]]:
+        """What has to be sent again, and which streams are stuck: those that failed though others got through."""
         again: list[Item] = []
+        stuck: set[Key] = set()
         sent = 0
         for item, status in zip(batch, statuses, strict=True):
             if status is OK or not status.code:
                 sent += 1
             elif status.code in _RETRYABLE:
                 again.append(item)  # the ttl is looked at when it is its turn again
+                if status.message != NOT_TRIED:
+                    stuck.add(key_of(item[1]))
             else:
                 self._dead(item, status.code, status.message or code_name(status.code))
         self.peer.forwarded += sent
-        return again
+        return again, stuck if sent else set()
 
     def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
         self.peer.dropped["undeliverable"] += 1
@@ -507,6 +555,8 @@ class Pump:
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
         cursor = min((queue[0][0] - 1 for queue in self._lanes if queue), default=self._read)
+        if self.aside and (oldest := self.aside.oldest_seq) is not None:
+            cursor = min(cursor, oldest - 1)
         if cursor > self.cursor:
             self.cursor = cursor
             self._save()

@@ -133,7 +133,7 @@ class Ingress:
         self._express, self._hosted, self._window, self._flows, self._trusted = express, hosted, window, flows, trusted
         self._now_ms = now_ms
         self._routes: dict[Any, Route] = {}
-        self._newest_append: dict[Log, asyncio.Future[int]] = {}
+        self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
         can_repeat = trusted or Capability.ACK in endpoint.transport.capabilities
@@ -184,11 +184,13 @@ class Ingress:
                 self._express.put(route.peer, decoded(message), endpoint)
         for target, (streams, batch) in appends.items():
             future = self._flows[target].append(len(batch), functools.partial(self._append, target, streams, batch))
-            self._newest_append[target] = future
             pending.append(future)
+            if not future.done():
+                self._in_flight.add(future)
+                future.add_done_callback(self._in_flight.discard)
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
-            pending.extend(future for future in self._newest_append.values() if not future.done())  # the first copy may not be safe yet
+            pending.extend(self._in_flight.difference(pending))  # the first copy may be in any of them, and is not safe yet
         if not pending:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
@@ -296,14 +298,14 @@ class Ingress:
         async with self._sync_lock:
             wanted = self._wanted(topics, all_publishes)
             errors: list[UStatusError] = []
-            for key in self._registered.keys() - wanted.keys():
+            for key in [key for key in self._registered if key not in wanted]:  # in a fixed order, so that a run can be replayed
                 source, sink = self._registered.pop(key)
                 try:
                     await self.endpoint.unregister_listener(source, self, sink)
                 except UStatusError as error:
                     if error.code != UCode.NOT_FOUND:
                         errors.append(error)
-            for key in wanted.keys() - self._registered.keys():
+            for key in [key for key in wanted if key not in self._registered]:
                 source, sink = wanted[key]
                 try:
                     await self.endpoint.register_listener(source, self, sink)

@@ -18,6 +18,10 @@ class Backoff:
     def __repr__(self) -> str:
         return f"Backoff(attempts={self._attempts})"
 
+    def sibling(self) -> Backoff:
+        """Another one with the same limits."""
+        return Backoff(self._min_ms, self._max_ms, self._random)
+
     def next_ms(self) -> int:
         ceiling = min(self._max_ms, self._min_ms << min(self._attempts, 30))
         self._attempts += 1

@@ -11,6 +11,7 @@ have readers of a held writer, less those who have acknowledged all of another o
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import time
@@ -56,9 +57,11 @@ class Route(NamedTuple):
 class Batch:
     """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last one is known."""
 
-    __slots__ = ("_done", "_left", "statuses")
+    __slots__ = ("_done", "_left", "number", "statuses")
+    _numbers: Final = itertools.count(1)
 
     def __init__(self, messages: int, done: Callable[[list[UStatus]], None]) -> None:
+        self.number = next(self._numbers)
         self.statuses = [OK] * messages
         self._left, self._done = messages, done
 
@@ -88,7 +91,7 @@ class _Writer:
     moved_at: float = 0.0  # when it last took something of what waits
     held: bool = False
     culprits: frozenset[bytes] = frozenset()  # participants; while it is held
-    refused: Batch | None = None  # the batch of which a message was refused: what follows it there must not pass it
+    refused_batch: int = 0  # the last batch of which a message was refused: what follows it there must not pass it
 
     def write(self, data: bytes, lifespan_ms: int | None) -> bool:
         """False if there is no room. Raises DDSException."""
@@ -130,7 +133,7 @@ class Writers:
         self._writers: OrderedDict[tuple[str, int], _Writer] = OrderedDict()
         self._full: dict[int, _Writer] = {}  # by identity: those with a queue
         self._held: dict[int, _Writer] = {}  # by identity: those that refuse
-        self._culprits: dict[frozenset[bytes], str] = {}  # told in the log already
+        self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
         self._waiting_messages = self._waiting_bytes = 0
         self._pause_s = RETRY_S_MIN
         self._crowded_until = 0.0  # until then nobody is asked again to give way
@@ -202,7 +205,7 @@ class Writers:
             writer = self._writer(route)
             if writer.waiting:
                 self._wait(writer, batch, index, route, data)
-            elif writer.refused is not batch and writer.write(data, route.lifespan_ms):
+            elif writer.refused_batch != batch.number and writer.write(data, route.lifespan_ms):
                 batch.settle(index, OK)
             elif writer.held or self._is_suspect(writer):
                 self._refuse(writer, batch, index)
@@ -249,7 +252,7 @@ class Writers:
         raise UStatusError(UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later")
 
     def _wait(self, writer: _Writer, batch: Batch, index: int, route: Route, data: bytes) -> None:
-        if writer.refused is batch or self._stopping or not self._has_room(writer, len(data)):
+        if writer.refused_batch == batch.number or self._stopping or not self._has_room(writer, len(data)):
             self._refuse(writer, batch, index)
             return
         now = time.monotonic()
@@ -269,7 +272,7 @@ class Writers:
 
     def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
         """Answers UNAVAILABLE, and so to all that follows it in that batch on that writer: a later try keeps the order."""
-        writer.refused = batch
+        writer.refused_batch = batch.number
         self.refused += 1
         why = "the transport closes" if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
         batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
@@ -348,17 +351,17 @@ class Writers:
         for writer in self._held.values():
             held.setdefault(writer.culprits, []).append(writer.partition)
         told: dict[frozenset[bytes], str] = {}
+        troubles: list[str] = []
         for culprits, partitions in held.items():
             names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that is gone"
+            told[culprits] = self._culprits.get(culprits, names)
             if culprits not in self._culprits:
                 log.warning("a DDS receiver does not take what is sent to it; other topics go on", culprit=names, partition=partitions[0])
-            told[culprits] = f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as {partitions[0]}"
+            troubles.append(f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as {partitions[0]}")
         for culprits in self._culprits.keys() - told.keys():
-            log.info(
-                "a DDS receiver takes what is sent to it again, or has gone", culprit=" or ".join(map(self._participant.name, culprits))
-            )
+            log.info("a DDS receiver takes what is sent to it again, or has gone", culprit=self._culprits[culprits])
         self._culprits = told
-        self.troubles = tuple(list(told.values())[:TROUBLES_MAX])
+        self.troubles = tuple(troubles[:TROUBLES_MAX])
 
     def _culprits_of(self, writer: _Writer) -> frozenset[bytes]:
         suspects = writer.receivers()

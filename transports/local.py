@@ -455,9 +455,12 @@ class LocalTransport(UTransport):
         if not self._connected or not self._queue:
             return
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
-        wanted = [message for message in batch if self._table.wants(message)]
-        if len(wanted) < len(batch):
-            self._keep_for_pull(batch)
+        wanted: list[UMessage] = []
+        for message in batch:
+            if self._table.wants(message):
+                wanted.append(message)
+            elif self._table.accepts(message):
+                self._for_pull.append(message)
         result = self._table.deliver(wanted)
         if result is None and not self._taking:
             self._took(len(batch))
@@ -467,11 +470,6 @@ class LocalTransport(UTransport):
             future.add_done_callback(self._settle)
         if self._queue:
             self._wake()
-
-    def _keep_for_pull(self, batch: list[UMessage]) -> None:
-        for message in batch:
-            if not self._table.wants(message) and self._table.accepts(message):
-                self._for_pull.append(message)
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():

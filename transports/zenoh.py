@@ -20,7 +20,6 @@ import json
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeVar
 
@@ -33,7 +32,7 @@ from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from transports.outbox import OK, stopped
 from transports.plugin import TransportPlugin
-from transports.zenoh_sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate, words
+from transports.zenoh_sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate, words
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
@@ -44,6 +43,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5  # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
 LEAVE_S_MAX: Final = 1.5  # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 HELD_MESSAGES_MAX: Final = 32_768  # publishes that wait while listeners hold those before them: a full link would stop requests, too
+
+UNREAD: Final = "what was sent last may not have been read"
 
 log = structlog.get_logger()
 T = TypeVar("T")
@@ -138,12 +139,14 @@ class ZenohTransport(UTransport):
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
+        self.only_listens = bool(config.listen) and not (config.connect or config.multicast_scouting or config.config_file)
         self._table = ListenerTable(
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
         self._session: zenoh.Session | None = None
         self._sender: ZenohSender | None = None
-        self._sending: ThreadPoolExecutor | None = None  # the sender's one thread
+        self._sending: SenderThread | None = None
+        self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on it
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
@@ -180,7 +183,7 @@ class ZenohTransport(UTransport):
             joining.add_done_callback(_close_late)  # the thread can't be stopped, and a session that nobody has would keep the port
             raise
         self._sender = ZenohSender(session, self._authority, self._peers)
-        self._sending = ThreadPoolExecutor(1, thread_name_prefix=f"zenoh-send-{self._authority}")
+        self._sending = SenderThread(f"zenoh-send-{self._authority}")
         for transport in session.info.transports():
             self._on_peer(transport, True)
 
@@ -217,7 +220,7 @@ class ZenohTransport(UTransport):
         self._inbox.close()
         self._calls.close()
         if not flush.done():
-            log.warning("what was sent last may not have been read", authority=self._authority, waited_s=CLOSE_S_MAX)
+            log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX)
         await self._leave(session, self._sending)
         self._sender = None
         for peer in list(self._peers):
@@ -234,11 +237,13 @@ class ZenohTransport(UTransport):
     def _flush(self, sender: ZenohSender) -> None:
         """On the sender thread."""
         with contextlib.suppress(zenoh.ZError):  # the session is closed by now
-            silent = sender.flush(CLOSE_S_MAX)
-            if silent:
-                log.info("peers that don't confirm what they have read", authority=self._authority, peers=silent)
+            unread = sender.flush(CLOSE_S_MAX)
+            if unread.late:
+                log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX, peers=unread.late)
+            if unread.mute:
+                log.info("peers of another make don't confirm what they have read", authority=self._authority, peers=unread.mute)
 
-    async def _leave(self, session: zenoh.Session, sending: ThreadPoolExecutor) -> None:
+    async def _leave(self, session: zenoh.Session, sending: SenderThread) -> None:
         """Close the session on a thread that nobody needs to wait for: not we, and not the end of the process."""
         left = asyncio.Event()
 
@@ -247,13 +252,15 @@ class ZenohTransport(UTransport):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(left.set)
 
-        sending.shutdown(wait=False)  # a put that waits ends with the session
+        sending.shutdown()
         threading.Thread(target=close, name=f"zenoh-close-{self._authority}", daemon=True).start()
         try:
             async with asyncio.timeout(LEAVE_S_MAX):
                 await left.wait()
         except TimeoutError:
             log.warning("Zenoh is still closing the session", authority=self._authority, waited_s=LEAVE_S_MAX)
+        for send in self._sends:  # a put that waits for a peer: Zenoh does not end it with the session
+            send.cancel()
 
     def _on_peer(self, transport: zenoh.Transport, linked: bool) -> None:
         peer = str(transport.zid)
@@ -289,7 +296,15 @@ class ZenohTransport(UTransport):
             return stopped([], len(messages), _NOT_OPEN)
         if not messages:
             return []
-        statuses = await self._loop.run_in_executor(self._sending, self._sender.put, messages)
+        send = self._loop.run_in_executor(self._sending, self._sender.put, messages)
+        self._sends.add(send)
+        send.add_done_callback(self._sends.discard)
+        try:
+            statuses = await send
+        except asyncio.CancelledError:
+            if not send.cancelled() or _is_cancelled():
+                raise
+            return stopped([], len(messages), _CLOSED)  # by `close`
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
@@ -342,6 +357,7 @@ class ZenohTransport(UTransport):
         return self._table.deliver_encoded(ours)
 
 
+_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent")
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
 
@@ -349,6 +365,11 @@ def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
     for subscriber in subscribers:
         with contextlib.suppress(zenoh.ZError):
             subscriber.undeclare()  # type: ignore[no-untyped-call]
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _close_late(joining: asyncio.Future[zenoh.Session]) -> None:

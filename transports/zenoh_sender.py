@@ -14,10 +14,13 @@ for what somebody has declared; so each of our transports declares its own FLUSH
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, Final, NamedTuple
+from queue import SimpleQueue
+from typing import Any, Final, NamedTuple, TypeVar
 
 import zenoh
 
@@ -44,6 +47,7 @@ SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's sou
 NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
 
+T = TypeVar("T")
 _Key = tuple[str, int]  # key expression, UPriority
 
 
@@ -82,6 +86,42 @@ class _Lane(NamedTuple):
     route: _Route
     ttl: int
     format: int
+
+
+class Unread(NamedTuple):
+    """Peers, by Zenoh id, that have not said that they read what was put: in time, or at all, as they can't."""
+
+    late: list[str]
+    mute: list[str]
+
+
+class SenderThread(Executor):
+    """One daemon thread: a put that waits for a peer outlives the session's close, and must not hold up the end of the process."""
+
+    def __init__(self, name: str) -> None:
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def submit(self, fn: Callable[..., T], /, *arguments: Any, **named: Any) -> Future[T]:
+        future: Future[T] = Future()
+
+        def work() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*arguments, **named))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._work.put(work)
+        return future
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """End when all is done that was submitted. Waits for nothing."""
+        self._work.put(None)
 
 
 class ZenohSender:
@@ -209,7 +249,7 @@ class ZenohSender:
             return True
         now = time.monotonic()
         if now - self._period_began >= UNUSED_S:
-            self._unused = [key for key in self._publishers if key not in self._used]
+            self._unused = [key for key in reversed(self._publishers) if key not in self._used]  # the oldest last
             self._used.clear()
             self._lanes.clear()  # so that each use shows once
             self._period_began = now
@@ -232,23 +272,25 @@ class ZenohSender:
             time.sleep(SETTLE_POLL_S)
         return False
 
-    def flush(self, timeout_s: float) -> list[str]:
-        """Wait until the linked peers have read all that was put; answers those that did not say so, by Zenoh id."""
+    def flush(self, timeout_s: float) -> Unread:
+        """Wait until the linked peers have read all that was put; answers those that did not say so."""
         if not self._put_at:
-            return []
+            return Unread([], [])
         deadline = time.monotonic() + timeout_s
-        asked = [(peer, sure, self._ask(peer, timeout_s)) for peer, sure in list(self._peers.items())]
-        silent = []
-        for peer, sure, replies in asked:
+        asked = [(peer, answers, self._ask(peer, timeout_s)) for peer, answers in list(self._peers.items())]
+        unread = Unread([], [])
+        for peer, always_answers, replies in asked:
             answers = [reply.ok is not None for reply in replies]  # a timeout is an answer that is an error
-            if not (any(answers) or (sure and not answers)):
-                silent.append(peer)
+            if answers and not any(answers):
+                unread.late.append(peer)
+            elif not answers and not always_answers and peer in self._peers:
+                unread.mute.append(peer)
         until = min(deadline, self._put_at + LINGER_S)
-        while time.monotonic() < until and any(peer in self._peers for peer in silent):
+        while time.monotonic() < until and any(peer in self._peers for peer in unread.mute):
             time.sleep(SETTLE_POLL_S)
-        if not silent:
+        if not any(unread):
             self._put_at = 0.0
-        return silent
+        return unread
 
     def _ask(self, peer: str, timeout_s: float) -> zenoh.Handler[zenoh.Reply]:
         return self._session.get(

@@ -85,6 +85,8 @@ class UTransport(abc.ABC):
     capabilities: Capability = Capability.NONE
     takes_encoded: bool = False
     """`send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them."""
+    only_listens: bool = False
+    """Others come to it, and it goes to nobody: that nobody is there just now is no trouble."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.

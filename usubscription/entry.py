@@ -3,8 +3,8 @@
 arrived batch -> check, codec -> store.command -> one transaction -> answered -> responses -> one send_batch
                       '-> refused at once: commstatus and UStatus
 
-One listener takes both methods of both versions, and one queue leads to the store: so commands count in the order in which they arrive,
-and of those of one client about one topic the last one wins.
+One listener takes both methods of both versions, through one filter (gate.py), and one queue leads to the store: so commands count in the
+order in which they arrive, and of those of one client about one topic the last one wins.
 
 The other methods are served by InMemoryRpcServer; to callers there is no difference.
 """

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Final
@@ -96,7 +98,8 @@ class Pump:
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
         self._behind = True  # there may be more in the store than is waiting here
         self._news = asyncio.Event()
-        self._progress = asyncio.Event()
+        self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by the number of the change
+        self._count = itertools.count()  # so that futures are never compared
         self._task: asyncio.Task[None] | None = None
         self._noting: asyncio.TimerHandle | None = None
         self._last = 0.0  # loop time at which something was told
@@ -150,9 +153,19 @@ class Pump:
 
     async def told(self, number: int) -> None:
         """Completes when all changes up to `number` were told."""
-        while self.sent < number:
-            self._progress.clear()
-            await self._progress.wait()
+        if self.sent >= number:
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._awaited, (number, next(self._count), future))
+        await future
+
+    def _told_up_to(self, number: int) -> None:
+        """Wakes those that wait for it and no others: there may be thousands, each behind another change."""
+        self.sent = max(self.sent, number)
+        while self._awaited and self._awaited[0][0] <= self.sent:
+            _, _, future = heapq.heappop(self._awaited)
+            if not future.done():
+                future.set_result(None)
 
     @property
     def idle(self) -> bool:
@@ -206,8 +219,7 @@ class Pump:
         held += await self._send([part for part in parts if part.destination not in self._troubles])
         if held:
             await self._hold(held)
-        self.sent = max(self.sent, batch[-1][0].number)
-        self._progress.set()
+        self._told_up_to(batch[-1][0].number)
         self._last = asyncio.get_running_loop().time()
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)

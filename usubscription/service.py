@@ -25,6 +25,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
 from usubscription.database import Database, Outcome, Probe, Register, Reset, Unregister
 from usubscription.entry import CommandEntry, Method
+from usubscription.gate import Gate
 from usubscription.lane import REPEAT_FIRST_MS
 from usubscription.outbox import AnswersFirst, Pump
 from usubscription.reader import Reader
@@ -70,7 +71,8 @@ class USubscriptionService:
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
-        self._answers = AnswersFirst(transport)
+        gate = Gate(transport, authority)
+        self._answers = AnswersFirst(gate)
         self._store = Store(
             Database(path, authority, majors=remote_majors, disk=runtime.disk),
             committed=self._committed,
@@ -80,7 +82,7 @@ class USubscriptionService:
         )
         self._pump = Pump(transport, authority, self._store, self._answers)
         self._remote = Remote(
-            transport,
+            gate,
             authority,
             self._store,
             self._pump,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 from collections import Counter
@@ -26,7 +27,7 @@ from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Listen
 from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -59,6 +60,7 @@ class UnixBusTransport(UTransport):
         )
         self._outbox = Outbox()
         self._open = False
+        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         return f"UnixBusTransport({self._authority}, {'open' if self._open else 'closed'}, {self._directory})"
@@ -70,6 +72,18 @@ class UnixBusTransport(UTransport):
     @property
     def connected(self) -> bool:
         return self._open
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
+
+    def _change(self, is_open: bool) -> None:
+        """A bus of sockets has no connection to lose: it begins with `open` and ends with `close`."""
+        self._open = is_open
+        for callback in self._connection_callbacks:
+            try:
+                callback(is_open)
+            except Exception:
+                logging.getLogger(__name__).exception("a connection callback failed")
 
     async def open(self) -> None:
         if self._open:
@@ -84,16 +98,16 @@ class UnixBusTransport(UTransport):
             raise UStatusError(UCode.UNAVAILABLE, f"can't make a socket in {self._directory}: {error}; does it exist?") from None
         self._receiving.settimeout(WAKE_S)
         self._sending.settimeout(STALL_S_MAX)
-        self._open = True
         self._inbox = Inbox(self._deliver)
         self._sender = ThreadPoolExecutor(1)
+        self._change(True)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
     async def close(self) -> None:
         if not self._open:
             return
-        self._open = False
+        self._change(False)
         with contextlib.suppress(OSError):
             self._sending.sendto(b"", str(self._path))  # wakes the reader, which then sees that it shall end
         self._path.unlink(missing_ok=True)

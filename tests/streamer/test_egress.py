@@ -18,6 +18,7 @@ from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint
 from streamer.retry import Backoff
 from streamer.view import Decision, Leg, Target
+from transports.outbox import stopped
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
@@ -40,6 +41,7 @@ class Network:
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = False
+    connected = False
 
     def __init__(self, draw: random.Random, *, away: float, refused: float) -> None:
         self._draw, self._away, self._refused = draw, away, refused
@@ -60,7 +62,8 @@ class Network:
             else:
                 self.taken.append(message)
                 statuses.append(UStatus(code=UCode.OK))
-        statuses += [UStatus(code=UCode.UNAVAILABLE, message="away")] * (len(messages) - len(statuses))
+        if len(statuses) < len(messages):
+            stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
         await asyncio.sleep(0)
         self.after_batch()
         return statuses

@@ -104,3 +104,34 @@ async def test_nothing_waits_for_ever_for_what_never_comes_again(
     await ingress.on_receive_batch([publish(SPEED, "goes on")])
     await heard.expect(1)
     assert heard.texts == ["goes on"]
+
+
+async def test_a_second_copy_is_safe_only_when_the_first_one_is(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches fail one after the other; both come again before the second failure is known."""
+    monkeypatch.setattr(ingresses, "COMES_AGAIN_S", 0.0)
+    world = await make_world(subscriptions=SUBSCRIBED)
+    ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
+    appends: list[asyncio.Future[int]] = []
+
+    def pending(*_: Any) -> asyncio.Future[int]:
+        appends.append(asyncio.get_running_loop().create_future())
+        return appends[-1]
+
+    monkeypatch.setattr(log, "append", pending)
+    first, second = publish(SPEED, "1"), publish(SPEED, "2")
+    taken = [asyncio.ensure_future(ingress.on_receive_batch([message])) for message in (first, second)]
+    full = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
+    appends[0].set_exception(full)
+    with pytest.raises(UStatusError):
+        await asyncio.wait_for(taken[0], 1)
+    await asyncio.sleep(0)
+    again = asyncio.ensure_future(ingress.on_receive_batch([first, second]))
+    appends[2].set_result(1)
+    await asyncio.sleep(0)
+    assert not again.done()  # the copy of the second one is not taken while the first copy of it is not
+    appends[1].set_exception(full)
+    with pytest.raises(UStatusError):
+        await again
+    assert len(appends) == 3

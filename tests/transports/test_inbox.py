@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable
 
-from transports.inbox import Inbox
+from transports.inbox import SMALL_BYTES, Inbox
 
 DEADLINE_S = 10
 
@@ -69,6 +69,48 @@ async def test_who_puts_waits_while_it_is_full() -> None:
     await asyncio.sleep(0.05)
     assert not putting.done(), "ten are being taken, and nobody has taken one"
     assert consumer.items == list(range(10))
+    consumer.slow = False
+    for result in consumer.results:
+        result.set_result(None)
+    await within(putting)
+    await within(inbox.drained())
+    assert consumer.items == list(range(100))
+
+
+async def test_large_items_are_bounded_in_bytes() -> None:
+    consumer = Consumer(3)
+    consumer.slow = True
+    inbox = Inbox(consumer, bytes_max=20_000, batch_max=1)
+    putting = asyncio.ensure_future(asyncio.to_thread(lambda: [inbox.put(number, 10_000) for number in range(1_000, 1_010)]))
+    while len(consumer.results) < 2:  # noqa: ASYNC110 - one batch after the other
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.05)
+    assert not putting.done()
+    assert consumer.items == [1_000, 1_001], "two of 10,000 bytes fill it"
+    inbox_of_small: Inbox[int] = Inbox(Consumer(), bytes_max=20_000)
+    await within(asyncio.to_thread(lambda: [inbox_of_small.put(number, SMALL_BYTES) for number in range(100)]))
+    consumer.slow = False
+    for result in consumer.results:
+        result.set_result(None)
+    await within(putting)
+    await within(inbox.drained())
+    assert consumer.items == list(range(1_000, 1_010))
+    assert inbox._bytes == 0
+    assert not inbox._sizes
+
+
+async def test_there_is_more_room_while_what_came_is_held() -> None:
+    consumer = Consumer(10)
+    consumer.slow = True
+    inbox = Inbox(consumer, messages_max=10, held_messages_max=50, batch_max=5)
+    putting = asyncio.ensure_future(asyncio.to_thread(lambda: [inbox.put(number) for number in range(100)]))
+    async with asyncio.timeout(DEADLINE_S):
+        while len(inbox._items) < 40:  # noqa: ASYNC110 - filled from another thread
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
+    assert not putting.done()
+    assert len(inbox._items) == 40
+    assert consumer.items == list(range(10)), "no more than before are handed over"
     consumer.slow = False
     for result in consumer.results:
         result.set_result(None)

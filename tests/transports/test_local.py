@@ -140,3 +140,74 @@ async def test_what_nobody_pulls_is_bounded() -> None:
 def test_the_reference_transport_is_a_plugin() -> None:
     made = plugin.create("local", {}, LocalUriProvider("one", 1, 1))
     assert isinstance(made, LocalTransport)
+
+
+# Sessions.
+
+
+def named(network: LocalNetwork, authority: str) -> LocalTransport:
+    return LocalTransport(LocalConfig(session=f"of {authority}"), LocalUriProvider(authority, 0x10AB, 3), network)
+
+
+def numbered(count: int, first: int = 0) -> list[UMessage]:
+    messages = [notification() for _ in range(count)]
+    for number, message in enumerate(messages, first):
+        message.payload = str(number).encode()
+    return messages
+
+
+@pytest.mark.parametrize("leave", ["close", "abandon", "disconnect"])
+async def test_a_session_keeps_what_its_listeners_want_until_they_are_back(leave: str) -> None:
+    network = LocalNetwork()
+    alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
+    assert Capability.PERSISTENT_SESSION in beta.capabilities
+    assert Capability.PERSISTENT_SESSION not in alpha.capabilities
+    heard = Sink(10)
+    async with alpha:
+        await beta.open()
+        await beta.register_listener(uris.ANY, heard, reply())
+        if leave == "close":
+            await beta.close()
+        else:
+            getattr(beta, leave)()
+        for message in numbered(5):
+            await alpha.send(message)
+        if leave == "disconnect":
+            beta.reconnect()
+        else:
+            beta = named(network, BETA)
+            await beta.open()
+            for message in numbered(2, 5):  # before its listener has come
+                await alpha.send(message)
+            await beta.register_listener(uris.ANY, heard, reply())
+        await heard.expect(5 if leave == "disconnect" else 7)
+        assert [int(message.payload) for message in heard.messages] == list(range(len(heard.messages)))
+        await beta.close()
+
+
+async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> None:
+    network = LocalNetwork()
+    alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
+
+    class Stuck:
+        def __init__(self) -> None:
+            self.called = asyncio.Event()
+
+        async def on_receive_batch(self, messages: list[UMessage]) -> None:
+            self.called.set()
+            await asyncio.Event().wait()
+
+    stuck, heard = Stuck(), Sink(10)
+    async with alpha:
+        await beta.open()
+        await beta.register_listener(uris.ANY, stuck, reply())  # type: ignore[arg-type]
+        for message in numbered(3):
+            await alpha.send(message)
+        await asyncio.wait_for(stuck.called.wait(), 10)
+        beta.abandon()
+        again = named(network, BETA)
+        await again.open()
+        await again.register_listener(uris.ANY, heard, reply())
+        await heard.expect(3)
+        assert [int(message.payload) for message in heard.messages] == [0, 1, 2]
+        await again.close()

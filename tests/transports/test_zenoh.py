@@ -23,6 +23,7 @@ from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
 from transports.conformance.base import notification, publish, reply, request, response, streamed, topic
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -253,23 +254,11 @@ async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTrans
         yield alpha, beta
 
 
-async def test_publishers_are_bounded_and_evicted_ones_come_back(
-    two: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("transports.zenoh_sender.PUBLISHERS_MAX", 3)
-    alpha, beta = two
-    heard = Sink(10)
-    await alpha.register_listener(uris.ANY, heard, reply("alpha"))
-    sources = [topic("beta", 0x8000 + number) for number in range(10)]
-    for source in sources:  # until each way is known
-        while not heard.messages or heard.messages[-1].attributes.source != source:
-            await beta.send(notification(b"probe", source, reply("alpha")))
-            await asyncio.sleep(0.01)
-    heard.messages.clear()
-    await beta.send_batch([notification(b"%d" % number, sources[number % 10], reply("alpha")) for number in range(100)])
-    await heard.expect_payload(b"99")
-    assert beta._sender.publishers == 3
-    assert {int(payload) for payload in heard.payloads if payload.isdigit()} == set(range(100))
+@given(attributes)
+def test_a_call_is_known_by_its_bytes(attributes: UAttributes) -> None:
+    """Of what has a valid id: what has none is invalid, and goes with the rest."""
+    attributes.id.CopyFrom(uuids.new())
+    assert mapping.is_call(mapping.attachment(attributes.SerializeToString())) is (attributes.type in (2, 3))
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-type-mapping~1")

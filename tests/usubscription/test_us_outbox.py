@@ -282,3 +282,24 @@ async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypat
     for at, kind in enumerate(left):
         if kind == NOTIFICATION:
             assert left[: at + 1].count(NOTIFICATION) <= left[:at].count(3), "a response for each before it"
+
+
+async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(world: Any) -> None:
+    """Not all of them at each batch: in a burst there are thousands."""
+    pump = (await world.service())._pump
+    base, told = pump.sent, list[int]()
+
+    async def wait(number: int) -> None:
+        await pump.told(number)
+        told.append(number - base)
+
+    waiting = [asyncio.ensure_future(wait(base + number)) for number in (5, 1, 3, 3)]
+    await asyncio.sleep(0)
+    waiting[3].cancel()
+    for upto, expected in ((2, [1]), (4, [1, 3]), (9, [1, 3, 5])):
+        pump._told_up_to(base + upto)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert told == expected
+    assert pump._awaited == []
+    await asyncio.gather(*waiting, return_exceptions=True)

@@ -17,6 +17,9 @@ import pytest
 from streamer.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -150,6 +153,42 @@ async def test_flows_between_two_processes_on_mqtt(mqtt: Networks) -> None:
 
 
 @pytest.mark.slow
+async def the_last_one_wins(networks: Networks) -> None:
+    """Subscribe, Unsubscribe, Subscribe without waiting, in versions that change from command to command."""
+    for service in networks.services.values():
+        await service.start()
+    client, _ = await networks.client("a", 4)
+    async with USubscriptionClient(client._transport, LocalUriProvider("a", 0x10, 1), version=3) as old:
+        for one in (client, old):  # then each end knows the way to each method
+            await one.subscribe(topic("a", 0))
+            await one.unsubscribe(topic("a", 0))
+    source = uris.uri("a", 0x10, 1, 0)
+    for start in range(20):
+        requests = []
+        for number in range(3):
+            major, method = (3, 4)[(start + number) % 2], (1, 2, 1)[number]
+            asked: Any = v4.SubscribeRequest(topic=topic("a", start)) if method == 1 else v4.UnsubscribeRequest(topic=topic("a", start))
+            if major == 3:
+                asked = v3.SubscriptionRequest(topic=topic("a", start)) if method == 1 else v3.UnsubscribeRequest(topic=topic("a", start))
+            requests.append(UMessageBuilder.request(source, uris.uri("a", 0, major, method), 60_000).pack(asked))
+        assert {status.code for status in await client._transport.send_batch(requests)} == {UCode.OK}
+    async with asyncio.timeout(WAIT_S):
+        while (found := len(await client.fetch_subscriptions())) < 20:  # noqa: ASYNC110 - what others do
+            await asyncio.sleep(0.05)
+    assert found == 20
+    await asyncio.sleep(0.2)
+    assert len(await client.fetch_subscriptions()) == 20
+
+
+async def test_the_last_command_wins_on_zenoh(zenoh: Networks) -> None:
+    await the_last_one_wins(zenoh)
+
+
+@pytest.mark.broker
+async def test_the_last_command_wins_on_mqtt(mqtt: Networks) -> None:
+    await the_last_one_wins(mqtt)
+
+
 async def test_killed_while_subscribe_pending_it_goes_on_after_the_restart(zenoh: Networks) -> None:
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()

@@ -1,4 +1,4 @@
-"""A TCP link that a test can cut: end -> TcpProxy -> broker or peer.
+"""A TCP link that a test can cut, stall and half close: end -> TcpProxy -> broker or peer.
 
 proxy = TcpProxy("127.0.0.1", broker_port); await proxy.start(); connect to proxy.port; proxy.cut(); proxy.mend()
 """
@@ -16,9 +16,12 @@ class TcpProxy:
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
         self._writers: set[asyncio.StreamWriter] = set()
+        self._ended: set[asyncio.StreamWriter] = set()  # those of them that were told that nothing more comes
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._whole = True
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self.port = 0
 
     async def start(self) -> None:
@@ -31,8 +34,20 @@ class TcpProxy:
         for writer in list(self._writers):
             writer.transport.abort()
 
+    def stall(self) -> None:
+        """Pass nothing on, either way, and close nothing, until `mend`: a link that is up and dead."""
+        self._flowing.clear()
+
+    def half_close(self) -> None:
+        """End one direction of every connection, by turns: its far end reads the end of the stream; the other direction still passes."""
+        for writer in list(self._writers)[::2]:
+            if not writer.transport.is_closing():
+                self._ended.add(writer)
+                writer.write_eof()
+
     def mend(self) -> None:
         self._whole = True
+        self._flowing.set()
 
     async def stop(self) -> None:
         self.cut()
@@ -58,13 +73,15 @@ class TcpProxy:
         for end in (writer, there):
             if end is not None:
                 self._writers.discard(end)
+                self._ended.discard(end)
                 end.transport.abort()
 
-    @staticmethod
-    async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while data := await reader.read(CHUNK_BYTES):
-                writer.write(data)
-                await writer.drain()
+                await self._flowing.wait()
+                if writer not in self._ended:
+                    writer.write(data)
+                    await writer.drain()
         finally:
             writer.close()

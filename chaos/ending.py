@@ -1,0 +1,141 @@
+"""The end of a campaign: wait for what is owed, hear what was told, and judge.
+
+all run, all ready -> hush -> PUBACKs -> Poll at the end -> drain -> reader, dead letters, metrics -> ledger.judge
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from chaos.judges import MqttSender
+from chaos.ledger import Verdict
+from chaos.plan import UP
+from chaos.world import World
+
+READY_S: Final = 90.0  # after the last fault, for each thing that has to come back
+QUIET_S: Final = 8.0  # without an arrival, backlog or problem: what has not come by then doesn't come
+STUCK_S: Final = 45.0  # without an arrival though there is a backlog or a problem: it is stuck
+LETTERS_MAX: Final = 10_000  # all that a gateway keeps
+
+
+def finish(world: World) -> Verdict:
+    """After the last fault is healed."""
+    for process in world.processes:
+        process.restart_if_ended()
+    for process in world.processes:
+        process.wait_ready()
+    world.await_links(READY_S)
+    _await(world, "everything ready", lambda: not _problems(world), lambda: str(_problems(world)))
+    world.hush()
+    _await(world, "a PUBACK for each message", lambda: not _unacked(world), lambda: f"{_unacked(world)} are missing")
+    _await_history(world)
+    _drain(world)
+    _await_history(world)
+    for gateway in world.gateways:
+        gateway.metrics()
+        world.ledger.gap_records += int(gateway.gap_records)
+        _read_letters(world, str(gateway.data_dir))
+    _check_reader(world)
+    _note(world)
+    verdict = world.verdict
+    world.ledger.judge(verdict)
+    verdict.faults |= world.tally
+    verdict.kills = sum(count for name, count in world.tally.items() if name.startswith("kill"))
+    return verdict
+
+
+def _await(world: World, what: str, condition: Callable[[], bool], why: Callable[[], str]) -> None:
+    """Told as a problem if it does not come."""
+    deadline = time.monotonic() + READY_S
+    while not condition():
+        world.note_ends()
+        if time.monotonic() > deadline:
+            world.verdict.problems.append(f"{READY_S:.0f} s after the last fault there was not {what}: {why()}")
+            return
+        time.sleep(0.1)
+
+
+def _problems(world: World) -> list[str]:
+    return [problem for gateway in world.gateways for problem in gateway.problems()]
+
+
+def _unacked(world: World) -> int:
+    return sum(one.link.unacked for one in world.senders.values() if isinstance(one, MqttSender))
+
+
+def _await_history(world: World) -> None:
+    """Poll has shown what there is now."""
+    poller, now = world.poller, time.monotonic()
+    assert poller is not None
+    _await(world, "an end of the history for Poll", lambda: poller.caught_up_at >= now, lambda: f"{poller.failed} polls failed")
+
+
+def _drain(world: World) -> None:
+    """Until everything that is owed has come, or nothing comes any more."""
+    arrivals, since = -1, time.monotonic()
+    while world.ledger.missing():
+        if world.ledger.arrivals != arrivals:
+            arrivals, since = world.ledger.arrivals, time.monotonic()
+        quiet = time.monotonic() - since
+        if quiet > STUCK_S or (quiet > QUIET_S and not _problems(world) and not any(one.backlog() for one in world.gateways)):
+            return
+        time.sleep(0.2)
+
+
+def _check_reader(world: World) -> None:
+    """Each record that Poll has shown has reached the reader's file."""
+    if world.reader is None:
+        return
+    path = world.folder / "reader.out"
+    size, since = -1, time.monotonic()
+    while True:
+        lines = path.read_text(errors="replace").splitlines()
+        have = {line for line in lines if len(line) == 32 and not line.startswith("gap")}
+        missing = {id.hex() for id in world.ledger.shown_ids({str(topic) for topic in UP})} - have
+        if len(lines) != size:
+            size, since = len(lines), time.monotonic()
+        if not missing or time.monotonic() - since > 2 * QUIET_S:
+            break
+        time.sleep(0.2)
+    if missing:
+        gaps = sum(line.startswith("gap") for line in lines)
+        world.verdict.lost += len(missing)
+        world.verdict.examples.append(f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps told)")
+    world.tally["records read by the reader"] = len(have)
+
+
+def _read_letters(world: World, data_dir: str) -> None:
+    """What became a dead letter is told; read by the command line, as a person would."""
+    command = [sys.executable, "-m", "streamer.cli", "dead-letters", "--data-dir", data_dir, "--json", "--limit", str(LETTERS_MAX)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    if answer.returncode != 0:
+        world.verdict.notes.append(f"dead-letters failed: {answer.stderr.strip()[-300:]}")
+    letters = [json.loads(line) for line in answer.stdout.splitlines() if line.startswith("{")]
+    world.ledger.tell(bytes.fromhex(letter["id"].replace("-", "")) for letter in letters)
+    if letters:
+        reasons = Counter(f"{letter['code']}: {letter['reason']}"[:120] for letter in letters)
+        world.verdict.notes.append(f"{len(letters)} dead letters, most often {reasons.most_common(2)}")
+
+
+def _note(world: World) -> None:
+    """What a person should know, though nothing is lost."""
+    notes = world.verdict.notes
+    assert world.poller is not None
+    if world.poller.gaps:
+        notes.append(f"Poll told {len(world.poller.gaps)} gaps: {world.poller.gaps[:5]}")
+    notes += [f"/readyz of {gateway.name} told: {told}" for gateway in world.gateways for told in sorted(gateway.told)]
+    for process in world.processes:
+        notes += process.notes
+        if tracebacks := process.log.read_text(errors="replace").count("Traceback (most recent call last)"):
+            notes.append(f"{process.name} printed {tracebacks} tracebacks")
+        if process.exits:
+            notes.append(f"{process.name} ended by itself {process.exits} times and was started again")
+    unheard = sum(one.link.unheard for one in world.senders.values() if isinstance(one, MqttSender))
+    if unheard:
+        notes.append(f"{unheard} messages were acknowledged by a broker that had no subscriber for them")

@@ -1,0 +1,199 @@
+"""What was promised and what came: every message by its id, judged at the end.
+
+sent -> acked (by a party that outlived the fault) or shown (by Poll) -> owed -> delivered, told, or lost
+                                     '-- excluded: a broker that was killed has forgotten it, too
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+EXAMPLES_MAX: Final = 5  # of each kind of failure, for a person to begin with
+
+
+@dataclass(slots=True)
+class Entry:
+    """One message that a raw client has sent."""
+
+    id: bytes
+    flow: str
+    index: int  # in the order of its flow
+    payload: bytes
+    sent_at: float
+    acked_at: float = 0.0  # 0: never
+    shown_at: float = 0.0  # in the history, by Poll
+    arrived_at: float = 0.0
+    copies: int = 0
+    excluded: bool = False
+    told: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.flow} #{self.index} ({self.id.hex()}, sent {self.sent_at:.2f}, acked {self.acked_at:.2f}, shown {self.shown_at:.2f})"
+
+
+@dataclass
+class Verdict:
+    """Counts of one campaign. `lost`, `reordered`, `wrong` and `untold` must be 0."""
+
+    kills: int = 0
+    acked: int = 0
+    delivered: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    reordered: int = 0
+    told: int = 0
+    excluded: int = 0
+    wrong: int = 0  # never sent, or with another payload or source than sent
+    untold: int = 0  # damage that nobody was told of
+    skipped: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)  # seconds
+    examples: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a person should know, though nothing was lost
+    problems: list[str] = field(default_factory=list)  # what failed beside messages: a process that ended by itself, never ready
+
+    @property
+    def good(self) -> bool:
+        return not (self.lost or self.reordered or self.wrong or self.untold or self.problems)
+
+
+class Ledger:
+    """Used by many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+        self._entries: dict[bytes, Entry] = {}
+        self._counts: Counter[str] = Counter()  # of each flow
+        self._highest: dict[tuple[str, str], Entry] = {}  # (channel, flow) -> the latest in the order of sending that arrived first
+        self._reordered: set[bytes] = set()
+        self._examples: dict[str, list[str]] = {}
+        self._wrong = 0
+        self._settled = 0  # entries from before it counted
+        self.arrivals = 0
+        self.gap_records = 0  # told as gaps: so many are gone
+
+    def begin(self) -> None:
+        """What counts begins now: forget what was sent to see that everything works."""
+        with self._lock:
+            for entry in self._entries.values():
+                entry.excluded = True
+                entry.copies = min(entry.copies, 1)
+            self._settled = len(self._entries)
+            self._examples.clear()
+
+    def silent_flows(self) -> list[str]:
+        """Those of which nothing has arrived."""
+        with self._lock:
+            return sorted(set(self._counts) - {e.flow for e in self._entries.values() if e.copies})
+
+    def shown_ids(self, flows: set[str]) -> set[bytes]:
+        with self._lock:
+            return {e.id for e in self._entries.values() if e.shown_at and e.flow in flows}
+
+    def now(self) -> float:
+        """Seconds since it began."""
+        return time.monotonic() - self._began
+
+    def example(self, kind: str, text: str) -> None:
+        shown = self._examples.setdefault(kind, [])
+        if len(shown) < EXAMPLES_MAX:
+            shown.append(f"{kind} at {self.now():.2f}: {text}")
+
+    def sent(self, id: bytes, flow: str, payload: bytes) -> None:
+        with self._lock:
+            self._entries[id] = Entry(id, flow, self._counts[flow], payload, self.now())
+            self._counts[flow] += 1
+
+    def acked(self, id: bytes) -> None:
+        with self._lock:
+            self._entries[id].acked_at = self.now()
+
+    def shown(self, id: bytes) -> None:
+        """Poll has it. What we have not sent is no business of ours (dead letters are published, too)."""
+        with self._lock:
+            if (entry := self._entries.get(id)) is not None:
+                entry.shown_at = entry.shown_at or self.now()
+
+    def arrived(self, channel: str, id: bytes, flow: str, payload: bytes) -> None:
+        with self._lock:
+            self.arrivals += 1
+            entry = self._entries.get(id)
+            if entry is None:
+                self._wrong += 1
+                self.example("wrong", f"{channel}: {id.hex()} of {flow} was never sent")
+                return
+            if entry.payload != payload or entry.flow != flow:
+                self._wrong += 1
+                self.example("wrong", f"{channel}: {entry} came as {flow} with {payload[:40]!r}")
+                return
+            if channel == "push":
+                entry.copies += 1
+                if entry.copies > 1:
+                    return
+            entry.arrived_at = entry.arrived_at or self.now()
+            highest = self._highest.get((channel, flow))
+            if highest is not None and entry.index < highest.index:
+                if id not in self._reordered:
+                    self._reordered.add(id)
+                    self.example("reordered", f"{channel}: {entry} came after #{highest.index}")
+            else:
+                self._highest[channel, flow] = entry
+
+    def exclude(self, flows: Callable[[str], bool], *, acked_only: bool) -> int:
+        """What is under way now counts no more: the broker that has just been killed may have forgotten it."""
+        with self._lock:
+            under_way = [e for e in self._entries.values() if not e.arrived_at and not e.excluded and flows(e.flow)]
+            if acked_only:
+                under_way = [e for e in under_way if e.acked_at]
+            for entry in under_way:
+                entry.excluded = True
+            return len(under_way)
+
+    def tell(self, ids: Iterable[bytes]) -> None:
+        with self._lock:
+            for id in ids:
+                if (entry := self._entries.get(id)) is not None:
+                    entry.told = True
+
+    def missing(self) -> list[Entry]:
+        """Owed, and not yet there."""
+        with self._lock:
+            return [e for e in self._entries.values() if _owed(e) and not e.arrived_at]
+
+    def unacked(self) -> int:
+        with self._lock:
+            return sum(not e.acked_at for e in self._entries.values())
+
+    def unshown(self, flows: Callable[[str], bool]) -> list[Entry]:
+        """Owed, of `flows`, and not in the history."""
+        with self._lock:
+            return [e for e in self._entries.values() if _owed(e) and not e.shown_at and flows(e.flow)]
+
+    def judge(self, verdict: Verdict) -> None:
+        missing = self.missing()
+        with self._lock:
+            entries = list(self._entries.values())
+        lost = [e for e in missing if not e.told]
+        told_by_gap = min(len(lost), self.gap_records)
+        verdict.acked += sum(1 for e in entries if _owed(e))
+        verdict.delivered += sum(1 for e in entries[self._settled :] if e.arrived_at)
+        verdict.told += len(missing) - len(lost) + told_by_gap
+        verdict.lost += len(lost) - told_by_gap
+        verdict.duplicated += sum(max(0, e.copies - 1) for e in entries[self._settled :])
+        verdict.reordered += len(self._reordered)
+        verdict.excluded += sum(1 for e in entries[self._settled :] if e.excluded and not e.arrived_at)
+        verdict.wrong += self._wrong
+        for entry in lost[told_by_gap:][:EXAMPLES_MAX]:
+            self.example("lost", str(entry))
+        for examples in self._examples.values():
+            verdict.examples += examples
+
+
+def _owed(entry: Entry) -> bool:
+    return bool(entry.acked_at or entry.shown_at) and not entry.excluded

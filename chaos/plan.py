@@ -1,0 +1,128 @@
+"""A campaign's world as data, and the configurations that make it.
+
+Plan -> TOML of the vehicle's gateway (and of the cloud's, if there are two)          flows: who sends what, from where to where
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from chaos.wire import Uri
+
+VEHICLE, CLOUD, ROAD = "vehicle1", "cloud", "road"  # two authorities, and the broker between two gateways
+UP: Final = [Uri(VEHICLE, 0x8001, 1, 0x8001 + place) for place in range(4)]
+DOWN: Final = [Uri(CLOUD, 0x8001, 1, 0x8001 + place) for place in range(2)]
+LATE: Final = [Uri(VEHICLE, 0x8001, 1, 0xA001 + place) for place in range(200)]  # subscribed to while things are hurt
+LATE_APP: Final = Uri(CLOUD, 0x9003, 1, 0)
+CLOUD_APP, VEHICLE_APP = Uri(CLOUD, 0x9001, 1, 0), Uri(VEHICLE, 0x9001, 1, 0)
+UP_NOTE, DOWN_NOTE = Uri(VEHICLE, 0x8001, 1, 0x9001), Uri(CLOUD, 0x8001, 1, 0x9001)  # sources of notifications
+SESSION: Final = "session_expiry_s = 86400"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A campaign: the world, and how often it meets which fault."""
+
+    faults: dict[str, int]
+    vehicle: Literal["mqtt5", "zenoh"] = "mqtt5"
+    interest: Literal["static", "embedded", "remote"] = "static"
+    two: bool = False  # a gateway in the cloud, too, and a broker between them
+    record: bool = False
+    reader: bool = False
+    proxies: bool = False
+    disk_bytes: int = 0  # of a small disk for data_dir; 0: the usual one
+    io: bool = False
+    clock: bool = False
+    rate: int = 150  # messages a second, all flows together
+    share: float = 1.0  # of the time
+    needs: tuple[Callable[[], str], ...] = ()  # each says why this machine can't, or nothing
+
+    @property
+    def brokers(self) -> list[str]:
+        return [*([VEHICLE] if self.vehicle == "mqtt5" else []), *([ROAD] if self.two else []), CLOUD]
+
+    @property
+    def service(self) -> str | None:
+        """Whose uSubscription the cloud's clients talk to."""
+        if self.interest == "static":
+            return None
+        return CLOUD if self.interest == "remote" or self.two else VEHICLE
+
+    @property
+    def off_vehicle(self) -> dict[str, bool]:
+        """How the raw clients of each side talk to its broker."""
+        return {VEHICLE: False, CLOUD: not self.two}
+
+    @property
+    def flows(self) -> list[Flow]:
+        down_sink = None if self.two else Uri.any_of(VEHICLE)  # on an off-vehicle broker the sender says for whom it is
+        found = [Flow(VEHICLE, topic, None) for topic in UP] + [Flow(CLOUD, topic, down_sink) for topic in DOWN]
+        if self.vehicle == "mqtt5":
+            found += [Flow(VEHICLE, UP_NOTE, CLOUD_APP), Flow(CLOUD, DOWN_NOTE, VEHICLE_APP)]
+        return found
+
+
+class Flow(NamedTuple):
+    """One stream of messages, whose order counts."""
+
+    side: str  # who sends it
+    source: Uri
+    sink: Uri | None
+
+    @property
+    def name(self) -> str:
+        return str(self.source) if self.sink is None or self.sink.is_any else f"{self.source} > {self.sink}"
+
+
+class Places(NamedTuple):
+    """Where a gateway keeps its data and meets others."""
+
+    data_dir: Path
+    admin_port: int
+    ports: dict[str, int]  # of the brokers, as it reaches them
+    zenoh_port: int
+    static_file: Path
+
+
+def vehicle_config(plan: Plan, at: Places) -> str:
+    """The gateway in the vehicle."""
+    zenoh = f'transport = "zenoh"\nsettings = {{ mode = "router", listen = ["tcp/127.0.0.1:{at.zenoh_port}"] }}'
+    mqtt = f'transport = "mqtt5"\nsettings = {{ port = {at.ports.get(VEHICLE)}, client_id = "gateway-vehicle", {SESSION} }}'
+    home = "none" if plan.interest == "static" else "embedded"
+    away = "remote" if plan.interest == "remote" else "none"
+    network = mqtt if plan.vehicle == "mqtt5" else zenoh
+    parts = [
+        _head(at),
+        f'[[endpoint]]\nname = "vehicle"\nauthorities = ["{VEHICLE}"]\n{network}\nusubscription = "{home}"',
+        f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\nusubscription = "{away}"\n{_off_vehicle(plan, at)}',
+    ]
+    if plan.record:
+        parts.append(f'[history]\nrecord = ["//{VEHICLE}/FFFFFFFF/FF/FFFF"]')
+    if plan.interest == "static":
+        parts.append(f'[usubscription]\nstatic_file = "{at.static_file}"')
+    return "\n".join(parts) + "\n"
+
+
+def cloud_config(plan: Plan, at: Places) -> str:
+    """The gateway in the cloud, for all vehicles, as in examples/vehicle-cloud."""
+    cloud = f'transport = "mqtt5"\nsettings = {{ port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {SESSION} }}'
+    parts = [
+        _head(at),
+        f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\n{cloud}\nusubscription = "embedded"',
+        f'[[endpoint]]\nname = "fleet"\nauthorities = ["*"]\n{_off_vehicle(plan, at, "fleet")}',
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _head(at: Places) -> str:
+    return (
+        f'[streamer]\ndata_dir = "{at.data_dir}"\nadmin = "127.0.0.1:{at.admin_port}"\nlog_level = "warning"\n[egress]\nretry_max_ms = 500'
+    )
+
+
+def _off_vehicle(plan: Plan, at: Places, name: str = "cloud") -> str:
+    port = at.ports[ROAD if plan.two else CLOUD]
+    return f'transport = "mqtt5"\nsettings = {{ port = {port}, mode = "off-vehicle", client_id = "gateway-{name}", {SESSION} }}'

@@ -1,0 +1,309 @@
+"""One world: brokers, a gateway or two, raw clients on both sides, and what is said between them.
+
+vehicle (MQTT in-vehicle, or Zenoh)  <->  gateway (data_dir: perhaps a small disk)  <->  cloud (MQTT off-vehicle)
+ up: topics that the cloud wants, notifications     Poller, reader: the history     down: publishes and notifications for the vehicle
+
+With two gateways, a broker on the road between them, and an in-vehicle broker in the cloud, too.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from chaos import machine
+from chaos.judges import (
+    SUBSCRIBED,
+    Caller,
+    MqttLink,
+    MqttSender,
+    Poller,
+    Sender,
+    ZenohLink,
+    ZenohSender,
+    flow_of,
+    mqtt_caller,
+    subscribe,
+    zenoh_caller,
+)
+from chaos.ledger import Ledger, Verdict
+from chaos.plan import CLOUD, CLOUD_APP, DOWN, LATE, LATE_APP, UP, VEHICLE, VEHICLE_APP, Flow, Places, Plan, cloud_config, vehicle_config
+from chaos.processes import Broker, ChaosError, Gateway, Process, reader, service
+from chaos.proxy import Proxy
+from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
+from streamer.processes import free_port
+
+LATE_S_MAX: Final = 3.0  # between two subscriptions while things are hurt
+SETTLE_S_MAX: Final = 60.0  # for everything to pass before the first fault
+
+
+@dataclass
+class World:
+    name: str
+    plan: Plan
+    folder: Path
+    rng: random.Random
+    ledger: Ledger = field(default_factory=Ledger)
+    tally: Counter[str] = field(default_factory=Counter)
+    verdict: Verdict = field(default_factory=Verdict)
+
+    def __post_init__(self) -> None:
+        self.brokers: dict[str, Broker] = {}
+        self.gateways: list[Gateway] = []
+        self.gateway: Gateway  # whose turn it is to be hurt
+        self.proxies: dict[str, Proxy] = {}
+        self.service: Process | None = None
+        self.reader: Process | None = None
+        self.poller: Poller | None = None
+        self._closers: list[Callable[[], None]] = []
+        self._talking = threading.Event()
+        self.data_dir = self.folder / "data"
+        self.zenoh_port = free_port()
+        self.io: machine.IoFault | None = None
+        self.clock: machine.Clock | None = None
+        self.senders: dict[str, Sender] = {}
+        self.hearers: dict[str, MqttLink | ZenohLink] = {}
+        self.flows = self.plan.flows  # and later those that are subscribed to
+
+    # Building
+
+    def build(self) -> None:
+        """Raises ChaosError if the world does not work before anybody hurts it."""
+        for side in self.plan.brokers:
+            self.brokers[side] = broker = Broker(f"{side}-broker", self.folder, self.tally)
+            broker.start()
+            broker.wait_ready()
+            if self.plan.proxies:
+                self.proxies[side] = Proxy(broker.port)
+        self._make_gateways()
+        if self.plan.interest == "remote":
+            self.service = service(self.folder, CLOUD, self.brokers[CLOUD].port, self.tally)
+        for process in (*self.gateways, *([self.service] if self.service is not None else [])):
+            process.start()
+        for process in self.processes:
+            process.wait_ready()
+        self._join()
+        self._subscribe()
+        self._settle()
+
+    def _make_gateways(self) -> None:
+        plan = self.plan
+        environment: dict[str, str] = {}
+        if plan.disk_bytes:
+            machine.mount(self.data_dir, plan.disk_bytes)
+        self.data_dir.mkdir(exist_ok=True)
+        if plan.io:
+            self.io = machine.IoFault(self.folder, self.data_dir)
+            environment |= self.io.environment
+        if plan.clock:
+            self.clock = machine.Clock(self.folder)
+            environment |= self.clock.environment
+        ports = {side: self.proxies[side].port if side in self.proxies else broker.port for side, broker in self.brokers.items()}
+        static_file = self.folder / "subscriptions.json"
+        listed = {str(topic): [str(CLOUD_APP)] for topic in UP} | {str(topic): [str(VEHICLE_APP)] for topic in DOWN}
+        static_file.write_text(json.dumps(listed))
+        places = Places(self.data_dir, free_port(), ports, self.zenoh_port, static_file)
+        self._add_gateway("gateway", vehicle_config(plan, places), places, environment)
+        if plan.two:
+            places = places._replace(data_dir=self.folder / "cloud-data", admin_port=free_port())
+            self._add_gateway("cloud-gateway", cloud_config(plan, places), places, {})
+
+    def _add_gateway(self, name: str, config: str, places: Places, environment: dict[str, str]) -> None:
+        path = self.folder / f"{name}.toml"
+        path.write_text(config)
+        self.gateway = Gateway(name, self.folder, path, places.data_dir, places.admin_port, self.tally, environment)
+        self.gateways.append(self.gateway)
+
+    def _join(self) -> None:
+        """The raw clients take their places."""
+        cloud, off_vehicle = self.brokers[CLOUD].port, self.plan.off_vehicle[CLOUD]
+
+        def hears(message: Message) -> None:
+            if message.type in (PUBLISH, NOTIFICATION) and message.source.entity == UP[0].entity:
+                self.ledger.arrived("push", message.id, flow_of(message), message.payload)
+
+        filters = (f"+/{CLOUD}",) if off_vehicle else (f"{VEHICLE}/#",)
+        self.hearers[CLOUD] = MqttLink(cloud, "judge-cloud", filters=filters, heard=hears)
+        self.senders[CLOUD] = MqttSender(self.ledger, cloud, "sender-cloud", off_vehicle=off_vehicle)
+        if self.plan.vehicle == "mqtt5":
+            vehicle = self.brokers[VEHICLE].port
+            self.hearers[VEHICLE] = MqttLink(vehicle, "judge-vehicle", filters=(f"{CLOUD}/#",), heard=hears)
+            self.senders[VEHICLE] = MqttSender(self.ledger, vehicle, "sender-vehicle", off_vehicle=False)
+        else:
+            self.hearers[VEHICLE] = ZenohLink(self.zenoh_port, (f"up/{CLOUD}/**",), hears)
+            self.senders[VEHICLE] = ZenohSender(self.ledger, self.zenoh_port)
+        self._closers += [one.close for one in (*self.hearers.values(), *self.senders.values())]
+        for link in self.hearers.values():
+            if isinstance(link, MqttLink) and not link.subscribed.wait(SETTLE_S_MAX):
+                raise ChaosError("a judge could not subscribe")
+        # Zenoh keeps nothing for who is away: what was missed there is pulled.
+        pulled = {str(topic) for topic in DOWN} if self.plan.vehicle == "zenoh" else set()
+        self.poller = Poller(self.ledger, self._caller(Uri(VEHICLE, 0x9101, 1, 0)), VEHICLE, pulled)
+
+    def _caller(self, me: Uri) -> Caller:
+        """Somebody who calls, on the network of its authority."""
+        link: MqttLink | ZenohLink
+        if me.authority == VEHICLE and self.plan.vehicle == "zenoh":
+            caller, link = zenoh_caller(self.zenoh_port, me)
+        else:
+            port, off_vehicle = self.brokers[me.authority].port, self.plan.off_vehicle[me.authority]
+            caller, link = mqtt_caller(port, f"caller-{me.entity:X}-{me.authority}", me, off_vehicle=off_vehicle)
+        self._closers.append(link.close)
+        return caller
+
+    def _subscribe(self) -> None:
+        """Raw clients tell a uSubscription what they want, and see that it stands."""
+        if self.plan.service is None:
+            return
+        wanted = [(CLOUD_APP, self.plan.service, UP)] + ([(VEHICLE_APP, VEHICLE, DOWN)] if self.plan.two else [])
+        deadline = time.monotonic() + SETTLE_S_MAX
+        for who, at, topics in wanted:
+            caller = self._caller(who)
+            for topic in topics:
+                while (state := subscribe(caller, at, topic)) != SUBSCRIBED:
+                    if time.monotonic() > deadline:
+                        raise ChaosError(f"{topic} was not subscribed to at {at}: state {state}")
+                    time.sleep(0.2)
+
+    def _settle(self) -> None:
+        """Everything passes, again and again until it does; then what is sent counts."""
+        assert self.poller is not None
+        self.poller.start()
+        deadline = time.monotonic() + SETTLE_S_MAX
+        while True:
+            for flow in self.plan.flows:
+                self.say(flow)
+            time.sleep(0.5)
+            if not (silent := self.ledger.silent_flows()):
+                break
+            if time.monotonic() > deadline:
+                raise ChaosError(f"nothing came of {silent}; problems: {[one.problems() for one in self.gateways]}")
+        if self.plan.reader:
+            self._start_reader()
+        if any(fault.startswith("broker") for fault in self.plan.faults):
+            for broker in self.brokers.values():  # its sessions are on its disk from now on
+                broker.stop()
+                broker.start()
+                broker.wait_ready()
+            self.await_links(SETTLE_S_MAX)
+        self.ledger.begin()
+        self.tally.clear()
+
+    def _start_reader(self) -> None:
+        settings = (
+            {"port": self.brokers[VEHICLE].port}
+            if self.plan.vehicle == "mqtt5"
+            else {"mode": "client", "connect": [f"tcp/127.0.0.1:{self.zenoh_port}"], "connect_timeout_ms": 60_000}
+        )
+        options = {
+            "transport": self.plan.vehicle,
+            "settings": settings,
+            "authority": VEHICLE,
+            "service": VEHICLE,
+            "cursor": str(self.folder / "reader.cursor"),
+            "out": str(self.folder / "reader.out"),
+            "topics": [str(topic) for topic in UP],
+        }
+        self.reader = reader(self.folder, options, self.tally)
+        self.reader.start()
+        self.reader.wait_ready()
+
+    # Talking
+
+    def subscribe_late(self) -> None:
+        """One topic more every now and then. What is sent on it counts from the answer SUBSCRIBED on, whatever dies then."""
+        service, rng = self.plan.service, random.Random(self.rng.random())
+        if service is None:
+            return
+        caller = self._caller(LATE_APP)
+
+        def work() -> None:
+            for topic in LATE:
+                time.sleep(rng.uniform(0.2, LATE_S_MAX))
+                while self._talking.is_set() and subscribe(caller, service, topic) != SUBSCRIBED:
+                    time.sleep(0.1)
+                if not self._talking.is_set():
+                    return
+                self.tally["subscriptions"] += 1
+                self.flows.append(Flow(VEHICLE, topic, None))
+
+        threading.Thread(target=work, daemon=True).start()
+
+    def say(self, flow: Flow) -> None:
+        text = f"{flow.source}#{self.rng.random()}".encode()
+        self.senders[flow.side].publish(flow.source, flow.sink, text + b"." * self.rng.choice((0, 60, 400)))
+
+    def talk(self) -> None:
+        """Start sending at the plan's rate, in bursts, until `hush`."""
+        self._talking.set()
+        rng = random.Random(self.rng.random())
+
+        def work() -> None:
+            while self._talking.is_set():
+                burst = rng.choice((1, 1, 2, 5, 20, 60))
+                for _ in range(burst):
+                    flow = rng.choice(self.flows)
+                    if not self.senders[flow.side].busy():
+                        self.say(flow)
+                time.sleep(rng.uniform(0.5, 1.5) * burst / self.plan.rate)
+
+        self._talker = threading.Thread(target=work, daemon=True)
+        self._talker.start()
+        self.subscribe_late()
+
+    def hush(self) -> None:
+        self._talking.clear()
+        self._talker.join()
+
+    @property
+    def processes(self) -> list[Process]:
+        return [*self.brokers.values(), *(one for one in (self.service, *self.gateways, self.reader) if one is not None)]
+
+    def links_of(self, side: str) -> list[MqttLink]:
+        """The raw clients at the broker of `side`, but for those that only call."""
+        ends = [one for ends in (self.senders, self.hearers) for at, one in ends.items() if at == side]
+        links = [one.link if isinstance(one, MqttSender) else one for one in ends]
+        return [one for one in links if isinstance(one, MqttLink)]
+
+    def await_links(self, timeout_s: float) -> None:
+        """Until every raw MQTT client is connected and subscribed again. Raises ChaosError."""
+        deadline = time.monotonic() + timeout_s
+        for side in self.brokers:
+            for link in self.links_of(side):
+                if not link.subscribed.wait(max(0.0, deadline - time.monotonic())):
+                    raise ChaosError(f"{link.name} did not come back to its broker")
+
+    def await_gateways(self, timeout_s: float) -> bool:
+        """Until all of them are ready; False if that takes longer."""
+        deadline = time.monotonic() + timeout_s
+        while any(gateway.problems() for gateway in self.gateways):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def note_ends(self) -> None:
+        """A gateway that has ended though nobody hurt it is a problem, and is started again."""
+        for gateway in self.gateways:
+            if not gateway.running:
+                said = gateway.tail()[-600:]
+                self.verdict.problems.append(f"{gateway.name} ended by itself, code {gateway.ended_code}: {said}")
+                gateway.restart_if_ended()
+
+    def close(self) -> None:
+        """End everything, however far it came."""
+        self._talking.clear()
+        if self.poller is not None:
+            self.poller.end()
+        for process in self.processes:
+            process.close()
+        for close in self._closers:
+            threading.Thread(target=close, daemon=True).start()  # a client without its broker may take its time
+        machine.unmount_below(self.folder)

@@ -1,0 +1,222 @@
+"""The campaigns' own parts: the hand-written wire against the product's, the ledger and the judge; then a short run of both kinds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chaos import campaigns, damage, wire
+from chaos.ledger import Ledger, Verdict
+from chaos.machine import DIE, IoFault, no_preload
+from transports import zenoh_mapping
+from transports.mqtt5.mapping import Mapping, Mode
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.umessage_pb2 import UMessage
+
+SOURCE = wire.Uri("vehicle1", 0x2_8001, 1, 0x8001)
+SINK = wire.Uri("cloud", 0x9001, 1, 0)
+
+ENTITIES = st.builds(lambda kind, instance: instance << 16 | kind, st.integers(0, 0xFFFE), st.integers(0, 0xFFFE))
+URIS = st.builds(wire.Uri, st.sampled_from(["vehicle1", "cloud"]), ENTITIES, st.integers(0, 0xFE), st.integers(0, 0xFFFE))
+MESSAGES = st.builds(
+    wire.Message,
+    st.builds(wire.new_id),
+    st.sampled_from([wire.PUBLISH, wire.NOTIFICATION, wire.REQUEST, wire.RESPONSE]),
+    URIS,
+    URIS,
+    st.binary(max_size=40),
+    ttl_ms=st.integers(1, 100_000),
+    reqid=st.none() | st.builds(wire.new_id),
+)
+
+
+def as_umessage(message: wire.Message) -> UMessage:
+    return UMessage(attributes=UAttributes.FromString(message.attributes()), payload=message.payload)
+
+
+@given(MESSAGES)
+def test_what_the_judges_write_is_what_the_product_reads_and_the_other_way_round(message: wire.Message) -> None:
+    product = as_umessage(message)
+    assert uris.parse(str(message.source)) == product.attributes.source
+    assert wire.Message.of_umessage(product.SerializeToString()) == message
+    assert zenoh_mapping.decode(message.payload, message.attachment()) == product
+    assert wire.Message.of_attributes(zenoh_mapping.encode(product)[1:], message.payload) == message
+
+
+@given(MESSAGES)
+def test_both_name_the_same_topics_and_keys(message: wire.Message) -> None:
+    product = as_umessage(message)
+    if message.type != wire.PUBLISH:  # whose sink, if it has one, is a streamer's
+        assert message.zenoh_key() == zenoh_mapping.message_key(product, "vehicle1")
+    for off_vehicle, mode in ((False, Mode.IN_VEHICLE), (True, Mode.OFF_VEHICLE)):
+        attributes = product.attributes
+        assert message.topic(off_vehicle) == Mapping(mode, "vehicle1").topic(attributes.type, attributes.source, attributes.sink)
+
+
+ROUTES = [
+    (wire.PUBLISH, SOURCE, wire.Uri.any_of("cloud")),
+    (wire.NOTIFICATION, SOURCE, SINK),
+    (wire.REQUEST, SINK, SOURCE._replace(resource=7)),
+    (wire.RESPONSE, SOURCE._replace(resource=7), SINK),
+]
+
+
+@pytest.mark.parametrize(("type", "source", "sink"), ROUTES)
+@pytest.mark.parametrize("ttl_ms", [1_000, 1_001])
+def test_mqtt_properties_say_the_same(type: int, source: wire.Uri, sink: wire.Uri, ttl_ms: int) -> None:
+    message = wire.Message(wire.new_id(), type, source, sink, b"payload", ttl_ms, wire.new_id() if type == wire.RESPONSE else None)
+    properties = message.properties()
+    assert wire.Message.of_mqtt(properties, message.payload) == message
+    packet = Mapping(Mode.OFF_VEHICLE, "vehicle1").encode(as_umessage(message))
+    ours = {name: getattr(properties, name, None) for name in ("UserProperty", "MessageExpiryInterval", "ContentType", "CorrelationData")}
+    assert sorted(packet.user_properties) == sorted(ours["UserProperty"])
+    assert (packet.topic, packet.expiry_s) == (message.topic(True), ours["MessageExpiryInterval"])
+    assert (packet.content_type, packet.correlation) == (ours["ContentType"], ours["CorrelationData"])
+
+
+def sent(ledger: Ledger, count: int, *, flow: str = "flow", acked: bool = True) -> list[bytes]:
+    ids = [wire.new_id() for _ in range(count)]
+    for id in ids:
+        ledger.sent(id, flow, id)
+        if acked:
+            ledger.acked(id)
+    return ids
+
+
+def judged(ledger: Ledger) -> Verdict:
+    verdict = Verdict()
+    ledger.judge(verdict)
+    return verdict
+
+
+def test_what_was_acknowledged_and_did_not_come_is_lost_unless_it_was_told() -> None:
+    ledger = Ledger()
+    first, second, third = sent(ledger, 3)
+    sent(ledger, 2, acked=False)  # nobody has promised these
+    ledger.arrived("push", first, "flow", first)
+    ledger.tell([second])
+    verdict = judged(ledger)
+    assert (verdict.acked, verdict.delivered, verdict.told, verdict.lost) == (3, 1, 1, 1)
+    assert third.hex() in verdict.examples[0]
+    assert not verdict.good
+    ledger.gap_records = 1
+    assert judged(ledger).lost == 0
+
+
+def test_on_networks_that_acknowledge_nothing_what_poll_has_shown_is_owed() -> None:
+    ledger = Ledger()
+    shown, _ = sent(ledger, 2, acked=False)
+    ledger.shown(shown)
+    assert [entry.id for entry in ledger.missing()] == [shown]
+
+
+def test_order_counts_within_a_flow_and_duplicates_are_counted() -> None:
+    ledger = Ledger()
+    one, two, three = sent(ledger, 3)
+    other = sent(ledger, 1, flow="other")[0]
+    for id in (one, three, two, three, one):
+        ledger.arrived("push", id, "flow", id)
+    ledger.arrived("push", other, "other", other)
+    verdict = judged(ledger)
+    assert (verdict.reordered, verdict.duplicated, verdict.lost) == (1, 2, 0)
+
+
+def test_a_message_that_nobody_sent_or_that_changed_on_the_way_is_wrong() -> None:
+    ledger = Ledger()
+    one, two = sent(ledger, 2)
+    ledger.arrived("push", one, "flow", b"something else")
+    ledger.arrived("push", two, "another flow", two)
+    ledger.arrived("push", wire.new_id(), "flow", b"")
+    assert judged(ledger).wrong == 3
+
+
+def test_what_was_under_way_when_a_broker_was_killed_does_not_count() -> None:
+    ledger = Ledger()
+    arrived, under_way = sent(ledger, 2)
+    elsewhere = sent(ledger, 1, flow="elsewhere")[0]
+    ledger.arrived("push", arrived, "flow", arrived)
+    assert ledger.exclude(lambda flow: flow == "flow", acked_only=True) == 1
+    verdict = judged(ledger)
+    assert (verdict.excluded, verdict.lost, verdict.delivered) == (1, 1, 1)
+    assert [entry.id for entry in ledger.missing()] == [elsewhere]
+    assert under_way != elsewhere
+
+
+def damaged(**seen: object) -> list[str]:
+    """What the judge says of a log of three records, of which the cloud has not had the last two."""
+    records = {seq: (bytes([seq]) * 16, b"topic", b"payload") for seq in (1, 2, 3)}
+    base = damage.Base(Path(), b"i" * 16, records, {2, 3})
+    fresh = [(bytes([9, place]) * 8, b"topic", damage.AFTER) for place in range(len(damage.TOPICS))]
+    whole: dict[str, object] = {"delivered": [records[2], records[3], *fresh], "polled": dict(records)}
+    given = {name: value(records, fresh) if callable(value) else value for name, value in seen.items()}
+    return damage.judge(base, damage.Seen(**(whole | given)))  # type: ignore[arg-type]
+
+
+def test_the_judge_of_damage_hears_silence() -> None:
+    assert damaged() == []
+    assert "never delivered" in damaged(delivered=lambda records, fresh: [records[3], *fresh])[0]
+    assert damaged(delivered=lambda records, fresh: [records[3], *fresh], peer_gaps=1) == []
+    assert damaged(delivered=lambda records, fresh: [records[3], *fresh], problems=["the log lost 1 record"]) == []
+    assert "can't be read" in damaged(polled=lambda records, _: {1: records[1], 3: records[3]})[0]
+    gap = Gap(reason=Gap.REASON_CORRUPTION, after_seq=1, before_seq=3)
+    assert damaged(polled=lambda records, _: {1: records[1], 3: records[3]}, gaps=[gap]) == []
+    assert "not what was published" in damaged(delivered=lambda records, fresh: [*records.values(), (b"x" * 16, b"", b""), *fresh])[0]
+    assert "name other records" in damaged(polled=lambda records, fresh: records | {3: fresh[0]})[0]
+    assert "not forwarded any more" in damaged(delivered=lambda records, fresh: [*records.values(), *fresh[1:]])[0]
+
+
+@pytest.mark.skipif(bool(no_preload()), reason=no_preload())
+def test_writes_fail_from_the_call_on_that_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    fault = IoFault(tmp_path, tmp_path / "root")
+    program = "import os; f = os.open('root/file', os.O_CREAT | os.O_WRONLY)\nfor _ in range(3): os.pwrite(f, b'0123456789', 0)"
+
+    def run() -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=fault.environment, capture_output=True, check=False)
+
+    assert run().returncode == 0
+    fault.arm(5, skip=3)
+    assert run().returncode == 0  # three are left alone
+    assert b"Input/output error" in run().stderr
+    fault.arm(DIE, skip=1, times=1)
+    (tmp_path / "root" / "file").unlink()
+    assert run().returncode == -9
+    assert fault.hits == 2
+    assert run().returncode == 0  # once was asked for
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", sorted(damage.KINDS))
+def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
+    structlog.reset_defaults()
+    verdict = asyncio.run(damage.campaign(kind, seed=1, seconds=3, folder=tmp_path, only=damage.LOG_FILE))
+    structlog.reset_defaults()
+    assert sum(verdict.faults.values()) > 0
+    assert (verdict.untold, verdict.problems) == (0, []), verdict.examples
+
+
+@pytest.mark.skipif(bool(campaigns.no_mosquitto()), reason=campaigns.no_mosquitto())
+@pytest.mark.broker
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "chaos", "--minutes", "0.1", "--only", "kill-record", "--seed", "1"]
+    done = subprocess.run([*command, "--json", str(tmp_path / "result.json")], capture_output=True, text=True, check=False)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    assert done.returncode == 0, done.stderr
+    total = result["total"]
+    assert total["kills"] > 0
+    assert total["acked"] > 100
+    assert (total["lost"], total["reordered"], total["wrong"], total["untold"]) == (0, 0, 0, 0)

@@ -1,0 +1,338 @@
+"""HistoryFeed: one long poll for all listeners, and each hears its own, once and in order, whatever happens to the others."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from history import feed as feeds
+from history import subscriber as subscriber_module
+from history.feed import HistoryFeed
+from history.log import Log
+from history.service import HistoryService
+from history.subscriber import HistoryClient
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+LISTENERS = 600
+LOCAL = LocalUriProvider("gateway", 4, 1)
+
+
+def topic(number: int) -> UUri:
+    return uris.uri("vcu.vin", 0x10, 1, 0x8000 + number)
+
+
+class Client(HistoryClient):
+    """Counts; `spoil` may change an answer, or raise."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.polls = self.in_flight = self.in_flight_max = 0
+        self.waiting: list[int] = []  # topics of each long poll that is under way
+        self.spoil: Callable[[PollRequest, PollResponse], None] = lambda request, response: None
+
+    async def poll(self, request: PollRequest | None = None) -> PollResponse:
+        assert request is not None
+        self.polls += 1
+        self.in_flight += 1
+        self.in_flight_max = max(self.in_flight_max, self.in_flight)
+        topics = len(request.topics)
+        if request.wait_ms:
+            self.waiting.append(topics)
+        try:
+            response = await super().poll(request)
+            self.spoil(request, response)
+            return response
+        finally:
+            self.in_flight -= 1
+            if request.wait_ms:
+                self.waiting.remove(topics)
+
+
+class World:
+    async def open(self, path: Path) -> None:
+        network = LocalNetwork()
+        self.log, self.ring = await Log.open(path, name="durable"), await Log.open(None, name="volatile")
+        self.transport = LocalTransport.on(network, LOCAL)
+        self.elsewhere = LocalTransport.on(network, LocalUriProvider("cloud", 0x20, 1))
+        await self.transport.open()
+        await self.elsewhere.open()
+        await self.serve()
+        self.rpc = InMemoryRpcClient(self.elsewhere, LocalUriProvider("cloud", 0x20, 1))
+        await self.rpc.open()
+        self.client = Client(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=5_000)
+        self.gaps: list[tuple[UUri, Gap]] = []
+        self.feed = HistoryFeed(self.client, on_gap=lambda topic, gap: self.gaps.append((topic, gap)))
+
+    async def serve(self) -> None:
+        self.service = HistoryService(self.transport, LOCAL, [self.log, self.ring])
+        await self.service.start()
+
+    async def restart(self) -> None:
+        """As a streamer does: the durable log stays, the ring is another one."""
+        await self.service.stop()
+        await self.ring.close()
+        self.ring = await Log.open(None, name="volatile")
+        await self.serve()
+
+    async def close(self) -> None:
+        await self.feed.close()
+        await self.service.stop()
+        await self.rpc.close()
+        await self.elsewhere.close()
+        await self.transport.close()
+        await self.log.close()
+        await self.ring.close()
+
+    async def append(self, number: int, *topics: int, size: int = 0, log: Log | None = None) -> None:
+        target = log or self.log
+        payload = UPayload(f"{number:06}".encode() + bytes(size), 5)
+        messages = [UMessageBuilder.publish(topic(one)).build_from_upayload(payload) for one in topics]
+        await target.append([target.stream_id(m.attributes.source) for m in messages], messages)
+
+    async def caught_up(self, topics: int) -> None:
+        await until(lambda: self.client.waiting == [topics] and self.client.in_flight == 1)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():  # noqa: ASYNC110 - of many things at once
+            await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
+    made = World()
+    await made.open(tmp_path / "l.db")
+    yield made
+    await made.close()
+
+
+class Listener:
+    def __init__(self, taking: Callable[[], Awaitable[object]] | None = None) -> None:
+        self.numbers: list[int] = []
+        self._taking = taking
+
+    async def on_receive_batch(self, messages: list[UMessage]) -> None:
+        self.numbers += [int(message.payload[:6]) for message in messages]
+        if self._taking is not None:
+            await self._taking()
+
+
+async def test_one_long_poll_feeds_600_listeners(world: World) -> None:
+    listeners = [Listener() for _ in range(LISTENERS)]
+    everyone = range(LISTENERS)
+    await world.append(0, *everyone)
+    for begin in range(0, LISTENERS, 50):  # each asks the service before it returns
+        await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone[begin : begin + 50]))
+    await until(lambda: all(listener.numbers == [0] for listener in listeners))
+    await world.caught_up(LISTENERS)
+    world.client.polls = world.client.in_flight_max = 0
+    for number in range(1, 11):
+        await world.append(number, *everyone)
+        await until(lambda number=number: all(listener.numbers[-1] == number for listener in listeners))  # type: ignore[misc]
+    assert all(listener.numbers == list(range(11)) for listener in listeners)
+    assert world.client.in_flight_max == 1
+    assert world.client.polls <= 10 * 4, "an answer has room for some of them, and not one poll is for one listener"
+    assert not world.gaps
+
+
+async def test_each_begins_where_it_asked_to_and_late_ones_join_while_messages_come(world: World) -> None:
+    early, late = [Listener() for _ in range(50)], [Listener() for _ in range(50)]
+    for number in range(20):
+        await world.append(number, *range(50))
+    for one, listener in enumerate(early):
+        await world.feed.subscribe_since(topic(one), 20 * one, listener)
+
+    async def publish() -> None:
+        for number in range(20, 220):
+            await world.append(number, *range(50))
+            await asyncio.sleep(0)
+
+    publishing = asyncio.create_task(publish())
+    for one, listener in enumerate(late):
+        await world.feed.subscribe_since(topic(one), 0, listener)
+    everything = Listener()
+    await world.feed.subscribe_since(uris.pattern("vcu.vin"), 0, everything)
+    await publishing
+    await until(lambda: all(listener.numbers and listener.numbers[-1] == 219 for listener in early + late))
+    await until(lambda: len(everything.numbers) == 220 * 50)
+    for one, (first, second) in enumerate(zip(early, late, strict=True)):
+        assert second.numbers == list(range(220))
+        assert first.numbers == [number for number in range(220) if 50 * number + one + 1 > 20 * one]
+    assert everything.numbers == sorted(everything.numbers)
+    await world.caught_up(51)
+    assert not world.gaps
+
+
+async def test_a_slow_listener_stops_nobody_is_bounded_and_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "FEED_BYTES_MAX", 20_000)
+    gate = asyncio.Event()
+    slow, quick = Listener(gate.wait), Listener()
+    await world.feed.subscribe_since(topic(0), 0, slow)
+    await world.feed.subscribe_since(topic(1), 0, quick)
+    await world.caught_up(2)
+    for number in range(200):
+        await world.append(number, 0, 1, size=1_000)
+        await until(lambda number=number: bool(quick.numbers) and quick.numbers[-1] == number)  # type: ignore[misc]
+    assert quick.numbers == list(range(200))
+    assert len(slow.numbers) < 200
+    await world.caught_up(1)  # the slow one is out, and does not even poll
+    gate.set()
+    await until(lambda: len(slow.numbers) == 200)
+    await world.caught_up(2)
+    await world.append(200, 0, 1)
+    await until(lambda: slow.numbers[-1] == quick.numbers[-1] == 200)
+    assert slow.numbers == quick.numbers == list(range(201))
+
+
+async def test_a_restart_of_the_streamer_is_no_gap_for_what_is_durable(world: World) -> None:
+    listeners = [Listener() for _ in range(40)]
+    of_ring = Listener()
+    await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in range(40)))
+    await world.feed.subscribe_since(topic(99), 0, of_ring)
+    await world.append(0, *range(40))
+    await world.append(0, 99, log=world.ring)
+    await world.caught_up(41)
+    await until(lambda: of_ring.numbers == [0])
+    lost = world.ring.incarnation
+    await world.restart()
+    await world.append(1, *range(40))
+    await world.append(1, 99, log=world.ring)
+    await until(lambda: all(listener.numbers == [0, 1] for listener in [*listeners, of_ring]))
+    await world.caught_up(41)
+    assert [(told, gap.reason, gap.incarnation) for told, gap in world.gaps] == [(topic(99), Gap.REASON_INCARNATION, lost)]
+
+
+async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agree(world: World, tmp_path: Path) -> None:
+    listeners = [Listener() for _ in range(5)]
+    path, copy = tmp_path / "data" / "l.db", tmp_path / "copy"
+
+    async def reopen() -> None:
+        world.log = await Log.open(path, name="durable")
+        await world.serve()
+
+    async def close() -> None:
+        await world.service.stop()
+        await world.log.close()
+
+    await close()
+    await reopen()
+    for number in range(10):
+        await world.append(number, *range(5))
+    await close()
+    shutil.copytree(path.parent, copy)
+    await reopen()
+    for one, listener in enumerate(listeners):
+        await world.feed.subscribe_since(topic(one), 0, listener)
+    for number in range(10, 20):
+        await world.append(number, *range(5))
+    await until(lambda: all(listener.numbers == list(range(20)) for listener in listeners))
+    await world.caught_up(5)
+    await close()
+    shutil.rmtree(path.parent)
+    shutil.copytree(copy, path.parent)
+    world.log = await Log.open(path, name="durable")
+    for number in range(100, 115):  # beyond where all have read to
+        await world.append(number, *range(5))
+    await world.serve()
+    await until(lambda: all(listener.numbers[-1] == 114 for listener in listeners))
+    for listener in listeners:
+        again = listener.numbers[20:]
+        assert again == [*range(again[0], 10), *range(100, 115)]
+    assert sorted((told.resource_id, gap.reason) for told, gap in world.gaps) == [
+        (topic(one).resource_id, Gap.REASON_CORRUPTION) for one in range(5)
+    ]
+    await world.caught_up(5)
+
+
+async def test_who_leaves_hears_no_more_and_the_others_go_on(world: World) -> None:
+    gone, stays, also = Listener(), Listener(), Listener()
+    for listener in (gone, stays):
+        await world.feed.subscribe_since(topic(0), 0, listener)
+    await world.feed.subscribe_since(topic(1), 0, also)
+    await world.append(0, 0, 1)
+    await until(lambda: gone.numbers == stays.numbers == also.numbers == [0])
+    await world.feed.unsubscribe(topic(0), gone)
+    await world.append(1, 0, 1)
+    await until(lambda: stays.numbers == also.numbers == [0, 1])
+    await world.feed.unsubscribe(topic(0), stays)
+    await world.feed.unsubscribe(topic(1), also)
+    await until(lambda: world.client.in_flight == 0)
+    assert gone.numbers == [0]
+    await world.feed.subscribe_since(topic(1), 2, gone)
+    await until(lambda: gone.numbers == [0, 1])
+
+
+async def test_answers_with_holes_are_asked_for_again(world: World) -> None:
+    listeners = [Listener() for _ in range(10)]
+    await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in range(10)))
+    await world.caught_up(10)
+    spoiled = 0
+
+    def spoil(request: PollRequest, response: PollResponse) -> None:
+        nonlocal spoiled
+        for batch in response.batches:
+            if request.wait_ms and len(batch.seq) > 1:
+                spoiled += 1
+                place = spoiled % len(batch.seq)
+                if spoiled % 3 == 0:
+                    batch.message[place] = b"\xff"
+                elif spoiled % 3 == 1:
+                    del batch.message[place]
+                else:
+                    for column in (batch.seq, batch.prev_seq, batch.time_ms, batch.message):
+                        del column[place]
+
+    world.client.spoil = spoil
+    for number in range(100):
+        await world.append(number, *range(10))
+        await asyncio.sleep(0.001)
+    world.client.spoil = lambda request, response: None
+    await world.append(100, *range(10))  # what is left out at the very end shows only when something follows
+    await until(lambda: all(listener.numbers[-1:] == [100] for listener in listeners))
+    assert spoiled > 3
+    assert all(listener.numbers == list(range(101)) for listener in listeners)
+    assert not world.gaps
+
+
+async def test_one_that_is_refused_ends_alone(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    good, bad = Listener(), Listener()
+    await world.feed.subscribe_since(topic(0), 0, good)
+    await world.feed.subscribe_since(topic(1), 0, bad)
+    await world.caught_up(2)
+
+    def refuse(request: PollRequest, response: PollResponse) -> None:
+        if topic(1) in request.topics:
+            raise UStatusError(UCode.PERMISSION_DENIED, "not this one")
+
+    world.client.spoil = refuse
+    await world.append(0, 0, 1)
+    await until(lambda: good.numbers == [0] and "feeds=1" in repr(world.feed))
+    await world.caught_up(1)
+    assert bad.numbers == []
+
+
+async def test_wildcards_beyond_the_limit_of_a_poll_get_another_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds, "WILDCARD_PATTERNS_MAX", 2)
+    patterns = [uris.pattern("vcu.vin", resource=0x8000 + one) for one in range(5)]
+    listeners = [Listener() for _ in patterns]
+    for pattern, listener in zip(patterns, listeners, strict=True):
+        await world.feed.subscribe_since(pattern, 0, listener)
+    await until(lambda: sorted(world.client.waiting) == [1, 2, 2])
+    await world.append(7, *range(5))
+    await until(lambda: all(listener.numbers == [7] for listener in listeners))

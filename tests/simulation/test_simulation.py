@@ -1,0 +1,44 @@
+"""Whole gateways in worlds from seeds: a fixed list here, others each time in the CI workflow, more with `make simulate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+SEEDS, START = 60, 9_000  # the fixed list: some 20 s of one processor
+TIMEOUT_S = 110
+
+
+def simulation(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "simulation", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def test_no_seed_of_the_fixed_list_finds_a_fault() -> None:
+    done = simulation("--seeds", str(SEEDS), "--start", str(START), "--json", "--jobs", "2")
+    assert done.stdout, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    failed = [f"seed {one['seed']}: {one['violations'][0]}" for one in found["failed"]]
+    assert not failed, "\n".join([*failed, "see python -m simulation --seed SEED -v"])
+    assert found["seeds"] == SEEDS
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    """In another process, whose memory lies elsewhere, and after another seed."""
+    first = json.loads(simulation("--seeds", "4", "--start", "9100", "--json", "--jobs", "1", "--all").stdout)
+    second = json.loads(simulation("--seeds", "3", "--start", "9101", "--json", "--jobs", "2", "--all").stdout)
+    assert first["digests"][1:] == second["digests"]
+    assert len(set(first["digests"])) == 4
