@@ -28,7 +28,7 @@ from history.damage import Damage, Ledger
 from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
-from history.store import Store
+from history.store import RETENTION_BYTES, Store
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
 from storage.faults import is_damage
@@ -40,7 +40,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week finds its history again
-RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
 TAIL_BYTES_MAX: Final = 32 << 20  # seconds of the highest rate measured: pumps and pollers at the head never touch the disk
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
 APPEND_RECORDS_MAX: Final = 65_536  # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
@@ -134,7 +133,7 @@ class Log:
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
         try:
-            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime, now_ms)
+            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
         except BaseException:
             executor.shutdown(wait=False)
             raise

@@ -33,8 +33,10 @@ class Table:
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
-        places = ", ".join("?" * (len(self.columns) + 1))
-        db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", [(*row, self.checksum(row)) for row in rows])
+        checked = [(*row, self.checksum(row)) for row in rows]
+        if checked:
+            places = ", ".join("?" * (len(self.columns) + 1))
+            db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", checked)
 
     def checksum(self, row: Row) -> int:
         crc = zlib.crc32(self.name.encode())

@@ -13,6 +13,7 @@ import sqlite3
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,11 +24,12 @@ from history import damage as kinds
 from history import mark as marks
 from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, unpack_streams
+from history.cursors import NOBODY
 from history.damage import Damage, Ledger
 from history.load import NOT_KNOWN, Cursor, Extent, Loaded, Stream, load
 from history.passed import Allowance, Passed
 from history.rows import APPLICATION_ID, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Row
-from storage.disk import REAL_DISK, Disk, InUseError, Lock, Mark
+from storage.disk import BUSY_TIMEOUT_S, REAL_DISK, Disk, InUseError, Lock, Mark
 from storage.faults import disk_bytes, free_bytes, is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime
 from uprotocol.status import UStatusError
@@ -39,6 +41,17 @@ CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on
 RETENTION_CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass
 VACUUM_FREE_PERCENT: Final = 25  # free pages below that are the room for the next chunks
+WITNESSES_MAX: Final = 8  # damaged chunks that claim to be old are passed over, so many in a pass
+RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
+WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...
+WAL_BYTES_MIN: Final = 512 << 10  # ... but it has room for some commits ...
+WAL_BYTES_MAX: Final = 32 << 20  # ... and more brings nothing
+WAL_WAIT_MS: Final = 100  # for readers, some steps of them
+WAL_AGAIN_S: Final = 1.0  # until they are waited for again, where that was in vain
+TRANSACTION_SHARE: Final = 16  # one part in so many is for the next transaction ...
+TRANSACTION_BYTES_MAX: Final = 4 << 20  # ... 8,192 messages of 500 bytes
+OTHER_BYTES: Final = 128 << 10  # the index of the write-ahead log, the mark, the lock
+FILE_BYTES_MIN: Final = 256 << 10  # tables and indexes that hold nothing take some 180 KiB
 
 log = structlog.get_logger()
 
@@ -79,12 +92,15 @@ class Store:
     runtime: Runtime = REAL
     now_ms: Callable[[], int] = REAL.now_ms
     loaded: Loaded = field(default_factory=Loaded)
+    bytes_max: int = RETENTION_BYTES
     allowance: Allowance = field(default_factory=Allowance)
     _db: sqlite3.Connection | None = None
     _lock: Lock | None = None
     _mark: Mark | None = None
     _stream_places: dict[int, Stream] = field(default_factory=dict)
     _data_version: int = 0  # of SQLite: changes when another process has written
+    _used_bytes: int = 0  # of pages that are in use, as last looked at and appended since
+    _wal_due: float = 0.0
 
     def __repr__(self) -> str:
         return f"Store({self.path}, {self.extent})"
@@ -104,10 +120,10 @@ class Store:
     # -- open and close
 
     @classmethod
-    def open(cls, path: Path, runtime: Runtime = REAL, now_ms: Callable[[], int] | None = None) -> Store:
+    def open(cls, path: Path, runtime: Runtime = REAL, now_ms: Callable[[], int] | None = None, bytes_max: int = RETENTION_BYTES) -> Store:
         """Raises UStatusError: ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log), RESOURCE_EXHAUSTED (the disk is full),
         UNAVAILABLE (I/O). Only a file that is damaged is moved aside."""
-        store = cls(path, runtime, now_ms or runtime.now_ms)
+        store = cls(path, runtime, now_ms or runtime.now_ms, bytes_max=bytes_max)
         store._take_lock()
         try:
             try:
@@ -164,6 +180,9 @@ class Store:
         """What holds for a connection, not for the file."""
         db.execute("PRAGMA synchronous = FULL")
         db.execute("PRAGMA cell_size_check = 1")
+        wal_bytes = wal_bytes_max(self.bytes_max)
+        db.execute(f"PRAGMA wal_autocheckpoint = {wal_bytes // 2 // PAGE_BYTES}")
+        db.execute(f"PRAGMA journal_size_limit = {wal_bytes}")
 
     def _inspect(self) -> bool:
         """Is it ours, and of a version that we know? True if there is nothing in it yet. Changes nothing: not even a log beside it."""
@@ -305,7 +324,8 @@ class Store:
                 "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in chunks],
             )
-            _write_cursors(db, changes.cursors)
+            if changes.cursors:
+                _write_cursors(db, changes.cursors)
             DAMAGE.insert(db, changes.damage)
             if changes.distrusts_index:
                 loaded.is_index_trusted = False
@@ -323,7 +343,9 @@ class Store:
         if chunks:
             self.extent.oldest_seq = self.extent.oldest_seq or chunks[0].first_seq
             self.extent.newest_seq = chunks[-1].last_seq
-            self.extent.stored_bytes += sum(c.bytes for c in chunks)
+            added = sum(c.bytes for c in chunks)
+            self.extent.stored_bytes += added
+            self._used_bytes += added
             assert self._mark is not None
             with contextlib.suppress(OSError):  # in place, without fsync: it need not survive more than SQLite's own file does
                 self._mark.write(marks.pack(self.incarnation, self.extent.newest_seq))
@@ -376,64 +398,134 @@ class Store:
     # -- retention
 
     def retain(self, cutoff_ms: int, bytes_max: int, keep_after: int, owed_after: int) -> tuple[bool, Passed | None]:
-        """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and as many as exceed
-        `bytes_max` in any case. The last chunk stays, so that a reader finds the end. A bounded step; True if there is more to do.
+        """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and in any case as many as
+        it takes to keep all files within `bytes_max`. The last chunk stays, so that a reader finds the end. A bounded step; True if there
+        is more to do.
 
         What lies beyond `owed_after` is handed back, as far as that is not too much.
         """
         db = self._connection()
-        doomed = self._doomed(db, cutoff_ms, bytes_max, keep_after)
+        excess = self._excess(db, bytes_max)
+        doomed, floor = self._doomed(db, cutoff_ms, excess, keep_after)
         if not doomed:
-            return self._vacuum(db), None
+            return self._vacuum(db, bytes_max), None
         before = replace(self.extent)
-        floor = max(before.floor_seq, doomed[-1][0] + doomed[-1][1] - 1)
         passed = self._passed(db, doomed, max(owed_after, before.floor_seq), floor) if owed_after < floor else None
         db.execute("BEGIN IMMEDIATE")
         try:
             with _transaction(db):
                 self._checkpoint(db)
-                index = [(id, first) for first, _, _, packed in doomed for id in unpack_streams(packed)]
+                index = [(id, first) for first, _, packed in doomed for id in unpack_streams(packed)]
                 db.executemany("DELETE FROM chunk_stream WHERE stream = ? AND first_seq = ?", index)
-                db.execute("DELETE FROM chunk WHERE first_seq <= ?", (doomed[-1][0],))
-                self.extent.oldest_seq = db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
-                self.extent.floor_seq = floor
-                self.extent.stored_bytes -= sum(bytes for _, _, bytes, _ in doomed)
+                db.execute("DELETE FROM chunk WHERE first_seq <= ?", (floor,))
+                self.extent.oldest_seq = floor + 1
+                self.extent.floor_seq = max(before.floor_seq, floor)
+                self.extent.stored_bytes -= sum(bytes for _, bytes, _ in doomed)
                 META.insert(db, [("floor_seq", self.extent.floor_seq), ("stored_bytes", self.extent.stored_bytes)])
         except BaseException:
             self.loaded.extent = before
             raise
         self._checkpointed()
-        return len(doomed) == RETENTION_CHUNKS_PER_PASS, passed
+        return len(doomed) == RETENTION_CHUNKS_PER_PASS or self._excess(db, bytes_max) > 0, passed
 
-    def _passed(self, db: sqlite3.Connection, doomed: Sequence[tuple[int, int, int, bytes]], after: int, floor: int) -> Passed:
+    def _excess(self, db: sqlite3.Connection, bytes_max: int) -> int:
+        """How much of the file has to become free. Once it is too big, somewhat more: so that not every commit deletes."""
+        self._used_bytes = (_pragma(db, "page_count") - _pragma(db, "freelist_count")) * PAGE_BYTES
+        excess = max(self._used_bytes - file_bytes_max(bytes_max), self.extent.stored_bytes - bytes_max)
+        return excess + transaction_bytes(bytes_max) // 4 if excess > 0 else excess
+
+    def is_too_big(self, bytes_max: int) -> bool:
+        """An estimate that costs nothing: is it time to `retain`?"""
+        return self._used_bytes > file_bytes_max(bytes_max)
+
+    def _passed(self, db: sqlite3.Connection, doomed: Sequence[_Doomed], after: int, floor: int) -> Passed:
         def chunks() -> Iterator[Chunk]:
-            for first, _, _, _ in doomed:
-                with contextlib.suppress(CorruptChunkError, struct.error, TypeError, ValueError):  # (after, before) names it
-                    row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first,)).fetchone()
-                    yield decode(Columns(*row))
+            for first, _, _ in doomed:
+                if (chunk := _chunk_at(db, first)) is not None:  # else (after, before) names it
+                    yield chunk
 
         return Passed(after, floor + 1, self.allowance.take(chunks(), after))
 
-    def _doomed(self, db: sqlite3.Connection, cutoff_ms: int, bytes_max: int, keep_after: int) -> list[tuple[int, int, int, bytes]]:
-        # Order is by seq, not by the clock: whatever was appended before an old record is older.
-        aged = db.execute("SELECT max(first_seq) FROM chunk WHERE time_ms < ?", (cutoff_ms,)).fetchone()[0] or 0
-        excess = self.extent.stored_bytes - bytes_max
-        doomed: list[tuple[int, int, int, bytes]] = []
-        oldest = "SELECT first_seq, records, bytes, streams FROM chunk WHERE first_seq < ? ORDER BY first_seq LIMIT ?"
-        newest = db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0
-        for first, records, bytes, packed in db.execute(oldest, (newest, RETENTION_CHUNKS_PER_PASS)):
-            if excess <= 0 and not (first <= aged and first + records - 1 <= keep_after):
+    def _doomed(self, db: sqlite3.Connection, cutoff_ms: int, excess: int, keep_after: int) -> tuple[list[_Doomed], int]:
+        """The oldest chunks that have to go, and the last seq of them. A chunk ends where the next begins: safer than its own word."""
+        oldest = "SELECT first_seq, length(streams) + length(ids) + length(data), streams FROM chunk ORDER BY first_seq LIMIT ?"
+        rows: list[_Doomed] = db.execute(oldest, (RETENTION_CHUNKS_PER_PASS + 1,)).fetchall()
+        aged = self._aged(db, cutoff_ms) if len(rows) > 1 and rows[1][0] - 1 <= keep_after else 0
+        doomed: list[_Doomed] = []
+        floor = 0
+        for row, following in pairwise(rows):
+            last = following[0] - 1
+            if excess <= 0 and not (row[0] <= aged and last <= keep_after):
                 break
-            doomed.append((first, records, bytes, packed))
-            excess -= bytes
-        return doomed
+            doomed.append(row)
+            floor = last
+            excess -= row[1]
+        return doomed, floor
 
-    def _vacuum(self, db: sqlite3.Connection) -> bool:
+    def _aged(self, db: sqlite3.Connection, cutoff_ms: int) -> int:
+        """Order is by seq, not by the clock: whatever was appended before an old record is older. One wrong time must not delete them all:
+        the witness has to be whole."""
+        query = "SELECT max(first_seq) FROM chunk WHERE time_ms < ? AND first_seq < ?"
+        witness = NOBODY
+        for _ in range(WITNESSES_MAX):
+            witness = db.execute(query, (cutoff_ms, witness)).fetchone()[0] or 0
+            if not witness:
+                return 0
+            chunk = _chunk_at(db, witness)
+            if chunk is not None and chunk.time_ms < cutoff_ms:
+                return witness
+        return 0
+
+    def _vacuum(self, db: sqlite3.Connection, bytes_max: int) -> bool:
+        """Give back what is free: all beyond the limit, and most of what nobody will need soon. A bounded step; True if there is more."""
         free, pages = _pragma(db, "freelist_count"), _pragma(db, "page_count")
-        if free * 100 <= pages * VACUUM_FREE_PERCENT or free < VACUUM_PAGES_PER_PASS:
+        is_beyond = free > 0 and pages * PAGE_BYTES > file_bytes_max(bytes_max) + transaction_bytes(bytes_max)
+        if not is_beyond and (free * 100 <= pages * VACUUM_FREE_PERCENT or free < VACUUM_PAGES_PER_PASS):
             return False
         db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES_PER_PASS})").fetchall()
         return True
+
+    def bound_wal(self) -> None:
+        """SQLite empties its write-ahead log by itself, unless readers are always there; then they are waited for."""
+        if self._db is None or self.runtime.monotonic() < self._wal_due:
+            return
+        wal = Path(f"{self.path}-wal")
+        if not wal.exists() or wal.stat().st_size <= wal_bytes_max(self.bytes_max):
+            return
+        self._db.execute(f"PRAGMA busy_timeout = {WAL_WAIT_MS}")
+        try:
+            is_busy, *_ = self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        finally:
+            self._db.execute(f"PRAGMA busy_timeout = {round(BUSY_TIMEOUT_S * 1_000)}")
+        if is_busy:  # somebody reads for long: a backup, say
+            self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S
+
+
+_Doomed = tuple[int, int, bytes]  # first_seq, bytes, streams
+
+
+def wal_bytes_max(bytes_max: int) -> int:
+    """Of `bytes_max`, for the write-ahead log: the greater, the fewer checkpoints."""
+    return min(max(bytes_max // WAL_SHARE, WAL_BYTES_MIN), WAL_BYTES_MAX)
+
+
+def transaction_bytes(bytes_max: int) -> int:
+    """Of `bytes_max`, for what one transaction adds before retention has its turn."""
+    return min(bytes_max // TRANSACTION_SHARE, TRANSACTION_BYTES_MAX)
+
+
+def file_bytes_max(bytes_max: int) -> int:
+    """Of `bytes_max`, for the pages of the database that are in use."""
+    return max(bytes_max - wal_bytes_max(bytes_max) - transaction_bytes(bytes_max) - OTHER_BYTES, FILE_BYTES_MIN)
+
+
+def _chunk_at(db: sqlite3.Connection, first_seq: int) -> Chunk | None:
+    """None if it can't be read."""
+    try:
+        row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+        return decode(Columns(*row))
+    except (CorruptChunkError, struct.error, TypeError, ValueError):
+        return None
 
 
 def _write_cursors(db: sqlite3.Connection, cursors: dict[str, Cursor | None]) -> None:

@@ -29,7 +29,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 CHUNK_RECORDS_MAX: Final = 512  # beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
 CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
 TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
-RETENTION_PERIOD_MS: Final = 1_000
+RETENTION_PERIOD_MS: Final = 1_000  # sooner if the log has grown beyond its bytes
 IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 
 log = structlog.get_logger()
@@ -127,7 +127,8 @@ class Writer:
         self._failures_heard = 0  # on the loop
         self._failures = 0  # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
-        self._next_retention = self._next_refill = 0.0
+        self._next_retention = self._next_sample = 0.0
+        self._may_shrink = True  # retention found something to do the last time, or it was not needed
         self._monotonic = store.runtime.monotonic
         self._worker: Worker[Append | None] = store.runtime.worker(  # None: commit what was saved, though nothing is appended
             f"history-{name}", self._turn, batch_max=TRANSACTION_RECORDS_MAX, weigh=_weigh, tick_s=IDLE_TICK_S, finish=store.close
@@ -251,26 +252,30 @@ class Writer:
         self._store.grown(growths)
 
     def _retain(self) -> None:
-        if self._monotonic() < self._next_retention:
+        store, retention, now = self._store, self._retention, self._monotonic()
+        if now < self._next_retention and not (self._may_shrink and store.is_too_big(retention.bytes)):
             return
-        retention, store = self._retention, self._store
-        if self._monotonic() >= self._next_refill:
+        is_second = now >= self._next_sample
+        if is_second:
             store.allowance.refill()
-            self._next_refill = self._monotonic() + RETENTION_PERIOD_MS / 1_000
-        passed: Passed | None = None
-        acknowledged: list[int] = []
-        more = False
+        written = Written(store.extent)
+        more = self._may_shrink = False
         try:
             cutoff_ms = self._now_ms() - retention.age_ms
-            more, passed = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
-            acknowledged = store.acknowledged_elsewhere()
+            more, written.passed = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
+            store.bound_wal()
+            if is_second:
+                written.acknowledged = store.acknowledged_elsewhere()
+            self._may_shrink = more or not store.is_too_big(retention.bytes)
         except Exception as error:  # whatever it is, the writer must go on
             store.reset()
             log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
+        if is_second:
+            store.sample()
+            self._next_sample = now + RETENTION_PERIOD_MS / 1_000
         # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
-        self._next_retention = 0.0 if more else self._monotonic() + RETENTION_PERIOD_MS / 1_000
+        self._next_retention = 0.0 if more else now + RETENTION_PERIOD_MS / 1_000
         if more:
             self._worker.put(None)
-        store.sample()
-        written = Written(replace(store.extent), passed=passed, acknowledged=acknowledged)
+        written.extent = replace(store.extent)
         self._worker.tell(lambda: self._on_written(written))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -145,7 +146,7 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
         log.retention_bytes = log._tail.bytes_max = 300_000
         if log._writer is not None:
             log._writer._store.allowance.refill()
-            log._writer._next_refill = float("inf")
+            log._writer._next_sample = float("inf")
             log._writer._retention.bytes = 300_000
         await append(log, 200, size=10_000)
         await until(log, lambda: log.floor_seq > 100)
@@ -169,3 +170,68 @@ async def test_nobody_is_told_of_what_everybody_has_had(made: tuple[Log, Clock])
         await append(log, 10)
         await until(log, lambda: log.floor_seq >= 30)
         assert told == []
+
+
+# -- bytes: what the disk shows
+
+
+def disk_bytes(folder: Path) -> int:
+    return sum(path.stat().st_blocks * 512 for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(("batch", "size"), [(512, 250), (8, 3_000), (3, 60_000)])
+async def test_the_bytes_of_retention_are_what_the_disk_shows(tmp_path: Path, batch: int, size: int) -> None:
+    bound = 8 << 20
+    async with await Log.open(tmp_path / "l.db", name="bound", retention_bytes=bound, tail_bytes=1) as log:
+        id, highest = log.stream_id(TOPIC), 0
+        messages = [message(bytes(size)) for _ in range(batch)]
+        for _ in range(3 * bound // (batch * size)):
+            await log.append([id] * batch, messages)
+            highest = max(highest, disk_bytes(tmp_path))
+        assert highest <= bound
+        assert log.floor_seq > 0
+        assert log.stored_bytes > bound // 2, "most of it is for records"
+        await retain(log)
+        assert bound // 2 < log.disk_bytes <= bound
+
+
+async def test_a_reader_that_never_ends_does_not_keep_the_log_from_being_bounded_again(tmp_path: Path) -> None:
+    bound = 8 << 20
+    async with await Log.open(tmp_path / "l.db", name="bound", retention_bytes=bound, tail_bytes=1) as log:
+        await append(log, 1_000, batch=100, size=1_000)
+        reader = sqlite3.connect(tmp_path / "l.db")
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM chunk").fetchone()
+        await append(log, 20_000, batch=100, size=1_000)
+        assert (tmp_path / "l.db-wal").stat().st_size > 2 << 20, "it could not be emptied"
+        reader.close()
+        await until(log, lambda: disk_bytes(tmp_path) <= bound)
+
+
+async def test_a_log_that_may_take_less_than_before_gives_back_what_is_too_much(tmp_path: Path) -> None:
+    async with await Log.open(tmp_path / "l.db", name="great") as log:
+        await append(log, 20_000, batch=500, size=1_000)
+    assert disk_bytes(tmp_path) > 20 << 20
+    async with await Log.open(tmp_path / "l.db", name="small", retention_bytes=4 << 20) as log:
+        await until(log, lambda: disk_bytes(tmp_path) <= 4 << 20)
+        assert log.oldest_seq == log.floor_seq + 1 < log.newest_seq
+        assert (await log.read(log.floor_seq))[0].first_seq == log.oldest_seq
+
+
+async def test_a_chunk_that_lies_about_its_age_deletes_nothing(tmp_path: Path) -> None:
+    clock = Clock()
+    path = tmp_path / "l.db"
+    async with await Log.open(path, name="made", retention_ms=AGE_MS, now_ms=clock) as log:
+        await append(log, 100)
+    db = sqlite3.connect(path)
+    db.execute("UPDATE chunk SET time_ms = time_ms - (1 << 40) WHERE first_seq = 91")
+    db.commit()
+    db.close()
+    async with await Log.open(path, name="again", retention_ms=AGE_MS, now_ms=clock) as log:
+        for _ in range(3):
+            await retain(log)
+        assert log.floor_seq == 0
+        for floor in (90, 100):  # the damaged one goes with those that are newer, and surely old
+            clock.now += 2 * AGE_MS
+            await append(log, 10)
+            await until(log, lambda floor=floor: log.floor_seq >= floor)  # type: ignore[misc]
