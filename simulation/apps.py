@@ -34,6 +34,7 @@ from usubscription_client.wire import Status, Subscription
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
 PRIORITIES: Final = (UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS3)
+SUBSCRIBE, UNSUBSCRIBE = 1, 2  # methods of both versions
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
 """What says no for good."""
 
@@ -165,12 +166,8 @@ class Subscriber:
         await self.wish(topic, last)  # the last one was not answered: say it again
 
     async def _raw(self, rpc: InMemoryRpcClient, topic: UUri, subscribe: bool) -> Status:
-        method, request = (
-            (wire.SUBSCRIBE, wire.subscribe(self.version, topic))
-            if subscribe
-            else (wire.UNSUBSCRIBE, wire.unsubscribe(self.version, topic))
-        )
-        sink = uris.uri(self.authority, 0, self.version, method)
+        request = wire.subscribe(self.version, topic) if subscribe else wire.unsubscribe(self.version, topic)
+        sink = uris.uri(self.authority, 0, self.version, SUBSCRIBE if subscribe else UNSUBSCRIBE)
         payload = await rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=CALL_MS))
         return wire.read_status(self.version, payload) if subscribe else Status.UNSUBSCRIBED
 
