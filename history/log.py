@@ -28,9 +28,10 @@ from history.damage import Damage, Ledger
 from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
-from history.store import Store, is_damage
+from history.store import Store
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
+from storage.faults import is_damage
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.encoded import Carried

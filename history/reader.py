@@ -17,8 +17,8 @@ import structlog
 
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
 from history.rows import CHUNK_COLUMNS
-from history.store import is_damage
 from storage.disk import REAL_DISK, Disk
+from storage.faults import is_damage
 
 SCAN_CHUNKS_MAX: Final = 256  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
 INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted

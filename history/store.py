@@ -9,11 +9,8 @@ open: lock -> check -> load -> roll forward          commit: BEGIN, rows, COMMIT
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import sqlite3
 import struct
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +28,7 @@ from history.load import NOT_KNOWN, Cursor, Extent, Loaded, Stream, load
 from history.passed import Allowance, Passed
 from history.rows import APPLICATION_ID, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Row
 from storage.disk import REAL_DISK, Disk, InUseError, Lock, Mark
+from storage.faults import disk_bytes, free_bytes, is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -41,8 +39,6 @@ CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on
 RETENTION_CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass
 VACUUM_FREE_PERCENT: Final = 25  # free pages below that are the room for the next chunks
-FULL_BYTES: Final = 1 << 20  # a disk with less free is full: SQLite names other reasons where it can't make its small files
-_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 log = structlog.get_logger()
 
@@ -69,27 +65,6 @@ def status_error(error: sqlite3.Error, path: Path) -> UStatusError:
     """A full disk is RESOURCE_EXHAUSTED; anything else that SQLite reports is UNAVAILABLE: trying again may help."""
     code = UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE
     return UStatusError(code, f"the log {path} can't be written ({error}); nothing of this batch was stored: free the disk and send again")
-
-
-def _primary_code(error: sqlite3.Error) -> int:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF
-
-
-def is_damage(error: sqlite3.Error) -> bool:
-    return _primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-
-
-def is_full(error: Exception, path: Path) -> bool:
-    """True if `error` came of a disk without room."""
-    if isinstance(error, OSError):
-        return error.errno in _FULL_ERRNOS
-    if not isinstance(error, sqlite3.Error):
-        return False
-    if _primary_code(error) == sqlite3.SQLITE_FULL:
-        return True
-    with contextlib.suppress(OSError):
-        return _primary_code(error) in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and _free_bytes(path) < FULL_BYTES
-    return False
 
 
 class DamagedError(Exception):
@@ -264,10 +239,7 @@ class Store:
             with contextlib.suppress(sqlite3.Error):
                 self._db.close()
         self._db = None
-        target = Path(f"{self.path}.damaged-{time.time_ns()}")
-        for suffix in ("-wal", "-shm", ""):  # the file itself last: until then it is found here again
-            with contextlib.suppress(FileNotFoundError):
-                Path(f"{self.path}{suffix}").rename(f"{target}{suffix}")
+        target = move_aside(self.path)
         log.error(
             "the log is damaged: it was moved aside, and an empty one with a new incarnation starts",
             path=str(self.path),
@@ -397,9 +369,9 @@ class Store:
 
     def sample(self) -> None:
         """Look what the files really take, and what is left."""
-        self.extent.disk_bytes = sum(_disk_bytes(Path(f"{self.path}{suffix}")) for suffix in ("", "-wal", "-shm", ".mark"))
+        self.extent.disk_bytes = sum(disk_bytes(Path(f"{self.path}{suffix}")) for suffix in ("", "-wal", "-shm", ".mark"))
         with contextlib.suppress(OSError):
-            self.extent.disk_free_bytes = _free_bytes(self.path)
+            self.extent.disk_free_bytes = free_bytes(self.path)
 
     # -- retention
 
@@ -500,16 +472,4 @@ def _pragma(db: sqlite3.Connection, name: str) -> int:
     return int(db.execute(f"PRAGMA {name}").fetchone()[0])
 
 
-def _disk_bytes(path: Path) -> int:
-    try:
-        return path.stat().st_blocks * 512
-    except OSError:
-        return 0
-
-
-def _free_bytes(path: Path) -> int:
-    stat = os.statvfs(path.parent)
-    return stat.f_bavail * stat.f_frsize
-
-
-__all__ = ["Changes", "Cursor", "Damage", "Extent", "Store", "Stream", "is_damage", "status_error"]
+__all__ = ["Changes", "Cursor", "Damage", "Extent", "Store", "Stream", "status_error"]

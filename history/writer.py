@@ -19,7 +19,8 @@ from history.chunk import Chunk, Columns, encode
 from history.load import Cursor, Extent, Stream, growth_of
 from history.passed import Passed
 from history.rows import Row
-from history.store import Changes, Store, is_damage, status_error
+from history.store import Changes, Store, status_error
+from storage.faults import is_damage
 from storage.worker import Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError

@@ -1,11 +1,13 @@
 """Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter topic.
 
 add -> queue (bounded) -> writer: one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
+                                     '-- damaged: moved aside; newer, in use, no room: not stored, told, published all the same
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sqlite3
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,8 +17,10 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+from google.protobuf.message import DecodeError
 
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, InUseError, Lock
+from storage.faults import is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -28,7 +32,13 @@ from uprotocol.v1.uri_pb2 import UUri
 
 RESOURCE: Final = 0x8001  # of core.ustreamer
 STORED_MAX: Final = 10_000  # letters kept; the oldest go first: they are for a person to look at, the counters go on
+STORED_BYTES_MAX: Final = 64 << 20  # of their messages
+WAL_BYTES_MAX: Final = 4 << 20  # of the write-ahead log, once it was emptied
 QUEUED_MAX: Final = 2_000  # letters not yet stored; beyond it they are counted as lost, so that a flood costs no memory
+QUEUED_BYTES_MAX: Final = 16 << 20  # of their messages
+OPEN_AGAIN_S: Final = 5.0  # between two tries to open a store that can't be opened, while letters come
+SCHEMA_VERSION: Final = 1
+APPLICATION_ID: Final = 0x7570_646C  # "updl": tells dead letters from any other SQLite file
 BATCH_MAX: Final = 256  # letters per transaction
 
 log = structlog.get_logger()
@@ -65,49 +75,155 @@ class Stored:
         }
 
 
+Row = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
+
+
 class Store:
-    """The SQLite file; every call blocks. Raises UStatusError(FAILED_PRECONDITION) if it can't be opened, or is no such file."""
+    """The SQLite file; every call blocks, and is made by one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
+        """A damaged file is moved aside, and a new one starts: `moved_to`.
+
+        Raises UStatusError: FAILED_PRECONDITION (no such file, or of a newer program), ALREADY_EXISTS (in use), RESOURCE_EXHAUSTED (the
+        disk is full), UNAVAILABLE (I/O). Nothing is changed then.
+        """
+        self.path, self.moved_to = path, Path()
+        self._lock: Lock | None = None
+        self._db: sqlite3.Connection | None = None
+        self._bytes = 0  # of all messages
         try:
             if read_only:  # not even a journal is made: it may be another user's
-                self._db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+                self._db = disk.connect(path, read_only=True)
                 self._db.execute("select count(*) from letter")
-                return
-            self._db = disk.connect(path)
-            self._db.execute("pragma journal_mode=wal")
-            self._db.execute(
+            else:
+                self._open(disk)
+        except InUseError as owner:
+            raise self._cannot(UCode.ALREADY_EXISTS, f"it is in use by process {owner}") from None
+        except (sqlite3.Error, OSError) as error:
+            self.close()
+            if read_only or is_damage(error):
+                raise self._cannot(UCode.FAILED_PRECONDITION, str(error)) from None
+            raise self._cannot(UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE, str(error)) from None
+        except UStatusError:
+            self.close()
+            raise
+
+    def _cannot(self, code: UCode.ValueType, why: str) -> UStatusError:
+        return UStatusError(code, f"the dead letter store {self.path} can't be opened ({why}): check it, or move it away")
+
+    def _open(self, disk: Disk) -> None:
+        self._lock = disk.lock(Path(f"{self.path}.lock"))
+        try:
+            self._check(disk)
+        except sqlite3.Error as error:
+            if not is_damage(error):
+                raise
+            self._end_connection()
+            self.moved_to = move_aside(self.path)
+            log.error("the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error))
+            self._check(disk)
+
+    def _check(self, disk: Disk) -> None:
+        if self.path.exists() and self.path.stat().st_size:
+            db = disk.connect(self.path, read_only=True)  # what is not ours is not touched, nor is its write-ahead log moved into it
+            try:
+                self._require_ours(db)
+            finally:
+                db.close()
+        db = self._db = disk.connect(self.path)
+        (fault,) = db.execute("pragma quick_check(1)").fetchone()
+        if fault != "ok":
+            raise _damaged(fault)
+        db.execute("pragma journal_mode=wal")
+        db.execute(f"pragma journal_size_limit={WAL_BYTES_MAX}")
+        db.execute("begin immediate")
+        try:
+            db.execute(
                 "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
                 " endpoint text, message blob)"
             )
-        except sqlite3.Error as error:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened ({error}): check it, or move it away"
-            ) from None
-
-    def write(self, letters: Sequence[tuple[int, int, str, str, bytes]]) -> None:
-        self._db.execute("begin")
-        try:
-            self._db.executemany("insert into letter(time_ms, code, reason, endpoint, message) values(?,?,?,?,?)", letters)
-            self._db.execute("delete from letter where number <= (select max(number) from letter) - ?", (STORED_MAX,))
-            self._db.execute("commit")
-        except sqlite3.Error:
-            if self._db.in_transaction:  # a full disk may have ended it already
-                self._db.execute("rollback")
+            db.execute(f"pragma application_id={APPLICATION_ID}")  # version 0.1.0 had neither
+            db.execute(f"pragma user_version={SCHEMA_VERSION}")
+            db.execute("commit")
+        except BaseException:
+            self._roll_back(db)
             raise
+        self._bytes = db.execute("select coalesce(sum(length(message)), 0) from letter").fetchone()[0]
+
+    def _require_ours(self, db: sqlite3.Connection) -> None:
+        (application,) = db.execute("pragma application_id").fetchone()
+        (version,) = db.execute("pragma user_version").fetchone()
+        tables = {name for (name,) in db.execute("select name from sqlite_master where type = 'table'")}
+        if tables and "letter" not in tables:
+            raise self._cannot(UCode.FAILED_PRECONDITION, "it is a SQLite file, but holds no dead letters")
+        if version > SCHEMA_VERSION or application not in (0, APPLICATION_ID):
+            raise self._cannot(UCode.FAILED_PRECONDITION, f"it is of a newer program, format {version}; this one knows {SCHEMA_VERSION}")
+
+    def write(self, letters: Sequence[Row]) -> None:
+        """All of them, or a sqlite3.Error and none; the oldest make room."""
+        db = self._db
+        assert db is not None, "it is open"
+        db.execute("begin immediate")
+        try:
+            db.executemany("insert into letter(time_ms, code, reason, endpoint, message) values(?,?,?,?,?)", letters)
+            total = self._make_room(db, self._bytes + sum(len(letter[-1]) for letter in letters))
+            db.execute("commit")
+        except BaseException:
+            self._roll_back(db)
+            raise
+        self._bytes = total
+
+    def _make_room(self, db: sqlite3.Connection, total: int) -> int:
+        """Returns the bytes that are left."""
+        rows = db.execute(
+            "select number, length(message), number <= (select max(number) from letter) - ? from letter order by number", (STORED_MAX,)
+        )
+        last = None
+        for number, size, is_beyond in rows:
+            if not is_beyond and total <= STORED_BYTES_MAX:
+                break
+            last, total = number, total - size
+        if last is not None:
+            db.execute("delete from letter where number <= ?", (last,))
+        return total
+
+    def _roll_back(self, db: sqlite3.Connection) -> None:
+        if db.in_transaction:  # a full disk may have ended it already
+            with contextlib.suppress(sqlite3.Error):
+                db.execute("rollback")
 
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
-        """The newest letters, oldest first."""
-        rows = self._db.execute(
-            "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?", (newest,)
-        ).fetchall()
-        return [
-            Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
-            for number, time_ms, code, reason, endpoint, data in reversed(rows)
-        ]
+        """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
+        assert self._db is not None, "it is open"
+        try:
+            rows = self._db.execute(
+                "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?", (newest,)
+            ).fetchall()
+            return [
+                Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
+                for number, time_ms, code, reason, endpoint, data in reversed(rows)
+            ]
+        except (sqlite3.Error, DecodeError, TypeError) as error:
+            raise UStatusError(UCode.DATA_LOSS, f"the dead letter store {self.path} is damaged: {error}") from None
+
+    def _end_connection(self) -> None:
+        if self._db is not None:
+            with contextlib.suppress(sqlite3.Error):
+                self._db.close()
+            self._db = None
 
     def close(self) -> None:
-        self._db.close()
+        """May be called twice."""
+        self._end_connection()
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+
+def _damaged(fault: str) -> sqlite3.DatabaseError:
+    error = sqlite3.DatabaseError(fault)
+    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+    return error
 
 
 def open_read_only(path: Path) -> Store:
@@ -128,28 +244,39 @@ class DeadLetters:
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
     ) -> None:
-        self._store = Store(path, disk=runtime.disk)
+        if path.is_dir():
+            raise UStatusError(UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened: it is a folder, not a file")
+        self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._queue: deque[DeadLetter] = deque()
+        self._queued_bytes = 0
         self._arrived = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, "dead-letters")
         self._flushing: asyncio.Future[None] | None = None
+        self.trouble: str | None = None  # why nothing is stored now; what is lost is counted
         self.total = 0
-        self.lost = 0  # not stored: queue full, disk refused, or a dead letter of a dead letter
+        self.lost = 0  # not stored: queue full, no store, disk refused, or a dead letter of a dead letter
+        self.damaged = 0  # stores that were moved aside
         self.by_code: dict[str, int] = {}
+        self._store: Store | None = None
+        self._open_again_at = 0.0
+        self._open()
 
     def __repr__(self) -> str:
-        return f"DeadLetters(total={self.total}, lost={self.lost}, queued={len(self._queue)})"
+        return f"DeadLetters(total={self.total}, lost={self.lost}, queued={len(self._queue)}, trouble={self.trouble})"
 
     def add(self, message: UMessage, code: UCode.ValueType, reason: str, endpoint: str) -> None:
         self.total += 1
         self.by_code[code_name(code)] = self.by_code.get(code_name(code), 0) + 1
-        if message.attributes.source == self._topic or len(self._queue) >= QUEUED_MAX:
+        size = message.ByteSize()
+        is_full = len(self._queue) >= QUEUED_MAX or (self._queue and self._queued_bytes + size > QUEUED_BYTES_MAX)
+        if message.attributes.source == self._topic or is_full:
             self.lost += 1  # never a dead letter of a dead letter
             return
         letter = DeadLetter(message=message, code=code, reason=reason, endpoint=endpoint)
         letter.time.FromMilliseconds(self._now_ms())
         self._queue.append(letter)
+        self._queued_bytes += size
         self._arrived.set()
 
     async def run(self) -> None:
@@ -163,20 +290,59 @@ class DeadLetters:
 
     async def _flush(self) -> None:
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MAX))]
+        self._queued_bytes -= sum(letter.message.ByteSize() for letter in batch)
         rows = [
             (letter.time.ToMilliseconds(), letter.code, letter.reason, letter.endpoint, letter.message.SerializeToString())
             for letter in batch
         ]
-        try:
-            await asyncio.get_running_loop().run_in_executor(self._executor, self._store.write, rows)
-        except sqlite3.Error as error:
+        if not await asyncio.get_running_loop().run_in_executor(self._executor, self._keep, rows):
             self.lost += len(batch)
-            log.error("dead letters could not be stored", letters=len(batch), error=str(error))
         for letter in batch:
             try:
                 await self._publish(self._topic, letter)
             except UStatusError as error:
                 log.debug("a dead letter could not be published; it is stored", error=str(error))
+
+    # On the thread
+
+    def _keep(self, rows: Sequence[Row]) -> bool:
+        """Store them, and True; else `trouble` says why not."""
+        for _ in range(2):  # a damaged store is moved aside, and the next one takes them
+            if self._store is None and not self._open():
+                return False
+            assert self._store is not None
+            try:
+                self._store.write(rows)
+            except sqlite3.Error as error:
+                self._note(f"dead letters can't be stored: {error}")
+                if not is_damage(error):
+                    return False
+                self._store.close()
+                self._store, self._open_again_at = None, 0.0
+            else:
+                self._note(None)
+                return True
+        return False
+
+    def _open(self) -> bool:
+        """Diagnostics stop nothing: without a store the letters are published and counted."""
+        if self._monotonic() < self._open_again_at:
+            return False
+        self._open_again_at = self._monotonic() + OPEN_AGAIN_S
+        try:
+            self._store = Store(self._path, disk=self._disk)
+        except UStatusError as error:
+            self._note(error.message)
+            return False
+        if self._store.moved_to != Path():
+            self.damaged += 1
+        self._note(None)
+        return True
+
+    def _note(self, trouble: str | None) -> None:
+        if trouble != self.trouble and trouble is not None:
+            log.error("dead letters are not stored", why=trouble)
+        self.trouble = trouble
 
     async def close(self) -> None:
         if self._flushing is not None:
@@ -184,4 +350,5 @@ class DeadLetters:
         while self._queue:
             await self._flush()
         self._executor.shutdown()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()

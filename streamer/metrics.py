@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ class StreamerCollector(Collector):
         yield from self._endpoints()
         yield from self._pumps()
         yield from self._history()
+        yield from self._disk()
         yield from self._rest()
 
     def _endpoints(self) -> Iterator[Metric]:
@@ -71,15 +73,36 @@ class StreamerCollector(Collector):
     def _history(self) -> Iterator[Metric]:
         newest = GaugeMetricFamily("up_streamer_log_newest_seq", "Newest record of a log", labels=["log"])
         oldest = GaugeMetricFamily("up_streamer_log_oldest_seq", "Oldest record of a log", labels=["log"])
-        size = GaugeMetricFamily("up_streamer_log_bytes", "Size of a log", labels=["log"])
+        size = GaugeMetricFamily("up_streamer_log_bytes", "Size of the records in a log", labels=["log"])
         healthy = GaugeMetricFamily("up_streamer_log_healthy", "0 while a log refuses messages", labels=["log"])
+        dropped = CounterMetricFamily("up_streamer_log_dropped", "What a log could not keep or read, by reason", labels=["log", "reason"])
+        holes = GaugeMetricFamily("up_streamer_log_holes", "Ranges of records that were committed once and are lost", labels=["log"])
+        damage = GaugeMetricFamily(
+            "up_streamer_log_damage", "What a log has lost, and no person has acknowledged, by kind", labels=["log", "kind"]
+        )
         for log in self._streamer.logs:
             label = ["durable" if log.durable else "volatile"]
             newest.add_metric(label, log.newest_seq)
             oldest.add_metric(label, log.oldest_seq)
             size.add_metric(label, log.stored_bytes)
             healthy.add_metric(label, int(log.healthy))
-        yield from (newest, oldest, size, healthy)
+            holes.add_metric(label, len(log.holes))
+            for reason, count in log.dropped.items():
+                dropped.add_metric([*label, reason], count)
+            for kind, count in Counter(one.kind for one in log.damage).items():
+                damage.add_metric([*label, kind], count)
+        yield from (newest, oldest, size, healthy, dropped, holes, damage)
+
+    def _disk(self) -> Iterator[Metric]:
+        used = GaugeMetricFamily("up_streamer_log_disk_bytes", "What all files of a log take, its write-ahead log included", labels=["log"])
+        limit = GaugeMetricFamily("up_streamer_log_disk_limit_bytes", "What they may take (history.retention_mib)", labels=["log"])
+        free = GaugeMetricFamily("up_streamer_disk_free_bytes", "What is left to us on the disk of a log", labels=["log"])
+        for log in self._streamer.logs:
+            if log.durable:
+                used.add_metric(["durable"], log.disk_bytes)
+                limit.add_metric(["durable"], log.retention_bytes)
+                free.add_metric(["durable"], log.disk_free_bytes)
+        yield from (used, limit, free)
 
     def _rest(self) -> Iterator[Metric]:
         letters = CounterMetricFamily("up_streamer_dead_letters", "Messages that could not be delivered, by code", labels=["code"])
@@ -89,6 +112,10 @@ class StreamerCollector(Collector):
         yield CounterMetricFamily(
             "up_streamer_dead_letters_lost", "Dead letters that were not stored", value=self._streamer.dead_letters.lost
         )
+        yield CounterMetricFamily(
+            "up_streamer_dead_letters_damaged", "Stores of dead letters that were moved aside", value=self._streamer.dead_letters.damaged
+        )
+        yield CounterMetricFamily("up_streamer_gaps", "Gaps that were told", value=self._streamer.gaps.total)
         yield GaugeMetricFamily("up_streamer_ready", "1 if everything works", value=int(not self._streamer.problems()))
         yield GaugeMetricFamily(
             "up_streamer_interest_version", "Rises with every change of a subscription", value=self._streamer.interest.version

@@ -123,10 +123,114 @@ def test_a_write_that_failed_does_not_stop_the_next_one(tmp_path: Path) -> None:
     store.close()
 
 
-async def test_what_is_no_store_is_said(tmp_path: Path) -> None:
+def test_what_is_no_store_is_said(tmp_path: Path) -> None:
     (tmp_path / "letters.db").write_bytes(b"something else entirely" * 100)
-    for make in (lambda: Desk(tmp_path / "letters.db"), lambda: dead_letter.open_read_only(tmp_path / "letters.db")):
-        with pytest.raises(UStatusError, match="check it, or move it away"):
-            make()
+    with pytest.raises(UStatusError, match="check it, or move it away"):
+        dead_letter.open_read_only(tmp_path / "letters.db")
     with pytest.raises(UStatusError, match="has run"):
         dead_letter.open_read_only(tmp_path / "nowhere.db")
+
+
+def payloads(path: Path) -> list[bytes]:
+    store = dead_letter.open_read_only(path)
+    try:
+        return [one.message.payload for one in store.read()]
+    finally:
+        store.close()
+
+
+async def test_a_damaged_store_is_moved_aside_and_a_new_one_starts(tmp_path: Path) -> None:
+    path = tmp_path / "letters.db"
+    noise = b"something else entirely" * 100
+    path.write_bytes(noise)
+    desk = Desk(path)
+    assert (desk.letters.trouble, desk.letters.damaged) == (None, 1)
+    desk.letters.add(publication("kept"), UCode.UNAVAILABLE, "away", "cloud")
+    await desk.letters.close()
+    assert payloads(path) == [b"kept"]
+    assert [one.read_bytes() for one in tmp_path.glob("letters.db.damaged-*")] == [noise]
+    assert desk.letters.lost == 0
+
+
+async def test_a_store_that_is_damaged_while_it_is_used_is_moved_aside(tmp_path: Path) -> None:
+    path = tmp_path / "letters.db"
+    desk = Desk(path)
+    for number in range(50):
+        desk.letters.add(publication(f"{number}" * 1_000), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+    assert desk.letters._store is not None
+    desk.letters._store._db.execute("pragma wal_checkpoint(truncate)")  # type: ignore[union-attr]
+    desk.letters._store._db.execute("pragma cache_size=0")  # type: ignore[union-attr]
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(bytes(range(256)) * 300)
+    for number in range(3):
+        desk.letters.add(publication(f"later {number}"), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+    await desk.letters.close()
+    assert (desk.letters.trouble, desk.letters.damaged, desk.letters.lost) == (None, 1, 0)
+    assert payloads(path) == [b"later 0", b"later 1", b"later 2"]
+
+
+async def test_a_newer_store_is_left_as_it_is_and_letters_are_published_all_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "letters.db"
+    Store(path).close()
+    db = sqlite3.connect(path)
+    db.execute("pragma user_version = 99")
+    db.close()
+    before = path.read_bytes()
+    desk = Desk(path)
+    assert "newer program" in (desk.letters.trouble or "")
+    desk.letters.add(publication(), UCode.UNAVAILABLE, "away", "cloud")
+    await desk.letters.close()
+    assert (path.read_bytes(), len(desk.published), desk.letters.lost, desk.letters.damaged) == (before, 1, 1, 0)
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+async def test_two_streamers_do_not_share_a_store(tmp_path: Path) -> None:
+    first, second = Desk(tmp_path / "letters.db"), Desk(tmp_path / "letters.db")
+    assert "in use by process" in (second.letters.trouble or "")
+    await second.letters.close()
+    assert first.letters.trouble is None
+    await first.letters.close()
+
+
+async def test_a_disk_that_is_full_at_the_start_harms_nothing_and_letters_are_stored_once_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letter, "OPEN_AGAIN_S", 0.0)
+    path = tmp_path / "letters.db"
+    store = Store(path)
+    store.write([(1, 14, "away", "cloud", publication("old").SerializeToString())])
+    store.close()
+    with monkeypatch.context() as patch:
+
+        def full(self: Store, disk: Any) -> None:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+
+        patch.setattr(Store, "_check", full)
+        desk = Desk(path)
+        assert "disk is full" in (desk.letters.trouble or "")
+        desk.letters.add(publication("not stored"), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+        assert (desk.letters.lost, desk.letters.damaged) == (1, 0)
+    desk.letters.add(publication("new"), UCode.UNAVAILABLE, "away", "cloud")
+    await desk.letters.close()
+    assert (desk.letters.trouble, desk.letters.lost) == (None, 1)
+    assert payloads(path) == [b"old", b"new"]
+
+
+async def test_letters_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "STORED_BYTES_MAX", 5_000)
+    monkeypatch.setattr(dead_letter, "QUEUED_BYTES_MAX", 3_000)
+    desk = Desk(tmp_path / "letters.db")
+    for number in range(10):
+        for _ in range(5):
+            desk.letters.add(publication(f"{number}" * 1_000), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+    await desk.letters.close()
+    stored = payloads(tmp_path / "letters.db")
+    assert [one[:1] for one in stored] == [b"8", b"8", b"9", b"9"]
+    assert desk.letters.lost == 30

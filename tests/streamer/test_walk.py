@@ -424,6 +424,12 @@ async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, p
     assert status == 200
     assert 'up_streamer_forwarded_total{endpoint="cloud"} 7.0' in metrics
     assert 'up_streamer_log_newest_seq{log="durable"} 7.0' in metrics
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))}
+    assert values['up_streamer_log_disk_limit_bytes{log="durable"}'] == world.streamer.logs.durable.retention_bytes
+    used = values['up_streamer_log_disk_bytes{log="durable"}']
+    assert 100_000 < used < 10_000_000, "the whole of it: database, write-ahead log, its index, the mark"
+    assert values['up_streamer_disk_free_bytes{log="durable"}'] > 0
+    assert 'up_streamer_log_holes{log="durable"} 0.0' in metrics
     assert (await asyncio.to_thread(get, "/healthz"))[0] == 200
     assert (await asyncio.to_thread(get, "/readyz"))[0] == 200
     world.streamer.endpoints["cloud"].transport.disconnect()

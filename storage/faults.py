@@ -1,0 +1,63 @@
+"""What an error of a file means: no room, damage, or something that may pass; and how a damaged file is put aside.
+
+sqlite3.Error, OSError -> is_full? -> keep, try again      is_damage? -> move_aside, begin anew      neither -> try again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+import time
+from pathlib import Path
+from typing import Final
+
+FULL_BYTES: Final = 1 << 20  # a disk with less free is full: SQLite names other reasons where it can't make its small files
+_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def primary_code(error: sqlite3.Error) -> int:
+    """SQLite's result code, without what it adds to it."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def is_damage(error: BaseException) -> bool:
+    """True if the bytes of an SQLite file are not those that were written."""
+    return isinstance(error, sqlite3.Error) and primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def is_full(error: BaseException, path: Path) -> bool:
+    """True if `error` came of a disk without room for the file `path`, or for what belongs to it."""
+    if isinstance(error, OSError):
+        return error.errno in _FULL_ERRNOS
+    if not isinstance(error, sqlite3.Error):
+        return False
+    if primary_code(error) == sqlite3.SQLITE_FULL:
+        return True
+    with contextlib.suppress(OSError):
+        return primary_code(error) in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and free_bytes(path) < FULL_BYTES
+    return False
+
+
+def free_bytes(path: Path) -> int:
+    """What is left to us on the disk of the file `path`. Raises OSError."""
+    stat = os.statvfs(path.parent)
+    return stat.f_bavail * stat.f_frsize
+
+
+def disk_bytes(path: Path) -> int:
+    """What the file really takes; 0 if there is none."""
+    try:
+        return path.stat().st_blocks * 512
+    except OSError:
+        return 0
+
+
+def move_aside(path: Path) -> Path:
+    """A damaged SQLite file and what belongs to it, to NAME.damaged-TIME: nothing is deleted. Returns the new name. Raises OSError."""
+    target = Path(f"{path}.damaged-{time.time_ns()}")
+    for suffix in ("-wal", "-shm", ""):  # the file itself last: until then it is found where it was
+        with contextlib.suppress(FileNotFoundError):
+            Path(f"{path}{suffix}").rename(f"{target}{suffix}")
+    return target
