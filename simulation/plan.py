@@ -28,10 +28,9 @@ SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEV
 REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
 """Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
 
-KNOWN_FAULTS: Final = frozenset({"hurry", "shortage", "late_error", "tear_young"})
+KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young"})
 """What the product can't bear yet, and is left out by default: take a name away as soon as its fault is mended.
 
-hurry: Subscribe, Unsubscribe, Subscribe without waiting       shortage: a remote service that is short of something
 late_error: a COMMIT that fails though it has happened         tear_young: a log whose tables are in its write-ahead log alone
 """
 
