@@ -239,9 +239,7 @@ class Plan:
         """A kill after which the write-ahead log of the history is found cut."""
         self._world.checker.allowed_gaps = True
         self._v.had_disk_faults = True
-        file = self._v.folder / "history.db"
-        young = not file.exists() or file.stat().st_size == 0
-        self._v.kill(tear="" if young and "tear_young" in self._world.without else "history")
+        self._v.kill(tear="" if not self._v.was_closed and "tear_young" in self._world.without else "history")
         await self._some(2.0)
         self._start(self._v)
 
