@@ -14,6 +14,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from history.subscriber import GaplessSubscriber, HistoryClient
+from simulation.network import CALM
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -147,11 +148,16 @@ class Subscriber:
                 return
 
     async def hurry(self, topic: UUri, last: bool) -> None:
-        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win."""
+        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps their order."""
+        network: Any = self._transport.network
+        if network.weather is not CALM or network._held:
+            await self.wish(topic, last)
+            return
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
             wish = self._world.checker.wishes(self.name, topic, last)
             commands = [last, not last, last]
+            self.client._subscribed.pop(uris.key(topic), None)  # it would say again, after a reconnect, what we take back behind its back
             rpc = InMemoryRpcClient(self._transport, self.local)
             await rpc.open()
             try:

@@ -392,7 +392,9 @@ class Checker:
 
     def _is_unclaimed(self, id: Id) -> bool:
         """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
-        return any(one == machine and low < seq <= high for machine, _, seq in self.places.get(id, ()) for one, low, high in self.unclaimed)
+        if id not in self.places:  # it may have been committed without anybody being told, which a kill does
+            return any(low < high for _, low, high in self.unclaimed)
+        return any(one == machine and low < seq <= high for machine, _, seq in self.places[id] for one, low, high in self.unclaimed)
 
     def _in_gap(self, machine: str, seq: int) -> bool:
         return any(one == machine and after < seq < before for one, after, before in self.gaps)
