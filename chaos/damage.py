@@ -58,6 +58,7 @@ AIMED: Final = (
     b"vehicle1",
     b"cloud",
 )
+AIMED_SHARE: Final = 0.6  # of the flips
 AIMED_BYTES: Final = 48  # round about such a word
 LOG_FILE: Final = "history.db"  # may refuse: a file of a newer program, or none of ours, is left as it is
 UNREAD: Final = (".lock", "-shm")  # rebuilt from the others: no promise rests on their content
@@ -329,41 +330,40 @@ def _flipped(base: int, file: str, at: int, bit: int) -> Damage:
     return Damage(base, file, f"bit {bit} of byte {at} turned", apply)
 
 
-def _files(base: Base) -> list[Path]:
-    found = [one for one in sorted(base.folder.rglob("*")) if one.is_file() and one.stat().st_size]
-    return [one for one in found if not one.name.endswith(UNREAD) and one.name.startswith(base.only)]
+def _files(bases: list[Base]) -> list[tuple[int, str, Path]]:
+    """(base, name, path) of every file whose content something rests on."""
+    return [
+        (number, path.relative_to(base.folder).as_posix(), path)
+        for number, base in enumerate(bases)
+        for path in sorted(base.folder.rglob("*"))
+        if path.is_file() and path.stat().st_size and path.name.startswith(base.only) and not path.name.endswith(UNREAD)
+    ]
 
 
 def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
-    """Small files at every byte, great ones at every page and frame and at random bytes; for ever, in a random order."""
+    """Small files at every byte, great ones at some sixty places and then at random bytes; for ever, in a random order."""
+    files = _files(bases)
     first: list[Damage] = []
-    for number, base in enumerate(bases):
-        for path in _files(base):
-            size, name = path.stat().st_size, path.relative_to(base.folder).as_posix()
-            step = max(1, size // 60)
-            first += [_torn(number, name, max(0, at - rng.choice((0, 1)))) for at in range(0, size, step)]
+    for number, name, path in files:
+        size = path.stat().st_size
+        first += [_torn(number, name, max(0, at - rng.choice((0, 1)))) for at in range(0, size, max(1, size // 60))]
     rng.shuffle(first)
     yield from first
     while True:
-        number = rng.randrange(len(bases))
-        path = rng.choice(_files(bases[number]))
-        yield _torn(number, path.relative_to(bases[number].folder).as_posix(), rng.randrange(path.stat().st_size))
+        number, name, path = rng.choice(files)
+        yield _torn(number, name, rng.randrange(path.stat().st_size))
 
 
 def flips(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
     """Anywhere in any file, and by turns near what matters: cursors, counters, addresses. For ever."""
-    aims = {
-        (number, path): [match.start() for word in AIMED for match in re.finditer(re.escape(word), path.read_bytes())]
-        for number, base in enumerate(bases)
-        for path in _files(base)
-    }
+    files = _files(bases)
+    aims = {path: [match.start() for word in AIMED for match in re.finditer(re.escape(word), path.read_bytes())] for _, _, path in files}
     while True:
-        number = rng.randrange(len(bases))
-        path = rng.choice(_files(bases[number]))
+        number, name, path = rng.choice(files)
         at = rng.randrange(path.stat().st_size)
-        if (near := aims[number, path]) and rng.random() < 0.6:
+        if (near := aims[path]) and rng.random() < AIMED_SHARE:
             at = min(max(0, rng.choice(near) + rng.randint(-16, AIMED_BYTES)), path.stat().st_size - 1)
-        yield _flipped(number, path.relative_to(bases[number].folder).as_posix(), at, rng.randrange(8))
+        yield _flipped(number, name, at, rng.randrange(8))
 
 
 KINDS: Final = {"torn": tears, "flips": flips}

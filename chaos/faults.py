@@ -252,6 +252,7 @@ def io_die(world: World) -> None:
         while world.gateway.running and time.monotonic() < deadline:
             time.sleep(0.02)
         world.io.disarm()
+        time.sleep(0.1)  # one that met it just now has died by then
         world.gateway.restart_if_ended()
     _maybe_ready(world, world.gateway)
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 
 from history.subscriber import GaplessSubscriber, HistoryClient
+from simulation.network import CALM
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -34,6 +35,7 @@ from usubscription_client.wire import Status, Subscription
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
 PRIORITIES: Final = (UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS3)
+SUBSCRIBE, UNSUBSCRIBE = 1, 2  # methods of both versions
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
 """What says no for good."""
 
@@ -146,11 +148,16 @@ class Subscriber:
                 return
 
     async def hurry(self, topic: UUri, last: bool) -> None:
-        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win."""
+        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps their order."""
+        network: Any = self._transport.network
+        if network.weather is not CALM or network._held:
+            await self.wish(topic, last)
+            return
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
             wish = self._world.checker.wishes(self.name, topic, last)
             commands = [last, not last, last]
+            self.client._subscribed.pop(uris.key(topic), None)  # it would say again, after a reconnect, what we take back behind its back
             rpc = InMemoryRpcClient(self._transport, self.local)
             await rpc.open()
             try:
@@ -165,12 +172,8 @@ class Subscriber:
         await self.wish(topic, last)  # the last one was not answered: say it again
 
     async def _raw(self, rpc: InMemoryRpcClient, topic: UUri, subscribe: bool) -> Status:
-        method, request = (
-            (wire.SUBSCRIBE, wire.subscribe(self.version, topic))
-            if subscribe
-            else (wire.UNSUBSCRIBE, wire.unsubscribe(self.version, topic))
-        )
-        sink = uris.uri(self.authority, 0, self.version, method)
+        request = wire.subscribe(self.version, topic) if subscribe else wire.unsubscribe(self.version, topic)
+        sink = uris.uri(self.authority, 0, self.version, SUBSCRIBE if subscribe else UNSUBSCRIBE)
         payload = await rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=CALL_MS))
         return wire.read_status(self.version, payload) if subscribe else Status.UNSUBSCRIBED
 

@@ -40,6 +40,7 @@ class Sent:
     era: int
     acknowledged_at: float | None = None
     heard: dict[str, int] = field(default_factory=dict)
+    promised: set[str] = field(default_factory=set)  # hearers to whom it was owed at any time
     lost: bool = False  # by a network that acknowledges nothing
 
     @property
@@ -178,6 +179,7 @@ class Checker:
                 owed.pop(id, None)
 
     def _owe(self, hearer: str, sent: Sent) -> None:
+        sent.promised.add(hearer)
         if hearer not in sent.heard:
             self.owed[hearer][sent.id] = sent
 
@@ -202,7 +204,8 @@ class Checker:
                 self.fail("unexplained duplicate", f"{hearer} heard {sent} {times} times")
             return
         last = self._last.get((hearer, sent.stream), 0)
-        if sent.number < last and id not in self._maybe_told:  # what was told as a dead letter may still come, by another endpoint
+        if sent.number < last and hearer in sent.promised and id not in self._maybe_told:
+            # (what was told as a dead letter, or is from before the subscription, may still come when an endpoint has its name again)
             self.fail("reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream")
         self._last[hearer, sent.stream] = max(last, sent.number)
 
@@ -389,7 +392,9 @@ class Checker:
 
     def _is_unclaimed(self, id: Id) -> bool:
         """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
-        return any(one == machine and low < seq <= high for machine, _, seq in self.places.get(id, ()) for one, low, high in self.unclaimed)
+        if id not in self.places:  # it may have been committed without anybody being told, which a kill does
+            return any(low < high for _, low, high in self.unclaimed)
+        return any(one == machine and low < seq <= high for machine, _, seq in self.places[id] for one, low, high in self.unclaimed)
 
     def _in_gap(self, machine: str, seq: int) -> bool:
         return any(one == machine and after < seq < before for one, after, before in self.gaps)

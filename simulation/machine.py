@@ -137,6 +137,7 @@ class Machine:
         self.wanted = False  # running is wanted
         self.torn = False  # a write-ahead log of it was cut once
         self.had_disk_faults = False
+        self.was_closed = False  # a process of it has ended as it should, so that the tables are in the files themselves
         self.on_ready: list[Callable[[], None]] = []
 
     @property
@@ -208,6 +209,7 @@ class Machine:
     def ended(self, process: GatewayProcess) -> None:
         """A clean end: nothing of it may still live."""
         self.process = None
+        self.was_closed = True
         self.world.note("ended", self.name)
         self.world.loop.call_soon(self._look_for_leftovers, process, context=self.world.context)
 

@@ -28,10 +28,9 @@ SHORTAGES: Final = tuple(int(code) for code in UCode.values() if code not in NEV
 REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK and code not in RETRYABLE)
 """Of one message, while those behind it are taken: what may be tried again ends a batch (Faults.fail_send)."""
 
-KNOWN_FAULTS: Final = frozenset({"hurry", "shortage", "late_error", "tear_young"})
+KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young"})
 """What the product can't bear yet, and is left out by default: take a name away as soon as its fault is mended.
 
-hurry: Subscribe, Unsubscribe, Subscribe without waiting       shortage: a remote service that is short of something
 late_error: a COMMIT that fails though it has happened         tear_young: a log whose tables are in its write-ahead log alone
 """
 
@@ -240,9 +239,7 @@ class Plan:
         """A kill after which the write-ahead log of the history is found cut."""
         self._world.checker.allowed_gaps = True
         self._v.had_disk_faults = True
-        file = self._v.folder / "history.db"
-        young = not file.exists() or file.stat().st_size == 0
-        self._v.kill(tear="" if young and "tear_young" in self._world.without else "history")
+        self._v.kill(tear="" if not self._v.was_closed and "tear_young" in self._world.without else "history")
         await self._some(2.0)
         self._start(self._v)
 

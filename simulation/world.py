@@ -2,7 +2,8 @@
 
       A, P  vehicle ---+              +--- cloud   L, Foreign (kind "foreign")
                        V (gateway) ---+      |
-      M, P  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
+   M, P, S  mcu -------+                     C (gateway, kind "chain") --- hub   H, P
+             '--- a uSubscription service without a gateway, for S
 
 plan (drawn from the seed): weather, partitions, kills, restarts, other configurations, clocks, disks, wishes
     -> everything heals -> what is owed must have come, or been told -> everything stops -> nothing may be left
@@ -30,10 +31,12 @@ import structlog
 
 from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, node
 from simulation.checker import Checker, Hop, Key
-from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, VirtualLoop
+from simulation.disk import SimulatedDisk
+from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, SimulatedWorker, VirtualLoop
 from simulation.machine import GatewayProcess, Machine, named
 from simulation.network import SimulatedNetwork
 from simulation.plan import Plan
+from storage.runtime import Runtime
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -41,6 +44,7 @@ from uprotocol import uuid as uuids
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
+from usubscription.service import USubscriptionService
 from usubscription_client.wire import Status
 
 KINDS: Final = ("static", "static", "chain", "foreign")
@@ -59,6 +63,7 @@ STATIC: Final = {  # topic -> where somebody hears it by the static file
 HEARERS: Final = {"vehicle": "A", "mcu": "M", "cloud": "L", "hub": "H"}
 WISHED_VIN: Final = ("//vin1/8001/1/8003", "//vin1/8001/1/8004")
 WISHED_HUB: Final = ("//hub/8003/1/8001", "//hub/8003/1/8002")
+LONE: Final = ("//mcu1/8002/1/8009", "//mcu1/8002/1/800A")  # nobody publishes these: only who subscribed to them counts
 SINK: Final = "//hub/9001/1/0"
 
 plugins.names = functools.cache(plugins.names)  # type: ignore[assignment]  # else each start of a gateway reads all of site-packages
@@ -87,6 +92,7 @@ class World:
         self.publishers: list[Publisher] = []
         self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}  # by hearer, with the topics and the machine of its service
         self.foreign: Foreign | None = None
+        self.lone: USubscriptionService | None = None
         self.reader: HistoryReader | None = None
         self.notes = 0
         self._digest = hashlib.blake2b(digest_size=16)
@@ -113,6 +119,8 @@ class World:
     # -- the geography, for the checker
 
     def hops(self, hearer: str, topic: Key) -> tuple[Hop, ...]:
+        if hearer == "S":
+            return ()
         origin = {"vin1": "vehicle", "mcu1": "mcu", "hub": "hub" if self.kind == "chain" else "cloud"}[topic[0]]
         target = next(network for network, name in HEARERS.items() if name == hearer)
         if target == "hub":
@@ -197,6 +205,7 @@ class World:
             await self._hearer(network)
         self.checker.sinks[uris.key(uris.parse(SINK))] = "L"
         await self._subscribe()
+        await self._lone_service()
 
     async def _hearer(self, network: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9001)
@@ -228,6 +237,20 @@ class World:
                 if self.dice.random() < 0.7:
                     await self.foreign.set(uris.parse(topic), uris.parse(SINK), True)
                     self.tasks.append(self.loop.create_task(self.foreign_is_sure(uris.parse(topic))))
+
+    async def _lone_service(self) -> None:
+        """One that listens to the network itself, as `python -m usubscription` does, and is never killed."""
+        transport = await node(self, "mcu", "mcu1", 0)
+        (self.folder / "lone").mkdir()
+        runtime = Runtime(
+            disk=SimulatedDisk(random.Random(self.seed), lambda what: None),
+            worker=SimulatedWorker,  # type: ignore[arg-type]
+            monotonic=self.loop.time,
+            rng=random.Random(self.seed),
+        )
+        self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)
+        await self.lone.start()
+        await self._subscriber("S", "mcu", "mcu1", self.dice.choice((3, 4)), LONE, "")
 
     async def _subscriber(self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9101)
@@ -330,6 +353,8 @@ class World:
         await asyncio.gather(*self.tasks, return_exceptions=True)
         for machine in self.machines.values():
             await machine.stop()
+        assert self.lone is not None
+        await self.lone.stop()
         await asyncio.sleep(2.0)
         checker.forgive(self._dead_letters())
         checker.finish()
@@ -371,10 +396,11 @@ class World:
     async def _wrong_subscriptions(self) -> list[tuple[str, str]]:
         wrong = []
         for hearer, (subscriber, topics, name) in self.subscribers.items():
-            streamer = self.machines[name].streamer
-            if streamer is None or streamer.usubscription is None:
+            streamer = self.machines[name].streamer if name else None
+            service = streamer.usubscription if streamer is not None else self.lone if not name else None
+            if service is None:
                 return [("not ready", f"{name} does not run")]
-            rows = await streamer.usubscription.subscriptions()
+            rows, authority = await service.subscriptions(), service.authority
             states = {row.topic: Status(row.status) for row in rows if row.subscriber == uris.key(subscriber.uri)}
             for topic in topics:
                 want = self.checker.wants.get((hearer, uris.key(topic)))
@@ -384,18 +410,21 @@ class World:
                     wrong.append(
                         (
                             "a subscription that nobody ended",
-                            f"{hearer} wants {uris.format(topic)}, and the service of {name} does not know it",
+                            f"{hearer} wants {uris.format(topic)}, and the service of {authority} does not know it",
                         )
                     )
                 elif not wanted and state is not None:
                     wrong.append(
-                        ("a subscription that nobody made", f"the service of {name} has {state!s} for {hearer} of {uris.format(topic)}")
+                        (
+                            "a subscription that nobody made",
+                            f"the service of {authority} has {state!s} for {hearer} of {uris.format(topic)}",
+                        )
                     )
                 elif wanted and state is not Status.SUBSCRIBED:
-                    wrong.append(("never settles", f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {name}"))
+                    wrong.append(("never settles", f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {authority}"))
                 elif wanted and want is not None and want.confirmed_at is None:
                     want.confirmed_at = self.loop.now
-                if self.foreign is not None and not wrong:
+                if self.foreign is not None and name and not wrong:
                     known = any(key[1] == 0 for key in self.foreign.subscribers.get(uris.key(topic), {}))
                     if known != wanted:
                         wrong.append(("never settles", f"the service of the other side has {known} for {uris.format(topic)}, not {wanted}"))

@@ -81,12 +81,17 @@ class RealDisk:
         return _FileMark(path)
 
     def replace_text(self, path: Path, text: str) -> None:
-        fresh = path.with_suffix(".new")
-        with fresh.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
+        fresh = path.with_name(path.name + ".new")
+        try:
+            with fresh.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # on a full disk it would keep its room
+                fresh.unlink()
+            raise
         self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:

@@ -256,10 +256,10 @@ class Streamer:
             start(self._retry_usubscription(self.usubscription), "usubscription")
         self.interest.on_change(self._interest_changed)
         start(self._follow_interest(), "interest")
-        try:
-            async with asyncio.timeout(INTEREST_WAIT_S):
-                await self.interest.start()
-        except TimeoutError:
+        learning = tasks.create_task(self.interest.start(), name="learn the interest")
+        self._tasks.append(learning)
+        await asyncio.wait({learning}, timeout=INTEREST_WAIT_S)
+        if not learning.done():
             log.warning("some uSubscription has not answered yet; asking on", waiting=self.interest.unhealthy)
         await self._listen()
         for pump in self.pumps:

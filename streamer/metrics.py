@@ -33,6 +33,7 @@ class StreamerCollector(Collector):
         dropped = CounterMetricFamily("up_streamer_dropped", "Messages not sent on, by reason", labels=["endpoint", "reason"])
         connected = GaugeMetricFamily("up_streamer_connected", "1 while the endpoint's network is there", labels=["endpoint"])
         express = GaugeMetricFamily("up_streamer_express_waiting", "Requests and responses that wait for an endpoint", labels=["endpoint"])
+        troubles = GaugeMetricFamily("up_streamer_troubles", "Things that a transport names as wrong; see /readyz", labels=["endpoint"])
         faults = CounterMetricFamily(
             "up_streamer_transport_faults", "Calls in which a transport raised what it may not", labels=["endpoint"]
         )
@@ -44,7 +45,8 @@ class StreamerCollector(Collector):
             connected.add_metric([endpoint.name], int(self._streamer.is_connected(endpoint)))
             express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
             faults.add_metric([endpoint.name], endpoint.faults)
-        yield from (received, forwarded, dropped, connected, express, faults)
+            troubles.add_metric([endpoint.name], len(endpoint.troubles))
+        yield from (received, forwarded, dropped, connected, express, faults, troubles)
 
     def _pumps(self) -> Iterator[Metric]:
         labels = ["endpoint", "log"]
@@ -54,6 +56,7 @@ class StreamerCollector(Collector):
         parked = GaugeMetricFamily(
             "up_streamer_parked_topics", "Topics of which no uSubscription has said whether a peer wants them", labels=labels
         )
+        stuck = GaugeMetricFamily("up_streamer_stuck_streams", "Streams that do not get through though others do", labels=labels)
         absent = GaugeMetricFamily("up_streamer_absent_seconds", "For how long a peer has been away while the streamer ran", labels=labels)
         for pump in self._streamer.pumps:
             label = [pump.peer.name, "durable" if pump.log.durable else "volatile"]
@@ -61,8 +64,9 @@ class StreamerCollector(Collector):
             retries.add_metric(label, pump.retries)
             gaps.add_metric(label, pump.gaps)
             parked.add_metric(label, len(pump.parking))
+            stuck.add_metric(label, pump.aside.streams if pump.aside is not None else 0)
             absent.add_metric(label, pump.absent_ms / 1000)
-        yield from (backlog, retries, gaps, parked, absent)
+        yield from (backlog, retries, gaps, parked, stuck, absent)
         unclaimed = GaugeMetricFamily(
             "up_streamer_unclaimed_records", "Records that wait for an endpoint that is not configured", labels=labels
         )

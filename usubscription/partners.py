@@ -6,13 +6,13 @@ first command to a service -> remember -> FILE -> the command leaves          an
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import os
 from pathlib import Path
 from typing import Final
 
 import structlog
+
+from storage.disk import REAL_DISK, Disk
 
 PARTNERS_MAX: Final = 20_000  # services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
 
@@ -25,8 +25,8 @@ log = structlog.get_logger()
 class Partners:
     """Lives on the loop; the disk is written on a thread, once for all that came meanwhile."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
+        self.path, self._disk = path, disk
         self._known: dict[Partner, None] = {}
         self._changes = self._saved = 0
         self._saving: asyncio.Task[None] | None = None
@@ -79,23 +79,9 @@ class Partners:
     async def _write(self) -> None:
         changes = self._changes
         try:
-            await asyncio.to_thread(_replace, self.path, json.dumps(list(self._known)))
+            await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
         except OSError as error:
             log.warning("the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error))
         finally:
             self._saved, self._saving = changes, None
 
-
-def _replace(path: Path, text: str) -> None:
-    """Blocks. Under another name first, so that a file that is there is a whole one."""
-    fresh = path.with_name(path.name + ".new")
-    try:
-        with fresh.open("w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            fresh.unlink()
-        raise

@@ -18,6 +18,7 @@ from typing import Final
 import structlog
 from google.protobuf.message import Message
 
+from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
@@ -62,6 +63,7 @@ class Remote:
         audit_ms: int = AUDIT_MS,
         audit_call_ms: int = AUDIT_CALL_MS,
         random: Callable[[], float] = random.random,
+        disk: Disk = REAL_DISK,
     ) -> None:
         self._transport, self._authority = transport, authority
         self._store, self._pump, self.random = store, pump, random
@@ -73,7 +75,7 @@ class Remote:
         self._ears = {major: _Ear(major, self._hear) for major in CODECS}
         self._lanes: dict[str, Lane] = {}
         self._recent: dict[Key, float] = {}
-        self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"))
+        self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
         self._auditor = Auditor(
             store, self._partners, fetch=self._fetch, busy=self._busy, submit=self._submit, interval_ms=audit_ms, random=random
         )

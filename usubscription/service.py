@@ -91,6 +91,7 @@ class USubscriptionService:
             audit_ms=audit_ms,
             audit_call_ms=audit_call_ms,
             random=random,
+            disk=runtime.disk,
         )
         self._servers = {
             major: InMemoryRpcServer(

@@ -287,14 +287,8 @@ class EmbeddedInterest(TableSource):
         service.on_change(self._changed)
 
     async def start(self) -> None:
-        if self.complete:
-            return
-        try:
+        if not self.complete:
             await self.refresh()
-        except UStatusError as error:
-            log.error("the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error))
-            if self._memory is not None and self._table.replace(self._memory.load()):
-                self._table.changed()
 
     async def stop(self) -> None:
         """The service has its own owner."""
@@ -302,7 +296,16 @@ class EmbeddedInterest(TableSource):
             await self._memory.close()
 
     async def refresh(self) -> None:
-        """Read everything. The service must have been started. Raises UNAVAILABLE if it can't read its file."""
+        """Read everything. Where the service can't read its file, what was known before serves."""
+        try:
+            await self._read()
+        except UStatusError as error:
+            log.error("the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error))
+            self.healthy = False
+            if not self.complete and self._memory is not None and self._table.replace(self._memory.load()):
+                self._table.changed()
+
+    async def _read(self) -> None:
         self._loading = []
         try:
             rows = await self._service.subscriptions()

@@ -135,7 +135,7 @@ WRONG: list[tuple[list[str], str]] = [
     (["subscriptions"], "either --store FILE or --config FILE"),
     (["subscriptions", "--store", "nowhere.db"], "there is no store at nowhere.db"),
     (["subscriptions", "-c", "one.toml"], "name the file that the service was started with"),
-    (["subscriptions", "--store", "damaged/dead-letters.db"], "can't be read as a store"),
+    (["subscriptions", "--store", "damaged/dead-letters.db"], "is damaged (file is not a database)"),
     (["dead-letters"], "either --data-dir DIR or --config FILE"),
     (["dead-letters", "--data-dir", ".", "-c", "one.toml"], "either --data-dir DIR or --config FILE"),
     (["dead-letters", "--data-dir", "nowhere"], "is this the data_dir of a streamer that has run?"),
@@ -146,7 +146,6 @@ WRONG: list[tuple[list[str], str]] = [
     (["usubscription", "-a", "V", "-t", "local", "--store", "x.db"], "lower-case"),
     (["usubscription", "-a", "v", "-t", "pigeon", "--store", "x.db"], "no transport 'pigeon'"),
     (["usubscription", "-a", "v", "-t", "local", "--store", "nowhere/x.db"], "make it first"),
-    (["usubscription", "-a", "v", "-t", "local", "--store", "damaged/dead-letters.db"], "restore it from a backup"),
     (["usubscription", "-a", "v", "-t", "mqtt5", "--store", "x.db", "-s", "port=1"], "no connection to the broker at 127.0.0.1:1"),
     (["demo", "--seconds", "5"], "--seconds"),
     (["demo", "--rate", "0"], "--rate"),
@@ -216,7 +215,7 @@ def test_a_configuration_that_is_no_text_is_said(invoke: Invoke, tmp_path: Path)
     assert "it is not UTF-8" in invoke("check", "-c", "bad.toml").stderr
 
 
-@pytest.mark.parametrize("file", ["history.db", "dead-letters.db", "usubscription.db"])
+@pytest.mark.parametrize("file", ["history.db", "dead-letters.db"])
 def test_a_data_dir_that_cannot_be_used_is_said(invoke: Invoke, tmp_path: Path, file: str) -> None:
     (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path))
     (tmp_path / "data" / file).mkdir(parents=True)
@@ -255,6 +254,7 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
                 {"name": "v", "transport": "local", "authorities": ["vehicle1"], "usubscription": "embedded", "home": True},
             ],
             "rules": [],
+            "unclaimed": {},
         }
     ]
 

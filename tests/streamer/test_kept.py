@@ -308,3 +308,15 @@ async def test_interest_is_remembered_once_for_each_authority(tmp_path: Path) ->
     assert len(list(again.subscriptions())) == 2
     assert again.wants(SPEED) == table.wants(SPEED)
     assert json.dumps(sorted(again.wants(SPEED))) == '["cloud", "other"]'
+
+
+async def test_a_store_that_may_not_be_opened_stops_nothing_else(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED, start=False)
+    store = world.config.streamer.data_dir / "usubscription.db"
+    store.mkdir(parents=True)
+    await world.start()
+    assert any("its service can't start" in problem and str(store) in problem for problem in world.streamer.problems())
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    heard = await world.hear(cloud, SPEED)
+    await vehicle.send(publish(SPEED, "forwarded all the same"))
+    await heard.expect(1)

@@ -66,6 +66,9 @@ class Mqtt5Conformance(TransportConformance):
             await proxy.start()
         return Mqtt5Transport(Mqtt5Config(port=proxy.port, mode=self.mode, **limits), LocalUriProvider(authority, 0x10AB, 3))
 
+    async def make_unreachable(self, authority: str) -> UTransport:
+        return Mqtt5Transport(Mqtt5Config(port=1, mode=self.mode), LocalUriProvider(authority, 0x10AB, 3))
+
     def normalise(self, message: UMessage) -> UMessage:
         if not message.attributes.ttl:
             message.attributes.ClearField("ttl")

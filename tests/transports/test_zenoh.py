@@ -66,7 +66,7 @@ class TestZenoh(TransportConformance):
     async def heal_network(self, authority: str) -> None:
         self.proxy.mend()
 
-    async def make_unreachable_end(self, authority: str) -> UTransport:
+    async def make_unreachable(self, authority: str) -> UTransport:
         where = {"connect": ["tcp/127.0.0.1:1"], "connect_timeout_ms": 200}
         return ZenohTransport(ZenohConfig.model_validate(where), LocalUriProvider(authority, 0x10AB, 3))
 

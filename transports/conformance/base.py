@@ -217,7 +217,7 @@ class TransportHarness:
         raise NotImplementedError("make_end: return a closed transport of your plugin")
 
     async def make_unreachable(self, authority: str) -> UTransport:
-        """A closed transport whose network is not there: `open` must fail."""
+        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`."""
         pytest.skip("this plugin's class has no make_unreachable hook")
 
     def normalise(self, message: UMessage) -> UMessage:
@@ -247,10 +247,6 @@ class TransportHarness:
     async def heal_network(self, authority: str) -> None:
         """Allow the end of `authority` to connect again. It must do so by itself."""
         pytest.skip("this plugin's class has no heal_network hook")
-
-    async def make_unreachable_end(self, authority: str) -> UTransport:
-        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`."""
-        pytest.skip("this plugin's class has no make_unreachable_end hook")
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
         """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`."""

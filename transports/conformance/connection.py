@@ -24,7 +24,7 @@ from transports.conformance.base import (
     spec,
     topic,
 )
-from uprotocol.status import RETRYABLE, UStatusError
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -69,17 +69,6 @@ class ConnectionConformance(TransportHarness):
             assert ALPHA in repr(end) or BETA in repr(end)
             assert sum(end.dropped.values()) == 0  # type: ignore[attr-defined]
             assert end.troubles == []
-
-    async def test_a_network_that_is_not_there_is_told_as_a_status_and_may_be_tried_again(self) -> None:
-        end = await self.make_unreachable(ALPHA)
-        for _ in range(2):
-            with pytest.raises(UStatusError) as raised:
-                await end.open()
-            assert raised.value.code in RETRYABLE
-            assert raised.value.status.message
-            assert not end.connected
-            assert codes(await end.send_batch([notification()])) == [UCode.UNAVAILABLE]
-        await end.close()
 
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_listeners_work_again_after_the_network_was_away(self, pair: Pair) -> None:

@@ -49,7 +49,7 @@ class ErrorConformance(TransportHarness):
         }
 
     async def test_a_network_that_can_not_be_reached(self) -> None:
-        end = await self.make_unreachable_end(ALPHA)
+        end = await self.make_unreachable(ALPHA)
         for _ in range(2):  # whoever opened it tries again
             async with asyncio.timeout(self.deadline_s):
                 with pytest.raises(UStatusError) as raised:
@@ -57,6 +57,7 @@ class ErrorConformance(TransportHarness):
             assert raised.value.code == UCode.UNAVAILABLE
             assert raised.value.message
             assert not end.connected
+            assert codes(await end.send_batch([notification()])) == [UCode.UNAVAILABLE]
         await self.answers_of(end, topic(), reply())
         await end.close()
 
