@@ -56,7 +56,7 @@ class Plan:
         history: dict[str, Any] = self._v.config["history"]
         if dice.random() < 0.5 and "record" not in world.without:
             history["record"] = ["//vin1/8001/1/FFFF"]
-        if dice.random() < 0.3:
+        if dice.random() < 0.5:
             history["retention_hours"] = 24.0
         if dice.random() < 0.1:
             history["volatile"] = ["//vin1/8001/1/8002"]
@@ -260,7 +260,7 @@ class Plan:
         elif streamer is not None:
             transport = list(streamer.endpoints)[2].transport
             transport.disconnect()
-        await self._some(3.0)
+        await asyncio.sleep(0.5 + 2.5 * dice.random())  # something comes that waits for it
         hours = dice.choice((5, 30, 73, 120))
         world.note("absence", hours)
         world.offset_ms += hours * HOUR_MS
