@@ -21,7 +21,6 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from history import damage as kinds
-from history import mark as marks
 from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.cursors import NOBODY
@@ -29,6 +28,7 @@ from history.damage import Damage, Ledger
 from history.load import NOT_KNOWN, Cursor, Extent, Loaded, Stream, load
 from history.passed import Allowance, Passed
 from history.rows import APPLICATION_ID, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Row
+from storage import mark as marks
 from storage.disk import BUSY_TIMEOUT_S, REAL_DISK, Disk, InUseError, Lock, Mark
 from storage.faults import disk_bytes, free_bytes, is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 import structlog
 from google.protobuf.message import Message
 
+from history import damage as damages
 from history.damage import Damage
 from history.gaps import Gaps
 from history.log import Log
@@ -332,6 +333,9 @@ class Streamer:
             log.error("uSubscription can't start; trying again", error=str(error))
             return False
         self._troubles.pop("usubscription", None)
+        if service.lost_changes:
+            what = f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
+            self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 
     async def _retry_usubscription(self, service: USubscriptionService) -> None:
@@ -352,7 +356,7 @@ class Streamer:
         """What was lost never came here, so nobody can say what it was."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
-        self.logs.durable.note_network_loss(f"endpoint {endpoint.name}: {what}")
+        self.logs.durable.note_loss(damages.NETWORK, f"endpoint {endpoint.name}: {what}")
 
     # What is listened to
 
