@@ -263,6 +263,10 @@ class Log:
     def stream(self, id: int) -> Stream:
         return self._streams[id]
 
+    def knows_stream(self, id: int) -> bool:
+        """False for a number that only damaged bytes name."""
+        return id in self._streams
+
     def streams(self) -> list[Stream]:
         """All of them, in the order of their numbers; streams are never removed while the log is open."""
         return list(self._streams.values())
@@ -420,6 +424,10 @@ class Log:
         if rows and self._writer is not None:
             self._writer.save_damage(rows)
             self._schedule_flush()
+
+    def knows_lost(self, incarnation: bytes) -> bool:
+        """True if that log was here once, and was lost with its records."""
+        return self._ledger.knows(incarnation)
 
     def note_loss(self, kind: str, detail: str) -> None:
         """Something that is not of this log was lost (history.damage.OTHERS): kept with its damage, until a person has acknowledged it."""

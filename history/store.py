@@ -357,6 +357,8 @@ class Store:
         if self._db is None:
             self._db = self.runtime.disk.connect(self.path)
             self._settle(self._db)
+            # What failed may have been stored all the same. It was refused, nobody has seen it, and its seqs are given out again.
+            self._db.execute("DELETE FROM chunk WHERE first_seq > ?", (self.extent.newest_seq,))
             self._data_version = _pragma(self._db, "data_version")
         return self._db
 
