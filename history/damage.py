@@ -33,6 +33,9 @@ MARK: Final = "mark"
 INDEX: Final = "index"
 STRUCTURE: Final = "structure"  # SQLite's own pages, found while the log was in use
 NETWORK: Final = "network"  # a network lost messages before they came here; which, nobody knows
+SUBSCRIPTIONS: Final = "subscriptions"  # the store beside the log lost changes of subscriptions
+OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS})
+"""Kinds of losses that are not the log's own: kept here, since a person has to see them, too."""
 
 LOSSES: Final = frozenset({FILE, MISSING, COMMITS, RECORDS})
 """Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be counted."""
@@ -82,8 +85,8 @@ class Ledger:
         return [(one.after, one.before) for one, _ in self._rows.values() if one.kind in LOSSES and one.incarnation == incarnation]
 
     def covers(self, damage: Damage) -> bool:
-        """True if it is known, acknowledged or not. What a network lost is lost anew, however often the same is told."""
-        news = damage.kind == NETWORK
+        """True if it is known, acknowledged or not. What others lost is lost anew, however often the same is told."""
+        news = damage.kind in OTHERS
         return any(_covers(known, damage) for known, acknowledged in self._rows.values() if not (news and acknowledged))
 
     def add(self, damage: Damage) -> Row | None:

@@ -13,7 +13,7 @@ from typing import Final
 
 import structlog
 
-from history.damage import LOSSES, NETWORK, Damage
+from history.damage import LOSSES, OTHERS, Damage
 from history.log import Log
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -65,8 +65,8 @@ class Gaps:
         self._arrived.set()
 
     def _damaged(self, damage: Damage) -> None:
-        if damage.kind in LOSSES or damage.kind == NETWORK:
-            reason = Gap.REASON_UNSPECIFIED if damage.kind == NETWORK else Gap.REASON_CORRUPTION
+        if damage.kind in LOSSES or damage.kind in OTHERS:
+            reason = Gap.REASON_UNSPECIFIED if damage.kind in OTHERS else Gap.REASON_CORRUPTION
             gap = Gap(reason=reason, incarnation=damage.incarnation, after_seq=damage.after, before_seq=damage.before)
             self.add(gap, detail=f"{damage.kind}: {damage.detail}" if damage.detail else damage.kind)
 

@@ -24,8 +24,8 @@ import structlog
 from history import damage as kinds
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.mark import V1_LEAP_MAX, Marked
 from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Row, Table
+from storage.mark import V1_LEAP_MAX, Marked
 from uprotocol.v1.uri_pb2 import UUri
 
 NOT_KNOWN: Final = -1

@@ -59,6 +59,7 @@ _REASONS: Final = {  # what `dropped` counts
     kinds.COMMITS: "lost_commits",
     kinds.RECORDS: "corrupt_chunks",
     kinds.NETWORK: "network_loss",
+    kinds.SUBSCRIPTIONS: "subscriptions_loss",
 }
 
 T = TypeVar("T")
@@ -262,6 +263,10 @@ class Log:
     def stream(self, id: int) -> Stream:
         return self._streams[id]
 
+    def knows_stream(self, id: int) -> bool:
+        """False for a number that only damaged bytes name."""
+        return id in self._streams
+
     def streams(self) -> list[Stream]:
         """All of them, in the order of their numbers; streams are never removed while the log is open."""
         return list(self._streams.values())
@@ -420,9 +425,14 @@ class Log:
             self._writer.save_damage(rows)
             self._schedule_flush()
 
-    def note_network_loss(self, detail: str) -> None:
-        """A network has lost messages that would have come here: kept with the damage, until a person has acknowledged it."""
-        self._note(Damage(self._now_ms(), kinds.NETWORK, 0, 0, self.incarnation, "", detail))
+    def knows_lost(self, incarnation: bytes) -> bool:
+        """True if that log was here once, and was lost with its records."""
+        return self._ledger.knows(incarnation)
+
+    def note_loss(self, kind: str, detail: str) -> None:
+        """Something that is not of this log was lost (history.damage.OTHERS): kept with its damage, until a person has acknowledged it."""
+        assert kind in kinds.OTHERS, "the log finds its own damage by itself"
+        self._note(Damage(self._now_ms(), kind, 0, 0, self.incarnation, "", detail))
 
     def _note(self, damage: Damage) -> None:
         row = self._ledger.add(damage)

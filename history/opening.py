@@ -19,13 +19,13 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from history import damage as kinds
-from history import mark as marks
 from history import rows
 from history.connection import PAGE_BYTES, empty_wal, pragma, settle, transaction
 from history.damage import Damage, Ledger
 from history.load import Loaded, load
 from history.rows import APPLICATION_ID, DAMAGE, SCHEMA_VERSION
 from history.salvage import has_known_schema, keep_head, salvage
+from storage import mark as marks
 from storage.disk import InUseError, Lock, Mark
 from storage.faults import is_damage, is_full, move_aside, primary_code
 from storage.runtime import Runtime

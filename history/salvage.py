@@ -19,10 +19,10 @@ from typing import Any, Final
 from history.connection import PAGE_BYTES, transaction
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, NOT_KNOWN
-from history.mark import Marked
 from history.rows import CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, SCHEMAS, Checked, Table, any_text, create, upgraded
 from history.walk import walk
 from storage.disk import Disk
+from storage.mark import Marked
 
 _CRC: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it

@@ -216,7 +216,8 @@ class HistoryService:
     async def _place(self, poll: _Poll, asked: PollRequest, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
         for incarnation, seq in poll.positions.items():
-            if incarnation not in self._by_incarnation and seq:  # of an empty log, as a ring in memory often is, nothing was read
+            # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had records.
+            if incarnation not in self._by_incarnation and (seq or any(log.knows_lost(incarnation) for log in self._logs)):
                 response.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:

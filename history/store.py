@@ -18,12 +18,12 @@ import structlog
 from history.chunk import Columns, unpack_streams
 from history.connection import empty_wal, file_bytes_max, pragma, settle, transaction, transaction_bytes, wal_bytes_max
 from history.load import CURSORS_LOST, NOT_KNOWN, Cursor, Extent, Loaded, Stream
-from history.mark import pack
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
 from history.rows import CURSOR, DAMAGE, META, STREAM, Row
 from storage.faults import disk_bytes, free_bytes, is_full
+from storage.mark import pack
 from storage.runtime import REAL, Runtime
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from history import damage as kinds
-from history import mark as marks
 from history.chunk import Chunk, Columns, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
 from history.rows import APPLICATION_ID, CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table, any_text
 from history.walk import walk
+from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage

@@ -363,7 +363,8 @@ class World:
         for machine in self.machines.values():
             if machine.streamer is not None:
                 newest = plan.newest_at_heal.get(machine.name, 0)
-                self.checker.unclaimed += [(machine.name, waits.seq, newest) for waits in machine.streamer.claims.unclaimed]
+                for waits in machine.streamer.claims.unclaimed:
+                    self.checker.unclaimed.append((machine.name, min(waits.cursors.values()), newest))
 
     def _all_ready(self) -> bool:
         return all(machine.ready and not problems_of(machine) for machine in self.machines.values())

@@ -17,6 +17,7 @@ from typing import Any, Final, Self
 import structlog
 from google.protobuf.message import Message
 
+from history import damage as damages
 from history.damage import Damage
 from history.gaps import Gaps
 from history.log import Log
@@ -54,6 +55,8 @@ ENTITY: Final = 0x0004  # core.ustreamer
 VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
 INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
+JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
+BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or after so long; callers are more patient
 OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
 SERVICES_CLOSE_S: Final = 1.5  # for the services inside to answer what they have begun, and then ...
 ENDPOINTS_CLOSE_S: Final = (
@@ -124,6 +127,8 @@ class Streamer:
         self._linked: set[str] = set()  # endpoints that have had a connection: who only listens may be alone for a while
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._changed = asyncio.Event()
+        self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
+        self._back = asyncio.Event()  # one of them is back
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []  # what `_start` has started
 
@@ -153,6 +158,8 @@ class Streamer:
             )
             window = IdWindow()
             for stream, id in await durable.recent_ids(RECENT_IDS):
+                if not durable.knows_stream(stream):
+                    continue  # of records that are damaged; whoever reads them learns of it
                 window.take(uuids.from_bytes(id).SerializeToString() + durable.stream(stream).source.SerializeToString())
             return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window, runtime)
         except BaseException:
@@ -291,9 +298,13 @@ class Streamer:
 
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
-        if connected:
+        if not connected:
+            self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
+        else:
+            self._gone_at.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
             self._changed.set()
+            self._back.set()
             for pump in self.pumps:
                 if pump.peer is endpoint:
                     pump.wake()
@@ -332,6 +343,9 @@ class Streamer:
             log.error("uSubscription can't start; trying again", error=str(error))
             return False
         self._troubles.pop("usubscription", None)
+        if service.lost_changes:
+            what = f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
+            self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 
     async def _retry_usubscription(self, service: USubscriptionService) -> None:
@@ -352,7 +366,7 @@ class Streamer:
         """What was lost never came here, so nobody can say what it was."""
         endpoint.dropped["lost_by_network"] += messages or 1
         log.error("a network has lost messages for us", endpoint=endpoint.name, what=what, messages_at_most=messages)
-        self.logs.durable.note_network_loss(f"endpoint {endpoint.name}: {what}")
+        self.logs.durable.note_loss(damages.NETWORK, f"endpoint {endpoint.name}: {what}")
 
     # What is listened to
 
@@ -380,8 +394,21 @@ class Streamer:
             pump.wake()
 
     async def _subscription_changed(self, _: Any) -> None:
-        """The embedded service is about to answer: listen first, so that nothing published after the answer is missed."""
+        """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.
+
+        A network that has just gone is waited for a little: what is published there before we are back reaches nobody.
+        """
         await self._listen()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + BACK_SOON_S
+        while (just_gone := any(until - BACK_SOON_S - at < JUST_GONE_S for at in self._gone_at.values())) and loop.time() < until:
+            self._back.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(until):
+                    await self._back.wait()
+            await self._listen()
+        if just_gone:
+            log.info("a subscription is answered though a network is away: it counts there from when that is back")
 
     async def _entities_changed(self) -> None:
         """A service inside has come or gone: what is for it goes another way now."""

@@ -18,6 +18,7 @@ import structlog
 from history.log import Log
 from streamer.egress import CURSOR_PREFIX, Pump
 from streamer.endpoint import Endpoint
+from streamer.parked import PARKED_PREFIX
 
 WATCH_S: Final = 60.0  # absences are counted in these steps
 SAVE_S: Final = 600.0  # between notes of them on disk
@@ -28,16 +29,23 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class Unclaimed:
-    """The cursor of an endpoint that is not configured (any more, or by a slip of the pen)."""
+    """The cursors of an endpoint that is not configured (any more, or by a slip of the pen), in one log."""
 
     endpoint: str
     log: Log
-    seq: int
+    cursors: dict[str, int]  # its own, and those of its parked topics
     absent_ms: int
 
     @property
     def records(self) -> int:
-        return self.log.newest_seq - max(self.seq, self.log.floor_seq)
+        """That wait behind its own cursor."""
+        seq = self.cursors.get(CURSOR_PREFIX + self.endpoint, self.log.newest_seq)
+        return self.log.newest_seq - max(seq, min(self.log.floor_seq, self.log.newest_seq))
+
+    @property
+    def topics(self) -> int:
+        """That are parked."""
+        return sum(name.startswith(PARKED_PREFIX) for name in self.cursors)
 
 
 class Claims:
@@ -45,27 +53,37 @@ class Claims:
 
     def __init__(self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, is_connected: Callable[[Endpoint], bool]) -> None:
         self._pumps, self._logs, self._limit_ms, self._is_connected = pumps, logs, limit_ms, is_connected
-        self._unclaimed: dict[str, Unclaimed] = {}
+        self.unclaimed: list[Unclaimed] = []
 
     def __repr__(self) -> str:
         return f"Claims(unclaimed={[waits.endpoint for waits in self.unclaimed]})"
 
-    @property
-    def unclaimed(self) -> list[Unclaimed]:
-        return list(self._unclaimed.values())
-
     def load(self) -> None:
         """Keep what waits for endpoints that are not configured, and say so; drop their cursors where nothing waits."""
-        known = {pump.name for pump in self._pumps}
+        known = {pump.peer.name for pump in self._pumps}
         for one in self._logs:
+            found: dict[str, Unclaimed] = {}
             for name, cursor in one.cursor_rows().items():
-                if not name.startswith(CURSOR_PREFIX) or name in known:
-                    continue
-                if cursor.seq >= one.newest_seq:
-                    one.drop_cursor(name)
-                    continue
-                waits = self._unclaimed[name] = Unclaimed(name.removeprefix(CURSOR_PREFIX), one, cursor.seq, cursor.absent_ms)
-                log.error("records wait for an endpoint that is not configured", endpoint=waits.endpoint, records=waits.records)
+                endpoint = _owner(name)
+                if endpoint and endpoint not in known:
+                    waits = found.setdefault(endpoint, Unclaimed(endpoint, one, {}, 0))
+                    waits.cursors[name] = cursor.seq
+                    waits.absent_ms = max(waits.absent_ms, cursor.absent_ms)
+            for waits in found.values():
+                self._keep(waits)
+
+    def _keep(self, waits: Unclaimed) -> None:
+        if waits.records or waits.topics:
+            self.unclaimed.append(waits)
+            log.error(
+                "records wait for an endpoint that is not configured",
+                endpoint=waits.endpoint,
+                records=waits.records,
+                parked_topics=waits.topics,
+            )
+            return
+        for name in waits.cursors:
+            waits.log.drop_cursor(name)
 
     async def watch(self) -> None:
         """Count, until cancelled."""
@@ -87,17 +105,19 @@ class Claims:
         """So much time has passed, and of it each endpoint has been away for the last `away_ms`."""
         for pump in self._pumps:
             pump.waited(ms, away_ms=away_ms.get(pump.peer.name, 0))
-        for name, waits in self._unclaimed.items():
+        for waits in self.unclaimed:
             waits.absent_ms += ms
-            waits.log.set_cursor(name, waits.seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
+            for name, seq in waits.cursors.items():
+                waits.log.set_cursor(name, seq, holds=waits.absent_ms < self._limit_ms, absent_ms=waits.absent_ms)
 
     def problems(self) -> Iterator[str]:
         for pump in self._pumps:
             if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
                 yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} the {pump.backlog} records that it has not had"
-        for waits in self._unclaimed.values():
+        for waits in self.unclaimed:
+            parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield (
-                f"{waits.records} records wait for endpoint {waits.endpoint!r}, which is not configured: "
+                f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: "
                 f"give an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
                 f"{self._end(waits.absent_ms)} them"
             )
@@ -105,3 +125,10 @@ class Claims:
     def _end(self, absent_ms: int) -> str:
         left_ms = self._limit_ms - absent_ms
         return f"in {left_ms / 3_600_000:.1f} h retention by age may take" if left_ms > 0 else "retention by age may take"
+
+
+def _owner(name: str) -> str:
+    """The endpoint whose cursor this is; "": it is no endpoint's."""
+    if name.startswith(PARKED_PREFIX):
+        return name.removeprefix(PARKED_PREFIX).rpartition(":")[0]
+    return name.removeprefix(CURSOR_PREFIX) if name.startswith(CURSOR_PREFIX) else ""

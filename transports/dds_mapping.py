@@ -115,7 +115,7 @@ def missing(last_ns: int, next_ns: int) -> int:
     The number decides, so that clocks may be put back; where it is half a round away, the time does. Of whole rounds nothing is known.
     """
     distance = (next_ns - last_ns) % NUMBERS
-    return (distance - 1) % NUMBERS if 0 < distance < NUMBERS // 2 or next_ns > last_ns else -1
+    return (distance - 1) % NUMBERS if 0 < distance < NUMBERS // 2 or next_ns // NUMBERS > last_ns // NUMBERS else -1
 
 
 def encode(message: UMessage) -> bytes:

@@ -309,6 +309,8 @@ class LocalTransport(UTransport):
             return
         self._open = False
         self.network.members.remove(self)
+        if self.session is not None:
+            self.network.sessions[self.session] = Session([*self._resumed.filters, *self._table.filters])
         if self._connected:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_MS_MAX / 1000):
@@ -331,11 +333,14 @@ class LocalTransport(UTransport):
             self.network.room.set()
 
     def _leave_session(self) -> None:
+        """From here on the network keeps what comes, behind what was not taken."""
         self._drop_unclaimed()
         if self.session is not None:
             session = Session(list({*self._resumed.filters, *self._table.filters}))
             session.kept.extend(self._resumed.kept)
             session.kept.extend(message for message in self._queue if any(_matches(filter, message) for filter in session.filters))
+            if (begun := self.network.sessions.get(self.session)) is not None:  # while we were closing
+                session.kept.extend(begun.kept)
             self.network.sessions[self.session] = session
             self._resumed = Session()
 

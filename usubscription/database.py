@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import sqlite3
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from storage.disk import REAL_DISK, Disk
+import structlog
+
+from storage import mark as marks
+from storage.disk import REAL_DISK, Disk, Mark
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.handled import Handled
@@ -31,6 +35,8 @@ REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
 OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
 OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
+
+log = structlog.get_logger()
 
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
@@ -136,6 +142,9 @@ class Database:
         self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
         self._handled: Handled | None = None  # None: to be read
         self.outbox_dropped = 0
+        self.lost_changes = 0  # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
+        self._store_id = b""
+        self._mark: Mark | None = None
         self._file: StoreFile | None = None
         self._db: sqlite3.Connection | None = None
 
@@ -160,6 +169,31 @@ class Database:
         self._generations = itertools.count(last + 1)
         self._number = self._last_number(db)
         self._clients = self._handled = None
+        self._heed_mark(db)
+
+    def _heed_mark(self, db: sqlite3.Connection) -> None:
+        """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
+        row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
+        if row is None:
+            row = (os.urandom(16).hex(),)
+            try:
+                db.execute("INSERT INTO meta VALUES('id', ?)", row)
+            except sqlite3.OperationalError:  # a disk that is full, say; then the next start makes it
+                return
+        self._store_id = bytes.fromhex(row[0])
+        marked: marks.Marked | None = None
+        try:
+            self._mark = self._disk.mark(Path(f"{self.path}.mark"))
+            marked = marks.unpack(self._mark.read(marks.SIZE))
+        except (OSError, marks.BadMarkError) as error:
+            log.warning("the mark of the subscriptions can't be used, and begins anew", path=str(self.path), why=str(error))
+        if marked is not None and marked.incarnation == self._store_id and marked.seq > self._number:
+            self.lost_changes = marked.seq - self._number
+            self._number = marked.seq  # no number names two changes
+            log.error("changes of subscriptions are lost: the end of the store was damaged", path=str(self.path), changes=self.lost_changes)
+        if self._mark is not None:
+            with contextlib.suppress(OSError):
+                self._mark.begin(marks.pack(self._store_id, self._number))
 
     def _last_number(self, db: sqlite3.Connection) -> int:
         row = db.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
@@ -168,6 +202,9 @@ class Database:
     def close(self) -> None:
         """May be called twice."""
         self._db = None
+        if self._mark is not None:
+            self._mark.close()
+            self._mark = None
         if self._file is not None:
             self._file.close()
 
@@ -192,6 +229,9 @@ class Database:
             if self._unused:
                 self._sweep(db)
             db.execute("COMMIT")
+            if self._number != counts[2] and self._mark is not None:
+                with contextlib.suppress(OSError):  # in place, without waiting for the disk
+                    self._mark.write(marks.pack(self._store_id, self._number))
         except BaseException as error:
             self._count, self._registrations, self._number, self._held = counts
             self._telling.clear()

@@ -84,4 +84,3 @@ class Partners:
             log.warning("the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error))
         finally:
             self._saved, self._saving = changes, None
-

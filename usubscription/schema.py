@@ -18,6 +18,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
+CHECKED_WHOLE_BYTES_MAX: Final = 64 << 20  # up to this size each row is held against its indexes at the start: a bit that turned shows
 CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
 
 _ADDED_IN_2: Final = (
@@ -71,6 +72,10 @@ def open_connection(path: Path, *, writer: bool, check: Check | None = None, dis
         connection.close()
         raise
     return connection
+
+
+def _tables(db: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 def require_ours(connection: sqlite3.Connection, path: Path) -> None:
@@ -172,7 +177,11 @@ class StoreFile:
         db = self._disk.connect(self.path, read_only=True)
         try:
             require_ours(db, self.path)
-            (fault,) = db.execute("PRAGMA quick_check(1)").fetchone()
+            check = "integrity_check" if self.path.stat().st_size <= CHECKED_WHOLE_BYTES_MAX else "quick_check"
+            (fault,) = db.execute(f"PRAGMA {check}(1)").fetchone()
+            if fault == "ok" and not {"subscription"} - _tables(db):
+                (odd,) = db.execute("SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)").fetchone()
+                fault = f"{odd} subscriptions have a state that there is not" if odd else fault
         finally:
             db.close()
         if fault != "ok":

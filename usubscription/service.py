@@ -127,6 +127,11 @@ class USubscriptionService:
         return self._store.trouble
 
     @property
+    def lost_changes(self) -> int:
+        """Changes of subscriptions that were stored once and were not there any more at the start: those clients have to ask again."""
+        return self._store.database.lost_changes
+
+    @property
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
         return self._calls + self._entry.requests

@@ -211,3 +211,32 @@ async def test_a_member_that_is_abandoned_gets_again_what_it_had_not_taken() -> 
         await heard.expect(3)
         assert [int(message.payload) for message in heard.messages] == [0, 1, 2]
         await again.close()
+
+
+async def test_what_comes_while_a_member_closes_is_kept_by_its_session() -> None:
+    network = LocalNetwork()
+    alpha, beta = LocalTransport.on(network, LocalUriProvider(ALPHA, 0x10AB, 3)), named(network, BETA)
+    going_on, called, heard = asyncio.Event(), asyncio.Event(), Sink(10)
+
+    class Slow:
+        async def on_receive_batch(self, messages: list[UMessage]) -> None:
+            called.set()
+            await going_on.wait()
+
+    async with alpha:
+        await beta.open()
+        await beta.register_listener(uris.ANY, Slow(), reply())  # type: ignore[arg-type]
+        first, second = numbered(2)
+        await alpha.send(first)
+        await asyncio.wait_for(called.wait(), 10)
+        closing = asyncio.ensure_future(beta.close())
+        await asyncio.sleep(0)
+        await alpha.send(second)
+        going_on.set()
+        await closing
+        again = named(network, BETA)
+        await again.open()
+        await again.register_listener(uris.ANY, heard, reply())
+        await heard.expect(1)
+        assert [int(message.payload) for message in heard.messages] == [1]
+        await again.close()

@@ -293,3 +293,30 @@ async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any) -> None:
     await client.subscribe(topic)
     assert service.healthy
     assert len(await service.subscriptions()) == 1
+
+
+def test_changes_that_a_cut_write_ahead_log_has_lost_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    database = Database(path, "vehicle1")
+    database.open()
+    topic = ("vehicle1", 0x8001, 1, 0x8001)
+    for entity in range(1, 6):
+        database.apply([Subscribe(topic, ("vehicle1", entity, 1, 0), 4)], 1)
+    wal = Path(f"{path}-wal")
+    whole = wal.read_bytes()
+    copy = {name: Path(f"{path}{name}").read_bytes() for name in ("", ".mark")}
+    database.close()
+    for name, data in copy.items():
+        Path(f"{path}{name}").write_bytes(data)
+    wal.write_bytes(whole[: len(whole) * 3 // 5])  # as after a kill, and then the disk lost the end of it
+    again = Database(path, "vehicle1")
+    again.open()
+    assert 0 < again.lost_changes <= 5
+    assert again._count + again.lost_changes == 5
+    (outcome,) = again.apply([Subscribe(topic, ("vehicle1", 9, 1, 0), 4)], 1)
+    assert outcome.changes[0].number == 6  # no number names two changes
+    again.close()
+    third = Database(path, "vehicle1")
+    third.open()
+    assert third.lost_changes == 0  # told once
+    third.close()

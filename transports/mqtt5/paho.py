@@ -171,8 +171,8 @@ class Mqtt5Transport(UTransport):
         )
         self._has_session = self._config.session_expiry_s > 0
         self._connection += 1
+        self._subscriptions.forget_all()  # also of a session that is there: a broker that was killed has brought back an older one
         if not welcome.session_present:
-            self._subscriptions.forget_all()
             self._left.clear()
 
     @property
