@@ -33,7 +33,7 @@ def pack(incarnation: bytes, seq: int) -> bytes:
 
 def unpack(data: bytes, *, may_be_v1: bool = True) -> Marked | None:
     """None if nothing was ever written. Raises BadMarkError."""
-    if not data:
+    if not any(data):  # a file that was made, and then its disk was full
         return None
     if len(data) == _V1.size and may_be_v1:
         incarnation, seq = _V1.unpack(data)
