@@ -117,11 +117,12 @@ class Ledger:
             self._rows[number] = (self._rows[number][0], True)
 
     def forget(self, floor_seq: int, incarnation: bytes) -> list[int]:
-        """What was acknowledged and retention has passed since; the numbers of the rows to delete."""
+        """What was acknowledged and can't be found again; the numbers of the rows to delete."""
         gone = [
             number
             for number, (damage, acknowledged) in self._rows.items()
-            if acknowledged and damage.incarnation == incarnation and damage.kind in LOSSES and damage.before - 1 <= floor_seq
+            if acknowledged
+            and not (damage.kind in (RECORDS, COMMITS) and damage.incarnation == incarnation and damage.before - 1 > floor_seq)
         ]
         for number in gone:
             del self._rows[number]

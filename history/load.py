@@ -397,6 +397,8 @@ class _Loading:
 
     def _write(self) -> None:
         """All that was put right, if anything was."""
+        for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
+            self._delete(DAMAGE.name, "number", number)
         if not (self._writes or self._deletes or self._notes or self._index is not None):
             return
         db = self._db

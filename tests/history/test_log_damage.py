@@ -213,3 +213,27 @@ async def test_gaps_that_nobody_takes_cost_no_memory(tmp_path: Path) -> None:
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        await read_all(log)
+        for number in range(3):
+            log.note_loss(kinds.NETWORK, f"loss {number}")
+        log.acknowledge_damage()
+    async with await Log.open(path, name="later") as log:
+        assert [row[2] for row in log._ledger.rows] == ["records"]
+        await read_all(log)
+        assert log.damage == []
+        assert log._writer is not None
+        log.drop_cursor("egress:cloud")
+        log._writer._retention.bytes = 1
+        log._writer._next_retention = 0.0
+        async with asyncio.timeout(10):
+            while log.floor_seq < 15:  # noqa: ASYNC110 - retention tells nobody
+                await asyncio.sleep(0.01)
+    async with await Log.open(path, name="passed") as log:
+        assert log._ledger.rows == []
