@@ -61,6 +61,7 @@ class Reader:
         if db is None:
             db = self._disk.connect(self._path, read_only=True)
             db.text_factory = any_text
+            db.execute("PRAGMA cell_size_check = 1")
         try:
             db.execute("BEGIN")
             yield db
@@ -83,7 +84,7 @@ class Reader:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
             found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None)
-            if wanted is not None and not _is_whole(found, wanted, holes):
+            if wanted is not None and (found.is_index_wrong or not _is_whole(found, wanted, holes)):
                 found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=False)
                 found.is_index_wrong = True
         return found
@@ -106,7 +107,7 @@ class Reader:
         for first_seq in places:
             if first_seq > expected and not is_quick:
                 self._jump(found, expected - 1, first_seq, until, holes)
-            chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found)
+            chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found, is_quick=is_quick)
             if chunk is None:
                 expected = found.covered + 1
                 continue
@@ -132,12 +133,15 @@ class Reader:
             self._known_bad.add(after + 1)
             found.damaged.append((after, before, "they aren't there"))
 
-    def _row(self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan) -> Chunk | None:
-        """The chunk at `first_seq`; None if it can't be read, and then the gap is noted."""
+    def _row(self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan, *, is_quick: bool) -> Chunk | None:
+        """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
         try:
             row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+            if row is None and is_quick:
+                found.is_index_wrong = True
+                return None
             return decode(Columns(*row))
-        except (CorruptChunkError, struct.error, TypeError) as error:
+        except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
             reason: Exception = error
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
@@ -173,13 +177,20 @@ class Reader:
         return None if seq is None else int(seq)
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        """Stream and id of the newest records, oldest first."""
+        """Stream and id of the newest records, oldest first; of what can be read without looking into all of it."""
         newest: list[tuple[int, bytes]] = []
         query = "SELECT ids, substr(data, 1, 4 * records) FROM chunk ORDER BY first_seq DESC"
-        with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
-            while len(newest) < count and (row := rows.fetchone()) is not None:
-                ids, streams = row[0], unpack_streams(row[1])
-                newest += [(id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in reversed(list(enumerate(streams)))]
+        try:
+            with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
+                while len(newest) < count and (row := rows.fetchone()) is not None:
+                    with contextlib.suppress(TypeError, struct.error):  # it is damaged: whoever reads it learns of the gap
+                        ids, streams = row[0], unpack_streams(row[1])
+                        found = [(id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in enumerate(streams)]
+                        newest += reversed([one for one in found if len(one[1]) == ID_BYTES])
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            log.warning("the ids of older records can't be read: some may be taken twice", path=str(self._path), reason=str(error))
         return newest[:count][::-1]
 
 
@@ -206,7 +217,8 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
     start = db.execute("SELECT max(first_seq) FROM chunk WHERE first_seq <= ?", (after + 1,)).fetchone()[0] or 0
     if wanted is None or len(wanted) > INDEXED_STREAMS_MAX:
         return _scanned(db, start, until, wanted)
-    (indexed_seq,) = db.execute("SELECT value FROM meta WHERE key = 'indexed_seq'").fetchone()
+    row = db.execute("SELECT value FROM meta WHERE key = 'indexed_seq'").fetchone()
+    indexed_seq = row[0] if row is not None else -1
     places: set[int] = set()
     complete_to = min(indexed_seq, until)
     rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)

@@ -6,16 +6,17 @@ pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in th
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from history import damage as kinds
-from history.chunk import Chunk, Columns, decode, message_ids, unpack_streams
+from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
 from history.rows import APPLICATION_ID, CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table, any_text
-from history.walk import walk
+from history.walk import chunk_at, walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
@@ -93,7 +94,7 @@ class _Verifier:
         self._known: list[tuple[int, int]] = []  # what is lost, and holes
         self._addresses: dict[int, tuple[Any, Any]] = {}
         self._newest: dict[int, int] = {}  # of each stream, as far as was read
-        self._indexed: set[tuple[int, int]] = set()
+        self._named = 0  # by the index: streams of chunks
 
     def run(self) -> None:
         self._pages()
@@ -182,7 +183,7 @@ class _Verifier:
             report.oldest_seq = report.oldest_seq or chunk.first_seq
             report.newest_seq = expected = chunk.last_seq
             expected += 1
-            self._indexed.update((id, chunk.first_seq) for id in unpack_streams(columns.streams))
+            self._is_named(columns)
             self._within(chunk, columns, floor)
         newest = int(self._meta.get("newest_seq", 0))
         if report.newest_seq < newest and expected and newest > floor:
@@ -216,18 +217,31 @@ class _Verifier:
     # -- what names the chunks
 
     def _index(self) -> None:
-        indexed_seq = int(self._meta.get("indexed_seq", 0))
+        """What it names too much; what it lacks was noted with each chunk."""
         try:
-            there = set(self._db.execute("SELECT stream, first_seq FROM chunk_stream"))
+            (count,) = self._db.execute("SELECT count(*) FROM chunk_stream").fetchone()
+            if count == self._named:
+                return
+            floor = int(self._meta.get("floor_seq", 0))  # below it, it may name what retention has deleted
+            for id, first_seq in self._db.execute("SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?", (floor,)):
+                if self._db.execute("SELECT 1 FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone() is None:
+                    self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, and there are none")
+                    continue
+                with contextlib.suppress(CorruptChunkError):
+                    if id not in chunk_at(self._db, first_seq)[1].stream_set:
+                        self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, which are not its own")
         except sqlite3.DatabaseError as error:
             self._note(kinds.INDEX, detail=f"the index of streams can't be read: {error}")
-            return
-        for id, first_seq in sorted({place for place in self._indexed if place[1] <= indexed_seq} - there):
-            self._note(kinds.INDEX, detail=f"stream {id}: the records from {first_seq} on are not in the index")
-        readable = {first_seq for _, first_seq in self._indexed}
-        for id, first_seq in sorted(there - self._indexed):
-            if first_seq in readable:
-                self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, which it has not")
+
+    def _is_named(self, columns: Columns) -> None:
+        """Does the index name this chunk for each of its streams?"""
+        with contextlib.suppress(sqlite3.DatabaseError):
+            for id in unpack_streams(columns.streams):
+                query = "SELECT 1 FROM chunk_stream WHERE stream = ? AND first_seq = ?"
+                if self._db.execute(query, (id, columns.first_seq)).fetchone() is not None:
+                    self._named += 1
+                elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
+                    self._note(kinds.INDEX, detail=f"stream {id}: the records from {columns.first_seq} on are not in the index")
 
     def _ends(self) -> None:
         newest = max([self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)])
