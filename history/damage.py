@@ -80,6 +80,10 @@ class Ledger:
         """True if something of that log was told once."""
         return any(damage.incarnation == incarnation for damage, _ in self._rows.values())
 
+    def lost(self, incarnation: bytes) -> list[tuple[int, int]]:
+        """(after, before) of the records of that log that are known to be gone, acknowledged or not."""
+        return [(one.after, one.before) for one, _ in self._rows.values() if one.kind in LOSSES and one.incarnation == incarnation]
+
     def covers(self, damage: Damage) -> bool:
         """True if it is known, acknowledged or not. What others lost is lost anew, however often the same is told."""
         news = damage.kind in OTHERS
@@ -113,11 +117,12 @@ class Ledger:
             self._rows[number] = (self._rows[number][0], True)
 
     def forget(self, floor_seq: int, incarnation: bytes) -> list[int]:
-        """What was acknowledged and retention has passed since; the numbers of the rows to delete."""
+        """What was acknowledged and can't be found again; the numbers of the rows to delete."""
         gone = [
             number
             for number, (damage, acknowledged) in self._rows.items()
-            if acknowledged and damage.incarnation == incarnation and damage.kind in LOSSES and damage.before - 1 <= floor_seq
+            if acknowledged
+            and not (damage.kind in (RECORDS, COMMITS) and damage.incarnation == incarnation and damage.before - 1 > floor_seq)
         ]
         for number in gone:
             del self._rows[number]
@@ -125,7 +130,8 @@ class Ledger:
 
 
 def _covers(known: Damage, found: Damage) -> bool:
-    if (known.kind, known.incarnation, known.moved_to) != (found.kind, found.incarnation, found.moved_to):
+    is_same = known.kind == found.kind or {known.kind, found.kind} == {RECORDS, COMMITS}  # a chunk that could not be saved is a hole
+    if not is_same or (known.incarnation, known.moved_to) != (found.incarnation, found.moved_to):
         return False
     return known.after <= found.after and found.before <= known.before if found.before else known.detail == found.detail
 

@@ -29,6 +29,7 @@ from storage.mark import V1_LEAP_MAX, Marked
 from uprotocol.v1.uri_pb2 import UUri
 
 NOT_KNOWN: Final = -1
+CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
 META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")
 
 log = structlog.get_logger()
@@ -154,7 +155,7 @@ class _Loading:
         self._heed_mark()
         self._load_cursors()
         for after, before in made.holes:
-            if before - 1 > made.extent.floor_seq:
+            if before - 1 > max(made.extent.floor_seq, 0):
                 self._found(kinds.COMMITS, after, before)
         self._write()
         return made
@@ -185,6 +186,7 @@ class _Loading:
         self._mend(META, "key", found.mended)
         for row in found.bad:
             self._delete(META.name, "key", row[0])
+        self._made.cursors_lost = CURSORS_LOST in meta
         missing = [key for key in META_KEYS if key not in meta]
         if missing:
             self._rebuild = True
@@ -244,6 +246,7 @@ class _Loading:
         """Neither place nor name are sure: it begins at the oldest record."""
         made = self._made
         made.cursors_lost = True
+        self._writes.append((META, [(CURSORS_LOST, 1)]))
         self._delete(CURSOR.name, "name", name)
         self._found(kinds.CURSOR, detail=f"{name!r} can't be read, and begins again at the oldest record")
         if isinstance(name, str) and name.isprintable() and name not in made.cursors:
@@ -385,6 +388,8 @@ class _Loading:
         elif marked.seq > made.start_seq + V1_LEAP_MAX:
             self._found(kinds.MARK, detail="it names records that can't have been: whether the newest are all there can't be known")
         elif marked.seq > made.start_seq:
+            made.cursors_lost = True  # what was set with those commits; an older place is sent again, but one that was new is not there
+            self._writes.append((META, [(CURSORS_LOST, 1)]))
             made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
             self._writes.append((HOLE, [(newest, marked.seq + 1)]))
 
@@ -392,6 +397,8 @@ class _Loading:
 
     def _write(self) -> None:
         """All that was put right, if anything was."""
+        for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
+            self._delete(DAMAGE.name, "number", number)
         if not (self._writes or self._deletes or self._notes or self._index is not None):
             return
         db = self._db

@@ -350,8 +350,8 @@ class Log:
 
     def _on_written(self, written: Written) -> None:
         """On the loop, after each transaction, and after each step of retention."""
-        if written.passed is not None:
-            self._tell_passed(written.passed)
+        for passed in written.passed:
+            self._tell_passed(passed)
         for number in written.acknowledged:
             self._ledger.acknowledge_one(number)
         self._extent = written.extent
@@ -549,8 +549,8 @@ class Log:
             raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
         try:
             return await self._loop.run_in_executor(self._executor, call, *arguments)
-        except sqlite3.Error as error:
-            code = UCode.DATA_LOSS if is_damage(error) else UCode.UNAVAILABLE
+        except (sqlite3.Error, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
+            code = UCode.UNAVAILABLE if isinstance(error, sqlite3.Error) and not is_damage(error) else UCode.DATA_LOSS
             raise UStatusError(code, f"the log {self.name} can't be read: {error}") from error
 
     async def seq_of_id(self, id: bytes) -> int | None:

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 import structlog
 
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from history.rows import CHUNK_COLUMNS
+from history.rows import CHUNK_COLUMNS, any_text
 from storage.disk import REAL_DISK, Disk
 from storage.faults import is_damage
 
@@ -60,6 +60,7 @@ class Reader:
             db = self._idle.pop() if self._idle else None
         if db is None:
             db = self._disk.connect(self._path, read_only=True)
+            db.text_factory = any_text
         try:
             db.execute("BEGIN")
             yield db

@@ -47,22 +47,18 @@ class Table:
     def read(self, db: sqlite3.Connection) -> Checked:
         """Every row, held against its checksum. Raises sqlite3.Error."""
         found = Checked()
-        factory = db.text_factory
-        db.text_factory = _text
-        try:
-            for *values, crc in db.execute(f"SELECT * FROM {self.name}"):
-                row = tuple(values)
-                if self.checksum(row) == crc:
-                    found.rows.append(row)
-                    continue
-                right = self._corrected(row, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
-                if right is None:
-                    found.bad.append(row)
-                else:
-                    found.rows.append(right)
-                    found.mended.append((row, right))
-        finally:
-            db.text_factory = factory
+        db.text_factory = any_text
+        for *values, crc in db.execute(f"SELECT * FROM {self.name}"):
+            row = tuple(values)
+            if self.checksum(row) == crc:
+                found.rows.append(row)
+                continue
+            right = self._corrected(row, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
+            if right is None:
+                found.bad.append(row)
+            else:
+                found.rows.append(right)
+                found.mended.append((row, right))
         return found
 
     def _corrected(self, row: Row, crc: Any) -> Row | None:
@@ -107,14 +103,15 @@ def _one_bit_off(value: Any) -> Iterator[Any]:
             yield value - (1 << (width - 1)) if value >= 0 else value + (1 << (width - 1))
     elif isinstance(value, str):
         for data in _one_bit_off(value.encode(errors="surrogateescape")):
-            yield _text(data)
+            yield any_text(data)
     elif isinstance(value, bytes):
         for place in range(len(value)):
             for bit in range(8):
                 yield value[:place] + bytes((value[place] ^ (1 << bit),)) + value[place + 1 :]
 
 
-def _text(data: bytes) -> str:
+def any_text(data: bytes) -> str:
+    """A `text_factory` for text that may be damaged: it need not be UTF-8 any more."""
     return data.decode(errors="surrogateescape")
 
 
@@ -168,19 +165,35 @@ def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) 
 # -- older versions
 
 HELD_PREFIXES: Final = ("egress:", "parked:")  # cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
+_V1: Final = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY) WITHOUT ROWID",
+    """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
+       newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT NULL)""",
+    "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL)",
+    "CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER) WITHOUT ROWID",
+)
+SCHEMAS: Final = tuple(
+    frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK)) for tables in (_V1, [table.ddl for table in CHECKED])
+)
+"""What SQLite says of the tables of each version, but for white space."""
 
 
 def upgrade(db: sqlite3.Connection, version: int) -> None:
     """From `version` to today's, in the caller's transaction. Chunks and their index are the same in all versions."""
     assert version == 1, "there is no other older version"
-    old = {name: db.execute(f"SELECT * FROM {name}").fetchall() for name in ("meta", "stream", "hole", "cursor")}
-    cursors = [(name, seq, until, int(until is None and name.startswith(HELD_PREFIXES)), 0) for name, seq, until in old["cursor"]]
-    for name in old:
-        db.execute(f"DROP TABLE {name}")
+    old = {table: [upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")] for table in (META, STREAM, HOLE, CURSOR)}
+    for table in old:
+        db.execute(f"DROP TABLE {table.name}")
     for table in CHECKED:
         db.execute(table.ddl)
-    META.insert(db, [row for row in old["meta"] if row[0] != "probe"])
-    STREAM.insert(db, old["stream"])
-    HOLE.insert(db, old["hole"])
-    CURSOR.insert(db, cursors)
+    for table, found in old.items():
+        table.insert(db, found)
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def upgraded(table: Table, row: Row) -> Row:
+    """A row of version 1 as today's table has it."""
+    if table is not CURSOR:
+        return row
+    name, seq, lease_until_ms = row
+    return (name, seq, lease_until_ms, int(lease_until_ms is None and name.startswith(HELD_PREFIXES)), 0)

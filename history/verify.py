@@ -6,18 +6,16 @@ pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in th
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 from history import damage as kinds
-from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
+from history.chunk import Chunk, Columns, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import APPLICATION_ID, CHECKED, CHUNK_COLUMNS, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table
+from history.rows import APPLICATION_ID, CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table, any_text
+from history.walk import walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
@@ -56,15 +54,27 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     try:
         db = disk.connect(path, read_only=True)
         try:
+            db.text_factory = any_text
+            marked = _read_mark(path)  # first: what it names is committed then
             db.execute("BEGIN")  # one state, whatever is appended meanwhile
-            _Verifier(db, report).run()
+            _Verifier(db, report, marked).run()
         finally:
             db.close()
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
         if isinstance(error, sqlite3.OperationalError):
             raise UStatusError(UCode.UNAVAILABLE, f"the log {path} can't be read: {error}") from error
         _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
     return report
+
+
+def _read_mark(path: Path) -> marks.Marked | str | None:
+    """Or why it can't be used."""
+    try:
+        return marks.unpack(Path(f"{path}.mark").read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, marks.BadMarkError) as error:
+        return str(error)
 
 
 def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
@@ -74,12 +84,13 @@ def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: st
 
 
 class _Verifier:
-    def __init__(self, db: sqlite3.Connection, report: Report) -> None:
-        self._db, self._report = db, report
+    def __init__(self, db: sqlite3.Connection, report: Report, marked: marks.Marked | str | None) -> None:
+        self._db, self._report, self._marked = db, report, marked
         self._rows: dict[str, Checked] = {}
         self._meta: dict[str, Any] = {}
         self._ledger = Ledger()
         self._holes: list[tuple[int, int]] = []
+        self._known: list[tuple[int, int]] = []  # what is lost, and holes
         self._addresses: dict[int, tuple[Any, Any]] = {}
         self._newest: dict[int, int] = {}  # of each stream, as far as was read
         self._indexed: set[tuple[int, int]] = set()
@@ -92,6 +103,7 @@ class _Verifier:
         self._ledger = Ledger(self._rows["damage"].rows)
         self._report.told = self._ledger.open
         self._holes = [(after, before) for after, before in self._rows["hole"].rows]
+        self._known = self._holes + self._ledger.lost(self._report.incarnation)
         self._streams()
         self._chunks()
         self._index()
@@ -172,10 +184,13 @@ class _Verifier:
             expected += 1
             self._indexed.update((id, chunk.first_seq) for id in unpack_streams(columns.streams))
             self._within(chunk, columns, floor)
+        newest = int(self._meta.get("newest_seq", 0))
+        if report.newest_seq < newest and expected and newest > floor:
+            self._jump(expected - 1, newest + 1)
 
     def _jump(self, after: int, before: int) -> None:
         """Records that are missing must be a hole that is known."""
-        if not any(low <= after and before <= high for low, high in self._holes):
+        if not any(low <= after and before <= high for low, high in self._known):
             self._note_records(after, before, "they aren't there")
 
     def _within(self, chunk: Chunk, columns: Columns, floor: int) -> None:
@@ -195,8 +210,8 @@ class _Verifier:
                 self._addresses[id] = address
 
     def _is_lost(self, seq: int) -> bool:
-        lost = [(damage.after, damage.before) for damage in self._report.found if damage.kind == kinds.RECORDS]
-        return any(after < seq < before for after, before in lost + self._holes)
+        found = [(damage.after, damage.before) for damage in self._report.found if damage.kind == kinds.RECORDS]
+        return any(after < seq < before for after, before in found + self._known)
 
     # -- what names the chunks
 
@@ -222,13 +237,10 @@ class _Verifier:
         for key in ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"):
             if key not in self._meta:
                 self._note(META.name, detail=f"{key} is missing")
-        try:
-            marked = marks.unpack(Path(f"{self._report.path}.mark").read_bytes())
-        except FileNotFoundError:
-            marked = None
-        except marks.BadMarkError as error:
-            self._note(kinds.MARK, detail=str(error))
+        if isinstance(self._marked, str):
+            self._note(kinds.MARK, detail=self._marked)
             return
+        marked = self._marked
         if marked is None:
             if newest:
                 self._note(kinds.MARK, detail="there is none")
@@ -236,36 +248,6 @@ class _Verifier:
             self._note(kinds.MARK, detail="it is of another log")
         elif marked.seq > newest:
             self._note(kinds.COMMITS, newest, marked.seq + 1, "committed, as the mark says, and not there")
-
-
-def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
-    """Every chunk that can be found, in order: (first_seq, columns, ""), or (first_seq, None, why) where it can't be read."""
-    for first_seq in _places(db):
-        try:
-            row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
-            columns = Columns(*row)
-            decode(columns)
-        except (CorruptChunkError, struct.error, TypeError, ValueError, sqlite3.DatabaseError) as error:
-            yield first_seq, None, str(error)
-        else:
-            yield first_seq, columns, ""
-
-
-def _places(db: sqlite3.Connection) -> Iterator[int]:
-    """Where the table itself can't be walked any further, its index on time still names the chunks that follow."""
-    last = -1
-    rows = iter(db.execute("SELECT first_seq FROM chunk NOT INDEXED ORDER BY first_seq"))
-    while True:
-        try:
-            row = next(rows, None)
-        except sqlite3.DatabaseError:
-            break
-        if row is None:
-            return
-        last = row[0]
-        yield last
-    with contextlib.suppress(sqlite3.DatabaseError):
-        yield from sorted(row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if row[0] > last)
 
 
 def _address(source: UUri, sink: UUri | None) -> tuple[Any, Any]:

@@ -60,7 +60,7 @@ class Written:
     chunks: list[Chunk] = field(default_factory=list)
     error: UStatusError | None = None
     is_damaged: bool = False  # it is the file itself that can't be used any more
-    passed: Passed | None = None
+    passed: list[Passed] = field(default_factory=list)
     acknowledged: list[int] = field(default_factory=list)  # notes of damage, by another process
 
 
@@ -186,7 +186,8 @@ class Writer:
             chunks = self._commit(batch)
         except sqlite3.Error as cause:
             error = status_error(cause, self._store.path)
-            is_damaged = is_damage(cause)
+            if is_damaged := is_damage(cause):
+                self._store.suspect()
         except Exception as cause:
             log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
             error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
@@ -262,7 +263,8 @@ class Writer:
         more = self._may_shrink = False
         try:
             cutoff_ms = self._now_ms() - retention.age_ms
-            more, written.passed = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
+            retained = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
+            more, written.passed = retained.more, retained.passed
             store.bound_wal()
             if is_second:
                 written.acknowledged = store.acknowledged_elsewhere()

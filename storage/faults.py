@@ -54,9 +54,12 @@ def disk_bytes(path: Path) -> int:
         return 0
 
 
-def move_aside(path: Path) -> Path:
-    """A damaged SQLite file and what belongs to it, to NAME.damaged-TIME: nothing is deleted. Returns the new name. Raises OSError."""
-    target = Path(f"{path}.damaged-{time.time_ns()}")
+def move_aside(path: Path, target: Path | None = None) -> Path:
+    """A damaged SQLite file and what belongs to it, to `target` or NAME.damaged-TIME: nothing is deleted. Returns the new name.
+
+    Raises OSError.
+    """
+    target = target or Path(f"{path}.damaged-{time.time_ns()}")
     for suffix in ("-wal", "-shm", ""):  # the file itself last: until then it is found where it was
         with contextlib.suppress(FileNotFoundError):
             Path(f"{path}{suffix}").rename(f"{target}{suffix}")

@@ -14,6 +14,7 @@ _V1: Final = struct.Struct("<16sQ")  # incarnation, newest seq
 _V2: Final = struct.Struct("<4s16sQI")  # magic, incarnation, newest seq, checksum of those
 SIZE: Final = _V2.size
 V1_LEAP_MAX: Final = 1 << 32  # version 1 has no checksum: more than that beyond the newest record was never committed
+_SEQ_MAX: Final = 1 << 62
 
 
 class Marked(NamedTuple):
@@ -30,12 +31,15 @@ def pack(incarnation: bytes, seq: int) -> bytes:
     return body + struct.pack("<I", zlib.crc32(body))
 
 
-def unpack(data: bytes) -> Marked | None:
+def unpack(data: bytes, *, may_be_v1: bool = True) -> Marked | None:
     """None if nothing was ever written. Raises BadMarkError."""
-    if not data:
+    if not any(data):  # a file that was made, and then its disk was full
         return None
-    if len(data) == _V1.size:
-        return Marked(*_V1.unpack(data))
+    if len(data) == _V1.size and may_be_v1:
+        incarnation, seq = _V1.unpack(data)
+        if seq > _SEQ_MAX:
+            raise BadMarkError("it names a record that can't have been")
+        return Marked(incarnation, seq)
     if len(data) != SIZE or data[:4] != _MAGIC:
         raise BadMarkError("it is no mark")
     _, incarnation, seq, crc = _V2.unpack(data)

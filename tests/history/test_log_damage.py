@@ -10,7 +10,7 @@ from pathlib import Path
 from history import damage as kinds
 from history.damage import Damage
 from history.gaps import QUEUED_MAX, Gaps
-from history.log import Log
+from history.log import Cursor, Log
 from history.rows import DAMAGE
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
@@ -98,16 +98,24 @@ async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to
         await read_all(log)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 5 * 16_384)
+    async with await Log.open(path, name="saved") as log:
+        assert log.incarnation == incarnation  # the mark says up to where seqs were given out
+        assert summary(log) == [("records", 12, 16), ("file", 0, 0), ("commits", 27, 31)]
+        assert Path(log.damage[1].moved_to).exists()
+        assert log.dropped == {"damaged_file": 1, "lost_commits": 1, "corrupt_chunks": 1}
+        assert await read_all(log) == [*range(1, 13), *range(16, 28)]
+        assert log.cursor_rows() == {"egress:cloud": Cursor(7, holds=True)}
+        told = log.damage
+    path.write_bytes(os.urandom(50_000))
     async with await Log.open(path, name="new") as log:
         assert log.incarnation != incarnation
-        (whole,) = [damage for damage in log.damage if damage.kind == kinds.FILE]
-        assert (whole.incarnation, whole.after, whole.before) == (incarnation, 0, 31)
+        (whole,) = [damage for damage in log.damage if damage.before == 31 and damage.after == 0]
+        assert (whole.kind, whole.incarnation) == (kinds.FILE, incarnation)
         assert Path(whole.moved_to).exists()
-        assert log.dropped["damaged_file"] == 1
         assert await append(log, 0) == 1
     async with await Log.open(path, name="later") as log:
         assert whole in log.damage
-        assert log.dropped["damaged_file"] == 0
+        assert (log.dropped["damaged_file"], len(told)) == (0, 3)
 
 
 async def test_a_log_whose_file_is_gone_is_told(tmp_path: Path) -> None:
@@ -205,3 +213,27 @@ async def test_gaps_that_nobody_takes_cost_no_memory(tmp_path: Path) -> None:
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_found_again(tmp_path: Path) -> None:
+    path = tmp_path / "l.db"
+    await made(path)
+    damage_record(path, 13)
+    async with await Log.open(path, name="again") as log:
+        await read_all(log)
+        for number in range(3):
+            log.note_loss(kinds.NETWORK, f"loss {number}")
+        log.acknowledge_damage()
+    async with await Log.open(path, name="later") as log:
+        assert [row[2] for row in log._ledger.rows] == ["records"]
+        await read_all(log)
+        assert log.damage == []
+        assert log._writer is not None
+        log.drop_cursor("egress:cloud")
+        log._writer._retention.bytes = 1
+        log._writer._next_retention = 0.0
+        async with asyncio.timeout(10):
+            while log.floor_seq < 15:  # noqa: ASYNC110 - retention tells nobody
+                await asyncio.sleep(0.01)
+    async with await Log.open(path, name="passed") as log:
+        assert log._ledger.rows == []

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from history import log as log_module
 from history import reader as reader_module
-from history.log import Log
+from history.log import Log, Passed
 from history.service import HistoryService
 from history.store import Store
 from transports.local import LocalNetwork, LocalTransport
@@ -45,7 +47,7 @@ async def read_all(log: Log, after: int = 0) -> list[int]:
 
 APPENDER = """
 import asyncio, sys
-from history.log import Log
+from history.log import Log, Passed
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 
@@ -178,12 +180,26 @@ async def _is_moved_aside(path: Path, incarnation: bytes) -> None:
     assert kept.read_bytes() == content
 
 
-async def test_a_truncated_file_is_kept_aside_and_a_new_log_starts(tmp_path: Path) -> None:
+async def _is_saved(path: Path, incarnation: bytes, records: list[int]) -> None:
+    content = path.read_bytes()
+    async with await Log.open(path, name="again") as log:
+        assert (log.incarnation, log.cursors(), log.dropped["damaged_file"]) == (incarnation, {"peer": 7}, 1)
+        assert await read_all(log) == records
+        lost = {seq for after, before in log.holes for seq in range(after + 1, before)}
+        assert lost == set(range(1, 31)) - set(records)
+        assert await append(log, 0) == 31
+    (kept,) = [file for file in path.parent.glob("l.db.damaged-*") if not file.name.endswith(("-wal", "-shm"))]
+    assert kept.read_bytes() == content
+    assert not list(path.parent.glob("l.db.salv*"))
+    assert not list(path.parent.glob("l.db.copy*"))
+
+
+async def test_what_is_left_of_a_truncated_file_is_saved(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     incarnation = await _made(path)
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size * 2 // 3)
-    await _is_moved_aside(path, incarnation)
+    await _is_saved(path, incarnation, list(range(1, 19)))
 
 
 async def test_a_file_of_noise_is_kept_aside(tmp_path: Path) -> None:
@@ -192,13 +208,51 @@ async def test_a_file_of_noise_is_kept_aside(tmp_path: Path) -> None:
     await _is_moved_aside(path, b"")
 
 
-async def test_damage_in_the_middle_of_the_structure_is_found_on_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", [(0, 1), (0, 100), (2, 6)], ids=["the first one", "its first bytes", "tables"])
+async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_saved(tmp_path: Path, pages: tuple[int, int]) -> None:
     path = tmp_path / "l.db"
     incarnation = await _made(path)
     content = bytearray(path.read_bytes())
-    content[16_384 * 2 : 16_384 * 6] = bytes(16_384 * 4)
+    if pages == (0, 100):
+        content[:100] = os.urandom(100)
+    else:
+        content[16_384 * pages[0] : 16_384 * pages[1]] = bytes(16_384 * (pages[1] - pages[0]))
     path.write_bytes(content)
-    await _is_moved_aside(path, incarnation)
+    if pages == (2, 6):  # the table of cursors is among them
+        async with await Log.open(path, name="again") as log:
+            assert (log.incarnation, log.cursors_lost, await read_all(log)) == (incarnation, True, list(range(1, 31)))
+    else:
+        await _is_saved(path, incarnation, list(range(1, 31)))
+
+
+async def test_a_disk_without_room_for_what_can_be_saved_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "l.db"
+    incarnation = await _made(path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size * 2 // 3)
+    content = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.copyfile", full)
+        for _ in range(2):
+            with pytest.raises(UStatusError, match="disk is full") as error:
+                await Log.open(path, name="full")
+            assert error.value.code == UCode.RESOURCE_EXHAUSTED
+    assert path.read_bytes() == content
+    assert not list(tmp_path.glob("*damaged*"))
+    await _is_saved(path, incarnation, list(range(1, 19)))
+
+
+async def test_a_start_that_ended_between_two_names_goes_on(tmp_path: Path) -> None:
+    """What could be saved is whole, the damaged file is moved aside already."""
+    path = tmp_path / "l.db"
+    incarnation = await _made(path)
+    path.rename(f"{path}.salvaged")
+    async with await Log.open(path, name="again") as log:
+        assert (log.incarnation, await read_all(log)) == (incarnation, list(range(1, 31)))
 
 
 async def _copy_unclosed(path: Path, to: Path) -> bytes:
@@ -310,7 +364,7 @@ async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypa
 
 FULL = """
 import asyncio, resource, signal, sys
-from history.log import Log
+from history.log import Log, Passed
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -421,3 +475,69 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
         assert log.oldest_seq > 1_500
         assert await read_all(log, log.floor_seq) == list(range(log.oldest_seq, 2_001))
     assert path.stat().st_size < 6_000_000
+
+
+# -- a disk that fails after it has done it
+
+
+class _Fails:
+    """A connection whose COMMIT happens, and then reports an I/O error; of transactions with `word` in them."""
+
+    def __init__(self, db: sqlite3.Connection, word: str = "") -> None:
+        self.db, self.word, self.fails = db, word, not word
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.db, name)
+
+    def execute(self, statement: str, *parameters: Any) -> Any:
+        found = self.db.execute(statement, *parameters)
+        self.fails = self.fails or statement.startswith(self.word)
+        if statement == "COMMIT" and self.fails:
+            raise sqlite3.OperationalError("disk I/O error")
+        return found
+
+
+async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_seq_behind(tmp_path: Path) -> None:
+    async with await Log.open(tmp_path / "l.db", name="late", tail_bytes=1) as log:
+        await append(log, 0, 1)
+        store = log._writer._store  # type: ignore[union-attr]
+        store._opened.db = _Fails(store._opened.db)  # type: ignore[assignment, arg-type]
+        log.set_cursor("peer", 2)
+        with pytest.raises(UStatusError) as error:
+            await append(log, 2, 3)
+        assert error.value.code == UCode.UNAVAILABLE
+        kept = message(3)
+        assert await log.append([log.stream_id(TOPICS[3])], [kept]) == 3
+        assert await read_all(log) == [1, 2, 3]
+        assert (await log.read(2))[-1].data == [kept.SerializeToString()]
+    async with await Log.open(tmp_path / "l.db", name="again") as log:
+        assert await read_all(log) == [1, 2, 3]
+        assert (log.cursor("peer"), log.damage) == (2, [])
+
+
+async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> None:
+    now = 1_800_000_000_000
+    async with await Log.open(tmp_path / "l.db", name="late", retention_ms=60_000, now_ms=lambda: now) as log:
+        told: list[Passed] = []
+        log.on_passed(told.append)
+        for _ in range(5):
+            await append(log, 0, 1)
+        log.set_cursor("egress:cloud", 3)
+        writer = log._writer
+        assert writer is not None
+        now += 120_000
+        await append(log, 0)
+        writer._store._opened.db = _Fails(writer._store._opened.db, "DELETE FROM chunk")  # type: ignore[assignment, arg-type]
+        writer._next_retention = 0.0
+        writer.flush()
+        async with asyncio.timeout(20):
+            while not told:
+                writer._next_retention = 0.0
+                writer.flush()
+                await asyncio.sleep(0.02)
+        assert [(one.after, one.before) for one in told] == [(3, 11)]
+        assert [seq for chunk in told[0].chunks for seq in chunk.seqs] == list(range(4, 11))
+        assert (log.floor_seq, log.oldest_seq) == (10, 11)
+        stored = log.stored_bytes
+    async with await Log.open(tmp_path / "l.db", name="again") as log:
+        assert log.stored_bytes == stored

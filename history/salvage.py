@@ -1,0 +1,196 @@
+"""What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as lost.
+
+damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaging -> NAME.salvaged (whole) -> takes the damaged one's place
+                          ^
+    head: a small file with a copy of page 1, which names the tables: without it none of them is found
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sqlite3
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from history.connection import PAGE_BYTES, transaction
+from history.damage import Damage, Ledger
+from history.load import CURSORS_LOST, NOT_KNOWN
+from history.rows import CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, SCHEMAS, Checked, Table, any_text, create, upgraded
+from history.walk import walk
+from storage.disk import Disk
+from storage.mark import Marked
+
+_CRC: Final = struct.Struct("<I")
+_HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it
+CHUNKS_AT_ONCE: Final = 64  # of one transaction
+
+
+# -- the head
+
+
+def head_path(path: Path) -> Path:
+    return Path(f"{path}.head")
+
+
+def keep_head(path: Path) -> None:
+    """Called when the file is known to be whole and its write-ahead log is empty. Raises OSError."""
+    with path.open("rb") as file:
+        page = file.read(PAGE_BYTES)
+    kept = _read_head(path)
+    if kept is None or kept[_HEADER_BYTES:] != page[_HEADER_BYTES:]:
+        head_path(path).write_bytes(page + _CRC.pack(zlib.crc32(page)))
+
+
+def _read_head(path: Path) -> bytes | None:
+    with contextlib.suppress(OSError):
+        data = head_path(path).read_bytes()
+        page = data[:-4]
+        if len(page) == PAGE_BYTES and _CRC.unpack(data[-4:])[0] == zlib.crc32(page):
+            return page
+    return None
+
+
+def has_known_schema(db: sqlite3.Connection) -> bool:
+    """False if what the file says of its tables is not what was written there."""
+    found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    return found in SCHEMAS
+
+
+def _put_head(copy: Path, head: bytes) -> None:
+    """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
+    page = bytearray(head)
+    pages = copy.stat().st_size // PAGE_BYTES
+    page[24:40] = struct.pack(">IIII", 1, pages, 0, 0)  # change counter, pages, first free page, free pages
+    page[92:96] = struct.pack(">I", 1)  # the change counter for which the number of pages holds
+    with copy.open("r+b") as file:
+        file.write(page)
+
+
+# -- salvage
+
+
+def salvage(path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage) -> Path | None:
+    """A whole new file beside the damaged one, with what could be saved; None if that is nothing. Nothing of the damaged one changes.
+
+    `told` is what the new file has to remember. Raises OSError and sqlite3.Error where the disk is full or fails.
+    """
+    copy, fresh = Path(f"{path}.copy"), Path(f"{path}.salvaging")
+    _remove(copy)
+    _remove(fresh)
+    try:
+        for suffix in ("", "-wal"):
+            if Path(f"{path}{suffix}").exists():
+                shutil.copyfile(f"{path}{suffix}", f"{copy}{suffix}")
+        found = _open_copy(copy, _read_head(path), disk)
+        if found is None:
+            return None
+        with contextlib.closing(found):
+            if not _fill(found, fresh, marked, disk, random_bytes, told):
+                return None
+    except BaseException:
+        _remove(fresh)
+        raise
+    finally:
+        _remove(copy)
+    whole = Path(f"{path}.salvaged")
+    _remove(whole)
+    fresh.rename(whole)
+    disk.sync_folder(path.parent)
+    return whole
+
+
+def _remove(path: Path) -> None:
+    for suffix in ("", "-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection | None:
+    """As it is, or else with the head that was kept; None if no table is found in it."""
+    for page in (None, head):
+        if page is not None:
+            _put_head(copy, page)
+        try:
+            db = disk.connect(copy)
+            db.text_factory = any_text
+        except sqlite3.DatabaseError:
+            continue
+        try:
+            if has_known_schema(db):
+                return db
+        except (sqlite3.DatabaseError, ValueError):  # ValueError: not even what SQLite says about it is text
+            pass
+        db.close()
+    return None
+
+
+def _fill(
+    old: sqlite3.Connection, fresh: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage
+) -> bool:
+    """Copy what is right; False if there is nothing that anybody could miss."""
+    read = {table.name: _read(old, table) for table in CHECKED}
+    meta = dict[str, Any](read[META.name].rows)
+    incarnation = meta.get("incarnation", marked.incarnation if marked is not None else None)
+    if marked is None or marked.incarnation != incarnation:
+        incarnation = random_bytes(16)  # up to where seqs were given out is not known: none may name two records
+    db = disk.connect(fresh)
+    try:
+        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        db.execute("PRAGMA synchronous = FULL")
+        chunks, first_seq = _copy_chunks(old, db, told, read)
+        kept = {
+            "incarnation": incarnation,
+            "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
+            "newest_seq": 0,
+            "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
+            "stored_bytes": 0,
+        }
+        if read[CURSOR.name].bad or CURSORS_LOST in meta:
+            kept[CURSORS_LOST] = 1
+        with transaction(db):
+            META.insert(db, kept.items())
+            for table in CHECKED:
+                if table not in (META, DAMAGE):
+                    table.insert(db, read[table.name].rows)
+        return bool(chunks or read[CURSOR.name].rows)
+    finally:
+        db.close()
+
+
+def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection, told: Damage, read: dict[str, Checked]) -> tuple[int, int]:
+    """How many, and the first seq."""
+    ledger = Ledger(read[DAMAGE.name].rows)
+    ledger.add(told)
+    with transaction(db):
+        create(db, {}, ledger.rows)
+    count = first = 0
+    batch: list[tuple[Any, ...]] = []
+
+    def write() -> None:
+        with transaction(db):
+            db.executemany("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", batch)
+        batch.clear()
+
+    for first_seq, c, _ in walk(old):
+        if c is not None:
+            batch.append((c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data))
+            count += 1
+            first = first or first_seq
+        if len(batch) >= CHUNKS_AT_ONCE:
+            write()
+    write()
+    return count, first
+
+
+def _read(db: sqlite3.Connection, table: Table) -> Checked:
+    """The rows that are right; one that is bad stands for a table that can't be read."""
+    try:
+        if int(db.execute("PRAGMA user_version").fetchone()[0]) == SCHEMA_VERSION or table is DAMAGE:
+            return table.read(db)
+        return Checked([upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")])
+    except (sqlite3.DatabaseError, TypeError, ValueError):
+        return Checked(bad=[()])
