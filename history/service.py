@@ -55,6 +55,7 @@ CONSUMERS_MAX: Final = 1_000  # with a lease that lasts; peers of the streamer h
 CONSUMER_LENGTH_MAX: Final = 200  # characters
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 INCARNATION_BYTES: Final = 16
+DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
 
 
 def cursor_name(consumer: str) -> str:
@@ -110,10 +111,11 @@ class HistoryService:
         *,
         polls_waiting_max: int = POLLS_WAITING_MAX,
         poll_bytes_max: int = POLL_BYTES_MAX,
+        drain_ms_max: int = DRAIN_MS_MAX,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         own = LocalUriProvider(local.get_authority(), UE_ID, VERSION)
-        self._server = InMemoryRpcServer(transport, own)
+        self._server = InMemoryRpcServer(transport, own, drain_ms_max=drain_ms_max)
         self._logs = list(logs)
         self._by_incarnation = {log.incarnation: log for log in self._logs}
         self._matches = Matches(self._logs, local.get_authority())

@@ -58,11 +58,10 @@ INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by the
 JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
 BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or after so long; callers are more patient
 OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
-SERVICES_CLOSE_S: Final = 1.5  # for the services inside to answer what they have begun, and then ...
-ENDPOINTS_CLOSE_S: Final = (
-    2.5  # ... for the networks to take it, side by side: with the files' part less than 5 s; containers are killed after 10
-)
-FILES_CLOSE_S: Final = 1.0  # for one file to be closed cleanly; the next start recovers one that was not
+DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
+SERVICES_CLOSE_S: Final = 1.5  # for all of them together, and then ...
+ENDPOINTS_CLOSE_S: Final = 3.0  # ... for the networks to take it, side by side. 5 s in all: containers are killed after 10
+FILES_CLOSE_S: Final = 0.5  # for one file to be closed cleanly; the next start recovers one that was not
 REOPEN_MS_MAX: Final = 30_000  # between tries to open a log on a disk that is full
 
 log = structlog.get_logger()
@@ -120,7 +119,7 @@ class Streamer:
             flow.followers = [pump for pump in self.pumps if pump.log is one]
         self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
-        self.history = HistoryService(self.hosted, self.local, list(logs))
+        self.history = HistoryService(self.hosted, self.local, list(logs), drain_ms_max=DRAIN_MS_MAX)
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
         self._open: set[str] = set()  # endpoints whose transport has been opened
@@ -182,7 +181,11 @@ class Streamer:
         if self.config.usubscription_of(self.config.home) != "embedded":
             return None
         return USubscriptionService(
-            self.hosted, self.config.authority, self.config.streamer.data_dir / "usubscription.db", runtime=self._runtime
+            self.hosted,
+            self.config.authority,
+            self.config.streamer.data_dir / "usubscription.db",
+            runtime=self._runtime,
+            drain_ms_max=DRAIN_MS_MAX,
         )
 
     def _interest_sources(self) -> list[InterestSource]:
@@ -241,6 +244,7 @@ class Streamer:
 
     def stop(self) -> None:
         self._stopping.set()
+        self._back.set()  # nobody waits any more for a network to be back
 
     async def _start(self, tasks: asyncio.TaskGroup) -> None:
         def start(work: Any, name: str) -> None:
@@ -328,9 +332,8 @@ class Streamer:
         await asyncio.gather(
             *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
         )
-        await _within(FILES_CLOSE_S, "dead letters", step("dead letters", self.dead_letters.close))
-        for one in self.logs:
-            await _within(FILES_CLOSE_S, "log", step("log", one.close))
+        files = {"dead letters": self.dead_letters.close, **{f"{one.name} log": one.close for one in self.logs}}
+        await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
 
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
         """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
@@ -401,7 +404,11 @@ class Streamer:
         await self._listen()
         loop = asyncio.get_running_loop()
         until = loop.time() + BACK_SOON_S
-        while (just_gone := any(until - BACK_SOON_S - at < JUST_GONE_S for at in self._gone_at.values())) and loop.time() < until:
+        while (
+            (just_gone := any(until - BACK_SOON_S - at < JUST_GONE_S for at in self._gone_at.values()))
+            and loop.time() < until
+            and not self._stopping.is_set()
+        ):
             self._back.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(until):

@@ -15,6 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import structlog
@@ -504,6 +505,7 @@ class Pump:
             keys = [key_of(item[1]) for item in again]
             self.aside.put_back(item for item, key in zip(again, keys, strict=True) if key in stuck or key in self.aside)
             again = [item for item, key in zip(again, keys, strict=True) if key not in self.aside] + self.aside.release()
+            again.sort(key=itemgetter(0))  # the first that waits is the oldest, by which the cursor goes
         for item in reversed(again):
             self._lanes[lane(item[1].attributes)].appendleft(item)
         self._waiting += len(again)

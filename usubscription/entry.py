@@ -96,9 +96,9 @@ class CommandEntry:
                 if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
                     raise
 
-    async def drain(self) -> None:
+    async def drain(self, ms_max: int = DRAIN_MS_MAX) -> None:
         """Wait until the network has taken the responses, for a while."""
-        await self._responses.drain(DRAIN_MS_MAX)
+        await self._responses.drain(ms_max)
 
     def on_receive(self, message: UMessage) -> None:
         self.on_receive_batch([message])

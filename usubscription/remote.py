@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Final
@@ -75,6 +76,7 @@ class Remote:
         self._ears = {major: _Ear(major, self._hear) for major in CODECS}
         self._lanes: dict[str, Lane] = {}
         self._recent: dict[Key, float] = {}
+        self._started_at = -math.inf  # loop time
         self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
         self._auditor = Auditor(
             store, self._partners, fetch=self._fetch, busy=self._busy, submit=self._submit, interval_ms=audit_ms, random=random
@@ -88,6 +90,7 @@ class Remote:
     async def start(self) -> None:
         """Listen, then go on with what was not answered before the restart."""
         self._open = True
+        self._started_at = asyncio.get_running_loop().time()
         await self._partners.load()
         for client in self._clients.values():
             await client.open()
@@ -193,12 +196,12 @@ class Remote:
             lane.kick()  # it is there
         elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self._partners:
             self._auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
-        if told.status is Status.UNSUBSCRIBED and told.topic in self._recent:
-            now = asyncio.get_running_loop().time()
-            if now - self._recent[told.topic] < RECENT_MS / 1000:  # about the Unsubscribe, or about what came after it? Ask.
+        if told.status is Status.UNSUBSCRIBED:  # about an earlier Unsubscribe of ours, or about what came after it? Ask.
+            since = max(self._recent.get(told.topic, -math.inf), self._started_at)  # what was recent before the start is forgotten
+            if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
                 self._auditor.suspect(told.topic)
                 return
-            del self._recent[told.topic]
+            self._recent.pop(told.topic, None)
         self._submit(Notified(told.topic, told.status))
 
     def _connection_changed(self, connected: bool) -> None:

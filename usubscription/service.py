@@ -24,7 +24,7 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
 from usubscription.database import Database, Outcome, Probe, Register, Reset, Unregister
-from usubscription.entry import CommandEntry, Method
+from usubscription.entry import DRAIN_MS_MAX, CommandEntry, Method
 from usubscription.gate import Gate
 from usubscription.lane import REPEAT_FIRST_MS
 from usubscription.outbox import AnswersFirst, Pump
@@ -65,9 +65,10 @@ class USubscriptionService:
         now_ms: Callable[[], int] | None = None,
         random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
+        drain_ms_max: int = DRAIN_MS_MAX,
     ) -> None:
         """`v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
-        self.authority = authority
+        self.authority, self._drain_ms_max = authority, drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
@@ -99,6 +100,7 @@ class USubscriptionService:
                 LocalUriProvider(authority, ENTITY_TYPE, major),
                 check=check,
                 requests_running_max=REQUESTS_RUNNING_MAX,
+                drain_ms_max=drain_ms_max,
             )
             for major in CODECS
         }
@@ -178,14 +180,13 @@ class USubscriptionService:
 
     async def stop(self) -> None:
         """Answer what is being handled, then close the store. May be called twice."""
-        for server in self._servers.values():
-            await server.close()
+        await asyncio.gather(*(server.close() for server in self._servers.values()))
         await self._entry.close()
         if self._halting is not None:
             await self._halting
         await self._halt()
         await self._store.stop()
-        await self._entry.drain()
+        await self._entry.drain(self._drain_ms_max)
         self._started = False
 
     async def _halt(self) -> None:
