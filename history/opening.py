@@ -34,6 +34,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 
+HEADER_BYTES: Final = 100  # of an SQLite file
+
 log = structlog.get_logger()
 
 
@@ -194,6 +196,13 @@ class Opening:
     def _check(self, db: sqlite3.Connection) -> None:
         if not has_known_schema(db):
             raise DamagedError("it does not name its tables as it did")
+        with self.path.open("rb") as file:
+            header = file.read(HEADER_BYTES)
+        if header and header[18:20] not in (
+            b"\1\1",
+            b"\2\2",
+        ):  # the versions of SQLite's format for writing and reading: else it is read-only
+            raise DamagedError("its header is damaged")
         if suspect_path(self.path).exists():
             raise DamagedError("it could not be written, because it is damaged")
         if self.path.stat().st_size <= CHECK_BYTES_MAX:
