@@ -489,6 +489,8 @@ class Streamer:
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
         problems += [_damage_problem(one) for one in self.logs if one.damage]
+        if self.dead_letters.trouble:
+            problems.append(f"dead letters: {self.dead_letters.trouble}")
         if self.usubscription is not None and self.usubscription.trouble is not None:
             problems.append(f"uSubscription answers nobody, and the last known subscriptions serve: {self.usubscription.trouble}")
         elif self.usubscription is not None and not self.usubscription.healthy and "usubscription" not in self._troubles:
