@@ -252,6 +252,7 @@ async def test_overlapping_filters_bring_each_message_once(broker: Broker) -> No
         for source in (TOPIC, uris.pattern("sender"), uris.parse("up://*/10AB/3/80CD")):
             await receiver.register_listener(source, both)
         await sender.send_batch([publish(n) for n in range(20)])
+        await wide.until(lambda numbers: 19 in numbers)  # the broker has taken them; they are on their way to us
         await receiver.unregister_listener(uris.pattern("sender"), wide)
         await receiver.unregister_listener(uris.pattern("sender"), both)
         await sender.send_batch([publish(n) for n in range(20, 40)])
