@@ -173,20 +173,20 @@ class Database:
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
         """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
-        row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
-        if row is None:
-            row = (os.urandom(16).hex(),)
-            try:
-                db.execute("INSERT INTO meta VALUES('id', ?)", row)
-            except sqlite3.OperationalError:  # a disk that is full, say; then the next start makes it
-                return
-        self._store_id = bytes.fromhex(row[0])
         marked: marks.Marked | None = None
         try:
             self._mark = self._disk.mark(Path(f"{self.path}.mark"))
             marked = marks.unpack(self._mark.read(marks.SIZE))
         except (OSError, marks.BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be used, and begins anew", path=str(self.path), why=str(error))
+        row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
+        if row is None:  # of an older program; or the name was lost with the write-ahead log, and then the mark has it
+            row = ((os.urandom(16) if marked is None else marked.incarnation).hex(),)
+            try:
+                db.execute("INSERT INTO meta VALUES('id', ?)", row)
+            except sqlite3.OperationalError:  # a disk that is full, say; then the next start makes it
+                return
+        self._store_id = bytes.fromhex(row[0])
         if marked is not None and marked.incarnation == self._store_id and marked.seq > self._number:
             self.lost_changes = marked.seq - self._number
             self._number = marked.seq  # no number names two changes

@@ -164,6 +164,7 @@ class StoreFile:
             for statement in SCHEMA:
                 db.execute(statement)
             db.execute("INSERT INTO meta VALUES('authority', ?)", (self.authority,))
+            db.execute("INSERT INTO meta VALUES('id', ?)", (os.urandom(16).hex(),))  # a store that was made anew is not an older copy
             db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             db.execute("COMMIT")

@@ -320,3 +320,24 @@ def test_changes_that_a_cut_write_ahead_log_has_lost_are_counted(tmp_path: Path)
     third.open()
     assert third.lost_changes == 0  # told once
     third.close()
+
+
+def test_a_write_ahead_log_that_is_lost_whole_is_told_too(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    database = Database(path, "vehicle1")
+    database.open()
+    database.apply([Subscribe(("vehicle1", 0x8001, 1, 0x8001), ("vehicle1", 1, 1, 0), 4)], 1)
+    copy = {name: Path(f"{path}{name}").read_bytes() for name in ("", ".mark")}
+    database.close()
+    for name, data in copy.items():
+        Path(f"{path}{name}").write_bytes(data)
+    again = Database(path, "vehicle1")
+    again.open()
+    assert again.lost_changes == 1
+    again.close()
+    for name in ("", "-wal", "-shm"):  # begun anew on purpose: nothing is lost then
+        Path(f"{path}{name}").unlink(missing_ok=True)
+    anew = Database(path, "vehicle1")
+    anew.open()
+    assert anew.lost_changes == 0
+    anew.close()
