@@ -249,7 +249,9 @@ class Checker:
         self._wish_numbers += 1
         self.note("wishes", hearer, key, wanted)
         if wanted:
+            known = self.wants.get((hearer, key))
             want = self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
+            want.answered = want.answered and known is not None and known.confirmed_at is not None
         else:
             want = self.wants.get((hearer, key)) or self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
             self.unwant(hearer, key)

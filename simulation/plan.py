@@ -362,7 +362,7 @@ class Plan:
             streamer = self._v.streamer
             return self._v.ready and streamer is not None and "hub" in streamer.interest.wants(topic)
 
-        if await world.until(known, 200.0):
+        if await world.until(known, 60.0):
             world.checker.want("L", key, world.hops("L", key), confirmed=True)
 
     # -- and back to normal

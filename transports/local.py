@@ -309,6 +309,7 @@ class LocalTransport(UTransport):
             return
         self._open = False
         self.network.members.remove(self)
+        self.network.room.set()  # nobody waits for us any more
         if self.session is not None:
             self.network.sessions[self.session] = Session([*self._resumed.filters, *self._table.filters])
         if self._connected:
