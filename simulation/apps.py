@@ -18,6 +18,8 @@ from simulation.network import CALM
 from transports.local import LocalConfig, LocalTransport
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.attributes import is_expired
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
@@ -83,7 +85,7 @@ class Publisher:
             if status.code == UCode.OK:
                 sent.acknowledged()
                 return
-            if status.code not in RETRYABLE:
+            if status.code not in RETRYABLE or is_expired(message.attributes, uuids.now_ms()):
                 return
             await asyncio.sleep(0.02 + self._world.dice.random() * 0.1)
 
