@@ -198,6 +198,9 @@ async def test_history_from_outside_goes_by_the_outside_name(make_world: MakeWor
     assert [(record.attributes.source, record.payload) for record in records] == [(topic, b"%d" % number) for number in range(5)]
     none = ustreamer_pb2.PollRequest(topics=[uris.parse("//ecu1.vin2/8001/1/8001")], earliest=True)
     assert not (await call(app, method, none, ustreamer_pb2.PollResponse)).batches
+    own = ustreamer_pb2.PollRequest(topics=[UUri(ue_id=0x8001, ue_version_major=1, resource_id=0x8001)], earliest=True)
+    assert not (await call(app, method, own, ustreamer_pb2.PollResponse)).batches, "its own host's topic, which is not here"
+    assert (await call(ecu, "/4/1/2", own, ustreamer_pb2.PollResponse, "ecu1")).batches
     described = await call(app, "//ecu1.vin1/4/1/1", ustreamer_pb2.DescribeRequest(), ustreamer_pb2.DescribeResponse)
     assert topic in [state.topic for state in described.topics]
 
