@@ -189,8 +189,8 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
                 changed = True
         return changed
     for field, value in message.ListFields():
-        if field.message_type is None:
-            continue
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue  # no map of these services has addresses
         parts: Any = value if field.is_repeated else (value,)
         for part in parts:
             changed |= _rename_all(part, rename, depth)

@@ -7,17 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer.app import endpoints_of
 from streamer.config import Config, loads
-from streamer.names import Names
+from streamer.names import CARRIED, Names
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.encoded import Readdressed
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -428,3 +430,64 @@ def test_what_is_configured_is_what_is_answered_for() -> None:
     assert config("").answers_for == {"*.depot"}
     assert config('[usubscription]\nanswers_for = ["mcu1"]\n').answers_for == {"mcu1"}
     assert config("[usubscription]\nanswers_for = []\n").answers_for == set()
+
+
+HOSTS = st.sampled_from(["ecu1", "mcu1", "cloud", "ecu1.vin2", "", "*"])
+ADDRESSES = st.builds(lambda host: UUri(authority_name=host, ue_id=0x8001, ue_version_major=1, resource_id=0x8001), HOSTS)
+INSIDE = Names("vin1", lambda authority: authority in ("ecu1", "mcu1"))
+
+
+def about(kind: Any, address: UUri, depth: int = 0) -> Any:
+    """A message of that kind with this address in all its fields."""
+    made = kind()
+    for field in kind.DESCRIPTOR.fields:
+        type_, value = field.message_type, getattr(made, field.name)
+        if type_ is not None and type_.GetOptions().map_entry:
+            continue
+        if type_ is None:
+            if kind is ustreamer_pb2.RecordBatch and field.name == "message":
+                value.extend(_record(address).SerializeToString() for _ in range(2))
+        elif type_.full_name == "uprotocol.v1.UUri":
+            (value.extend([address] * 2) if field.is_repeated else value.CopyFrom(address))
+        elif type_.full_name == "uprotocol.v1.UMessage":
+            value.CopyFrom(_record(address))
+        elif type_.full_name.startswith(("uprotocol", "upstreamer")) and depth < 3:
+            inner = about(message_factory.GetMessageClass(type_), address, depth + 1)
+            (value.append(inner) if field.is_repeated else value.CopyFrom(inner))
+    return made
+
+
+def _record(source: UUri) -> UMessage:
+    message = UMessageBuilder.notification(uris.parse("//ecu1/8001/1/8001"), APP).build_from_upayload(UPayload(b"x"))
+    message.attributes.source.CopyFrom(source)
+    return message
+
+
+@given(st.sampled_from(sorted(CARRIED)), ADDRESSES, st.booleans())
+def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, address: UUri, wrapped: bool) -> None:
+    entity, major, resource, is_response = key
+    service, peer = uris.uri("ecu1", entity, major, resource), uris.parse("//cloud/9001/1/0")
+    carried = about(CARRIED[key], address)
+    payload = UPayload.pack(carried) if wrapped else UPayload(carried.SerializeToString(), 2)
+    if is_response:
+        builder = UMessageBuilder.response(service, peer, UMessageBuilder.new_id()).with_ttl(1000)
+    elif uris.is_topic(service):
+        builder = UMessageBuilder.notification(service, peer)
+    else:
+        builder = UMessageBuilder.request(uris.parse("//ecu1/8001/1/0"), uris.uri("cloud", entity, major, resource), 1000)
+    message = builder.build_from_upayload(payload)
+    gone = INSIDE.leave(message)
+    assert gone.attributes.source.authority_name == "ecu1.vin1"
+    if address.authority_name == "mcu1":
+        assert gone.payload.count(b".vin1") == carried.SerializeToString().count(address.authority_name.encode())
+    back = INSIDE.arrived(Readdressed(message.attributes.source, message.attributes.sink), gone)
+    assert back.attributes == message.attributes
+    assert UPayload.of(back).unpack(CARRIED[key]) == carried
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xff\xff\xff", b"\x0a\x7fshort"])
+def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None:
+    message = UMessageBuilder.request(uris.parse("//ecu1/8001/1/0"), uris.parse("//cloud/0/3/1"), 1000).build_from_upayload(
+        UPayload(payload, 2)
+    )
+    assert INSIDE.leave(message).payload == payload
