@@ -63,7 +63,9 @@ class StreamerCollector(Collector):
         retries = CounterMetricFamily("up_streamer_retries", "Batches that had to be sent again", labels=labels)
         gaps = CounterMetricFamily("up_streamer_gap_records", "Records lost to retention or damage before a peer got them", labels=labels)
         parked = GaugeMetricFamily(
-            "up_streamer_parked_topics", "Topics of which no uSubscription has said whether a peer wants them", labels=labels
+            "up_streamer_parked_topics",
+            "Topics that are paused toward a peer, or of which no uSubscription has said whether it wants them",
+            labels=labels,
         )
         stuck = GaugeMetricFamily("up_streamer_stuck_streams", "Streams that do not get through though others do", labels=labels)
         absent = GaugeMetricFamily("up_streamer_absent_seconds", "For how long a peer has been away while the streamer ran", labels=labels)
@@ -82,6 +84,10 @@ class StreamerCollector(Collector):
         for waits in self._streamer.claims.unclaimed:
             unclaimed.add_metric([waits.endpoint, waits.log.name], waits.records)
         yield unclaimed
+        paused = GaugeMetricFamily("up_streamer_paused", "Patterns of topics that are not dispatched to a peer now", labels=["peer"])
+        for peer, count in Counter(one.peer for one in self._streamer.paused).items():
+            paused.add_metric([peer], count)
+        yield paused
 
     def _history(self) -> Iterator[Metric]:
         newest = GaugeMetricFamily("up_streamer_log_newest_seq", "Newest record of a log", labels=["log"])
