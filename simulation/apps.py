@@ -164,6 +164,8 @@ class Subscriber:
             return
         lock = self._busy.setdefault(uris.key(topic), asyncio.Lock())
         async with lock:
+            if self._world.checker.paused:  # its Unsubscribe ends what waits there
+                self._world.checker.unwant(self.name, uris.key(topic))
             wish = self._world.checker.wishes(self.name, topic, last)
             commands = [last, not last, last]
             # it would say again, after a reconnect, what we take back behind its back

@@ -92,6 +92,15 @@ def _order_of_commands() -> Patches:
     return [(CommandEntry, "on_receive_batch", by_method)]
 
 
+def _held_back() -> Patches:
+    from streamer.parked import Parking
+
+    def hold(self: Parking, stream: int, after: int) -> None:
+        self.park(stream, self._log.newest_seq, ())
+
+    return [(Parking, "hold", hold)]
+
+
 BREAKS: Final[dict[str, Break]] = {
     "restart that records": Break(
         "what came while a gateway that records was away counts as from before the subscriptions", _restart_that_records
@@ -105,4 +114,5 @@ BREAKS: Final[dict[str, Break]] = {
     "order of commands": Break(
         "each method is its own queue, so an Unsubscribe overtakes the Subscribe behind it", _order_of_commands, "hurry"
     ),
+    "held back at a pause": Break("what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"),
 }

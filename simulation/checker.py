@@ -129,6 +129,7 @@ class Checker:
         self.reader_topics: list[UUri] = []
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
+        self.paused = False  # something was paused once
         self.unclaimed: list[tuple[str, int, int]] = []  # machine, from which seq to which something waits for an endpoint that is gone
         self.newest: dict[str, int] = {}  # durable seq, by machine
         self._maybe_told: set[Id] = set()

@@ -6,6 +6,7 @@ background: publishers, wishes          foreground: `actions` things that go wro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +15,7 @@ from simulation.disk import DiskFaults
 from simulation.network import CALM, Weather
 from transports.local import Faults
 from uprotocol import uri as uris
-from uprotocol.status import RETRYABLE
+from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 if TYPE_CHECKING:
@@ -100,6 +101,7 @@ class Plan:
             (1.5, self._rename),
             (1, self._rule_gone),
             (1, self._record_or_not),
+            (1.5, self._pause),
         ]
         if self._world.kind != "static":
             found.append((3, self._shortage))
@@ -300,6 +302,40 @@ class Plan:
             config["history"]["record"] = ["//vin1/8001/1/FFFF"]
         await self._with_config(config)
 
+    async def _pause(self) -> None:
+        """Something is not dispatched to the cloud for a while, perhaps over another life of the gateway."""
+        dice, streamer = self._dice, self._v.streamer
+        if streamer is None:
+            return
+        topic, peer = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))), list(streamer.endpoints)[2].name
+        self._world.checker.disturbed_from("pause")
+        self._world.checker.paused = True
+        with contextlib.suppress(UStatusError):  # it was killed meanwhile
+            await streamer.paused.pause(topic, peer)
+        await self._some(4.0)
+        match dice.randrange(4):
+            case 0:
+                self._v.kill()
+                await self._some(2.0)
+                self._start(self._v)
+            case 1:
+                await self._restart(machine=self._v)
+            case 2:
+                await self._partition()
+        if dice.random() < 0.7:  # else it is resumed in the end
+            await self._resume_all(self._v)
+
+    async def _resume_all(self, machine: Machine) -> None:
+        for _ in range(20):
+            streamer = machine.streamer
+            if streamer is not None and not len(streamer.paused):
+                break
+            with contextlib.suppress(UStatusError):
+                for pause in list(streamer.paused) if streamer is not None else ():
+                    await streamer.paused.resume(uris.parse(pause.topic), pause.peer)
+            await asyncio.sleep(0.5)
+        self._world.checker.disturbed_until("pause")
+
     async def _with_config(self, config: dict[str, Any], *, era: bool = False) -> None:
         if self._dice.random() < 0.4 and self._v.streamer is not None:  # with a backlog
             transport: Any = list(self._v.streamer.endpoints)[2].transport
@@ -390,3 +426,4 @@ class Plan:
                 self.newest_at_heal[machine.name] = world.checker.newest.get(machine.name, 0)
                 self._start(machine, base)
             self._start(machine)
+        await self._resume_all(self._v)

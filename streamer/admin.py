@@ -1,4 +1,7 @@
-"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is). Plain HTTP/1.1, GET only."""
+"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is). Plain HTTP/1.1, GET only.
+
+`notes` of /readyz are what a person may want to know though nothing is wrong.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,16 @@ REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds 
 class Admin:
     """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as text."""
 
-    def __init__(self, address: str, problems: Callable[[], list[str]], metrics: Callable[[], bytes] = lambda: b"") -> None:
+    def __init__(
+        self,
+        address: str,
+        problems: Callable[[], list[str]],
+        metrics: Callable[[], bytes] = lambda: b"",
+        notes: Callable[[], list[str]] = list,
+    ) -> None:
         self._host, _, port = address.rpartition(":")
         self.port = int(port)
-        self._problems, self._metrics = problems, metrics
+        self._problems, self._metrics, self._notes = problems, metrics, notes
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -72,7 +81,8 @@ class Admin:
                 return _response("200 OK", "application/json", b'{"status":"alive"}\n')
             case "/readyz":
                 problems = self._problems()
-                body = json.dumps({"status": "not ready" if problems else "ready", "problems": problems}).encode() + b"\n"
+                told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": self._notes()}
+                body = json.dumps(told).encode() + b"\n"
                 return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
         return _response("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n")
 

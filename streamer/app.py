@@ -27,6 +27,7 @@ from streamer import metrics
 from streamer.admin import Admin
 from streamer.claims import Claims
 from streamer.config import Config, EndpointSection, RuleSection, patterns
+from streamer.control import Control, ControlSocket
 from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
@@ -34,6 +35,7 @@ from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
+from streamer.paused import FILE, Paused
 from streamer.retry import Backoff
 from streamer.rules import Rule, Rules
 from streamer.view import View
@@ -106,7 +108,10 @@ class Streamer:
         self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish, runtime=runtime)
         self.usubscription = self._embedded_service()
         self.interest = Interest(self._interest_sources(), lambda: tuple(one.newest_seq for one in logs))
-        self.view = View(self.endpoints, self.rules, self.interest, logs)
+        self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
+        self.paused.load()  # before anybody can change it
+        self.paused.on_change(self._wake_pumps)
+        self.view = View(self.endpoints, self.rules, self.interest, logs, self.paused)
         self.express = Express(
             self.endpoints,
             self.hosted,
@@ -131,6 +136,7 @@ class Streamer:
                 self.dead_letters,
                 _backoff(config, runtime),
                 flows[one],
+                paused=self.paused,
                 absent_ms_max=config.history.absent_ms,
                 on_gap=self._lost,
             )
@@ -142,6 +148,7 @@ class Streamer:
         self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
         self.history = HistoryService(self.hosted, self.local, list(logs), drain_ms_max=DRAIN_MS_MAX)
+        self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
         self._open: set[str] = set()  # endpoints whose transport has been opened
@@ -229,7 +236,7 @@ class Streamer:
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:
             return None
-        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self))
+        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes)
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -274,6 +281,7 @@ class Streamer:
             async with asyncio.timeout(OPEN_WAIT_S):
                 await asyncio.gather(*(event.wait() for event in opened.values()))
         await self.history.start()
+        await self.control.start()
         if self.usubscription is not None and not await self._start_usubscription(self.usubscription):
             start(self._retry_usubscription(self.usubscription), "usubscription")
         self.interest.on_change(self._interest_changed)
@@ -340,6 +348,7 @@ class Streamer:
             if self.usubscription is not None:
                 await step("usubscription", self.usubscription.stop)
             await step("history", self.history.stop)
+            await step("control", self.control.stop)
 
         await _within(SERVICES_CLOSE_S, "services", services())
         await asyncio.gather(
@@ -406,6 +415,9 @@ class Streamer:
 
     def _interest_changed(self) -> None:
         self._changed.set()
+        self._wake_pumps()
+
+    def _wake_pumps(self) -> None:
         for pump in self.pumps:
             pump.wake()
 
@@ -502,6 +514,8 @@ class Streamer:
         problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
         problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
         problems += [_damage_problem(one) for one in self.logs if one.damage]
+        if self.paused.trouble:
+            problems.append(self.paused.trouble)
         if self.dead_letters.trouble:
             problems.append(f"dead letters: {self.dead_letters.trouble}")
         if self.usubscription is not None and self.usubscription.trouble is not None:
@@ -514,7 +528,9 @@ class Streamer:
 
     def notes(self) -> list[str]:
         """What somebody may want to know though nothing is wrong."""
-        return self.endpoints.notes()
+        held, idle = "what comes waits in the log", "which there is not (any more), so nothing waits"
+        paused = [f"paused: {one.topic} to {one.peer}; {held if self.paused.is_peer(one.peer) else idle}" for one in sorted(self.paused)]
+        return [*self.endpoints.notes(), *paused]
 
     def stats(self) -> dict[str, Any]:
         """Counters as plain data."""
@@ -593,7 +609,8 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
-        await streamer.run()
+        async with ControlSocket(config.streamer.data_dir, streamer.paused):
+            await streamer.run()
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)
         if ours is None or others is not None:

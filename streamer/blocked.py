@@ -8,7 +8,7 @@ sent: some taken, one not -> put aside --due--> the first few of each, in a batc
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
 from streamer.retry import Backoff
@@ -18,7 +18,7 @@ ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; 
 ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
 TRIED_AT_ONCE: Final = 16  # messages of one stream, to see whether it moves again
 
-Item = tuple[int, Carried]
+Item = tuple[int, Carried, int]  # seq, message, and the log's id of its stream
 Key = tuple[bytes, bytes, int]
 
 
@@ -50,12 +50,17 @@ class Aside:
         return len(self._queues)
 
     @property
+    def known_streams(self) -> set[int]:
+        """The log's ids of them."""
+        return {item[2] for queue in self._queues.values() for item in queue}
+
+    @property
     def is_full(self) -> bool:
         return self.messages >= ASIDE_MESSAGES_MAX or self.bytes >= ASIDE_BYTES_MAX
 
     @property
     def oldest_seq(self) -> int | None:
-        return min((seq for queue in self._queues.values() for seq, _ in queue), default=None)
+        return min((item[0] for queue in self._queues.values() for item in queue), default=None)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._queues
@@ -72,6 +77,23 @@ class Aside:
         queue.append(item)
         self._count(item, 1)
         return True
+
+    def take_out(self, streams: Container[int]) -> list[Item]:
+        """What waits of these streams waits here no more."""
+        taken: list[Item] = []
+        for key, queue in list(self._queues.items()):
+            found = [item for item in queue if item[2] in streams]
+            if not found:
+                continue
+            taken += found
+            kept = deque(item for item in queue if item[2] not in streams)
+            if kept:
+                self._queues[key] = kept
+            else:
+                del self._queues[key]
+        for item in taken:
+            self._count(item, -1)
+        return taken
 
     def put_back(self, items: Iterable[Item]) -> None:
         """These have not got through, in this order: before all else of their streams."""

@@ -114,6 +114,9 @@ class Claims:
         for pump in self._pumps:
             if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
                 yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} the {pump.backlog} records that it has not had"
+            if pump.parking.waited_ms >= self._limit_ms * WARNING:
+                what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
+                yield f"{what}: {self._end(pump.parking.waited_ms)} what has come of them"
         for waits in self.unclaimed:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield (

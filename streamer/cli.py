@@ -4,6 +4,7 @@ run  check                           the streamer
 usubscription                        a uSubscription service of its own
 subscribe  publish  call  replay     an ordinary uEntity on one network
 history  cursors  dead-letters       what a streamer keeps, and for whom
+pause  resume  paused                stop and start dispatching a topic to a peer
 demo                                 all of it at once
 """
 
@@ -28,8 +29,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from streamer import client, cursors, dead_letter
+from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
+from streamer import paused as pauses
 from streamer.app import Streamer, endpoints_of, serve
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -200,10 +202,12 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
     unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded).notes()
+    with _errors():
+        paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:
         told = {waits.endpoint: waits.records for waits in unclaimed}
         found = {"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told, "notes": notes}
-        print(json.dumps(found))
+        print(json.dumps({**found, "paused": [one._asdict() for one in paused]}))
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
     for column in ("endpoint", "transport", "authorities", "uSubscription"):
@@ -219,6 +223,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     for waits in unclaimed:
         out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
+    for pause in paused:
+        out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
 
 
 def _unclaimed(config: configs.Config) -> list[cursors.Listed]:
@@ -611,6 +617,50 @@ def cursors_forget(
         path = _data_dir(data_dir, config) / LOG_NAME
     records = _run(cursors.forget(path, endpoint))
     _print(as_json, {"endpoint": endpoint, "records": records}, f"{records} records wait for {endpoint} no more")
+
+
+# Stop and start dispatching
+
+Topic = Annotated[str, typer.Argument(help="A pattern of topics: FFFF as resource for all of an entity, * as authority for all.")]
+Peer = Annotated[str, typer.Argument(help="The endpoint that gets them no more, or an authority behind one.")]
+
+
+@app.command()
+def pause(topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+    """Stop dispatching a topic to a peer: it waits in the log, over restarts, until it is resumed. The streamer may run or not.
+
+    Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
+    """
+    _control("pause", topic, peer, data_dir, config, as_json)
+
+
+@app.command()
+def resume(topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+    """Dispatch again, what has waited first. The pattern ends each pause that it covers.
+
+    Example: [bold]up-streamer resume //vehicle1/8001/1/FFFF cloud --config vehicle.toml[/]
+    """
+    _control("resume", topic, peer, data_dir, config, as_json)
+
+
+@app.command()
+def paused(data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+    """What is not dispatched now, and to whom.
+
+    Example: [bold]up-streamer paused --config vehicle.toml[/]
+    """
+    _control("paused", "", "", data_dir, config, as_json)
+
+
+def _control(do: str, topic: str, peer: str, data_dir: Path | None, config: Path | None, as_json: bool) -> None:
+    with _errors():
+        folder = _data_dir(data_dir, config)
+        own = configs.load(config).authority if config is not None else ""
+        found = control.ask(folder, do, topic, peer, own)
+    for one in found:
+        _print(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
+    if not found and not as_json:
+        out.print("nothing is paused")
 
 
 @app.command()

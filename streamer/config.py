@@ -151,6 +151,14 @@ class ExpressSection(_Section):
     messages_max: int = Field(default=4_096, ge=1)  # of one peer; a full queue answers RESOURCE_EXHAUSTED
 
 
+class DispatchSection(_Section):
+    """Who may stop and start dispatching."""
+
+    control: list[Pattern] = Field(
+        default=[], description="patterns of callers that may Pause and Resume; the command line of this machine may always"
+    )
+
+
 class Config(_Section):
     streamer: StreamerSection = StreamerSection()
     endpoint: list[EndpointSection] = Field(min_length=1)
@@ -159,6 +167,7 @@ class Config(_Section):
     usubscription: USubscriptionSection = USubscriptionSection()
     egress: EgressSection = EgressSection()
     express: ExpressSection = ExpressSection()
+    dispatch: DispatchSection = DispatchSection()
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:

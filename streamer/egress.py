@@ -2,7 +2,8 @@
 
     log -> read ahead (bounded) -> who wants it? -> priority classes -> send_batch -> confirmed: cursor
      ^                              |  sample period                       |-> UNAVAILABLE: again, in order, after a pause
-     '- read back, once it is known: nobody can say yet: parked            '-> refused, expired: dead letter
+     '- read back, once it is   nobody can say yet,                        '-> refused, expired: dead letter
+        known, or resumed   <-  or it is paused: parked
 
 Order holds per (source, sink) within a class: one batch is in flight, and after a failure nothing behind it was tried.
 """
@@ -22,13 +23,14 @@ import structlog
 
 from history.chunk import Chunk
 from history.log import Log, Passed
-from streamer.blocked import Aside, Key, key_of
+from streamer.blocked import Aside, Item, Key, key_of
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.parked import Parked, Parking
+from streamer.paused import Pause, Paused
 from streamer.retry import Backoff
-from streamer.view import Target, Version, View
+from streamer.view import Decision, Target, Version, View
 from transports.outbox import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
@@ -53,7 +55,6 @@ ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is awa
 log = structlog.get_logger()
 
 
-Item = tuple[int, Carried]  # seq and message
 GapCallback = Callable[[Endpoint, Log, int, int], None]
 _RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)  # plain numbers: an enum's attribute is looked up in Python at each use
 
@@ -95,6 +96,7 @@ class Pump:
         flow: Flow | None = None,
         now_ms: Callable[[], int] = uuids.now_ms,
         *,
+        paused: Paused | None = None,
         absent_ms_max: int = ABSENT_MS_MAX,
         on_gap: GapCallback = lambda *_: None,
     ) -> None:
@@ -105,6 +107,7 @@ class Pump:
         self._waiting = self._waiting_bytes = 0
         self._plans: dict[int, Plan] = {}
         self._plans_version: Version | None = None
+        self._paused, self._pauses_known = paused, frozenset[Pause]()
         self.parking = Parking(source, peer.name, absent_ms_max)
         self._recheck: deque[int] = deque()  # parked topics to be looked at: the interest has changed
         self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
@@ -193,6 +196,7 @@ class Pump:
                 continue
             self.trouble = ""
             if self._waiting or self._aside_is_due():
+                self._heed()  # what was paused since does not leave
                 await self._send()
                 continue
             self._confirm()
@@ -224,10 +228,7 @@ class Pump:
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""
         while not self._is_full():
-            if self._plans_version != (version := self._view.version):
-                self._plans.clear()
-                self._plans_version = version
-                self._recheck = deque(self.parking)
+            self._heed()
             if self._recheck:
                 await self._look_at_parked()
             elif self._back is not None:
@@ -244,6 +245,20 @@ class Pump:
                 if self._plans_version == self._view.version and not self._take_all(chunks, covered):
                     return not self._waiting and not self._is_full()
         return False
+
+    def _heed(self) -> None:
+        """Go by the rules, the interest and the pauses that are in force now."""
+        version = self._view.version
+        if version == self._plans_version:
+            return
+        self._plans.clear()
+        self._plans_version = version
+        if self._paused is not None:
+            pauses = frozenset(self._paused)
+            if fresh := pauses - self._pauses_known:
+                self._hold_back(fresh)
+            self._pauses_known = pauses
+        self._recheck = deque(self.parking)
 
     def _take_all(self, chunks: list[Chunk], covered: int) -> bool:
         """False if the window is full, or if too many topics are parked already."""
@@ -287,7 +302,9 @@ class Pump:
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
         stream = self.log.stream(stream_id)
-        decision = self._view.decide(stream.source, stream.sink, self.log)
+        return self._mine(self._view.decide(stream.source, stream.sink, self.log))
+
+    def _mine(self, decision: Decision) -> tuple[tuple[Target, ...], bool]:
         leg = next((leg for leg in decision.legs if leg.peer is self.peer), None)
         return () if leg is None else leg.targets, self.peer in decision.open
 
@@ -320,12 +337,12 @@ class Pump:
             if seq <= plan.since or not plan.targets:
                 continue
             if plan.as_is:
-                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message))
+                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message, stream))
                 taken += 1
                 size += len(message.payload)
                 continue
             for copy in self._copies(plan, stream, seq, decoded(message)):
-                lanes[lane(copy.attributes)].append((seq, copy))
+                lanes[lane(copy.attributes)].append((seq, copy, stream))
                 taken += 1
                 size += len(copy.payload)
         self._waiting += taken
@@ -427,9 +444,68 @@ class Pump:
                 continue
             plan = self._plan_for(stream, back.targets[stream], park=False)
             for copy in self._copies(plan, stream, seq, decoded(message)):
-                self._lanes[lane(copy.attributes)].append((seq, copy))
+                self._lanes[lane(copy.attributes)].append((seq, copy, stream))
                 self._waiting += 1
                 self._waiting_bytes += len(copy.payload)
+
+    # What is paused
+
+    def _hold_back(self, fresh: frozenset[Pause]) -> None:
+        """What was paused just now waits in the log from its first record on that has not left, whatever of it was read already.
+
+        No batch is in flight here, so all that is not in these queues has left, or was never read.
+        """
+        paused, peer = self._paused, self.peer
+        assert paused is not None
+        aside, back = self.aside, self._back
+
+        def is_held(stream: int) -> bool:
+            source = self.log.stream(stream).source
+            return any(paused.concerns(pause, peer, source) for pause in fresh)
+
+        waiting = {item[2] for queue in self._lanes for item in queue} | (aside.known_streams if aside is not None else set())
+        candidates = waiting.union(self.parking, back.targets if back is not None else ())
+        held = self._fitting({stream for stream in candidates if is_held(stream)})
+        first: dict[int, int] = {}  # by stream
+        for item in self._take_out(held):
+            first[item[2]] = min(item[0], first.get(item[2], item[0]))
+        for stream in held:
+            after = self._had(stream)
+            self.parking.hold(stream, min(after, first.get(stream, after + 1) - 1))
+            if back is not None:
+                back.targets.pop(stream, None)
+        if back is not None and not back.targets:
+            self._back = None
+
+    def _had(self, stream_id: int) -> int:
+        """Up to where everybody who wants this stream has had it, but for what was in the queues."""
+        parked, back, stream = self.parking.get(stream_id), self._back, self.log.stream(stream_id)
+        if parked is None:
+            return self._read
+        targets, is_open = self._mine(self._view.wanted(stream.source, stream.sink, self.log))
+        now = back.targets.get(stream_id, ()) if back is not None else ()
+        if is_open or any(target not in now for target in self._missing(parked, targets)):
+            return parked.after  # somebody has had none of it: the others get it twice
+        return max(parked.after, back.place) if now and back is not None else self._read
+
+    def _fitting(self, held: set[int]) -> set[int]:
+        """Those of `held` for which there are cursors: what was read of the others leaves, since else it would be lost."""
+        fresh = [stream for stream in held if self.parking.get(stream) is None]
+        beyond = fresh[max(self.parking.room, 0) :]
+        if beyond:
+            log.warning("too many topics are paused: what was read of some leaves all the same", peer=self.peer.name, topics=len(beyond))
+        return held.difference(beyond)
+
+    def _take_out(self, streams: set[int]) -> list[Item]:
+        taken = self.aside.take_out(streams) if self.aside is not None else []
+        for place, queue in enumerate(self._lanes):
+            found = [item for item in queue if item[2] in streams]
+            if found:
+                self._lanes[place] = deque(item for item in queue if item[2] not in streams)
+                self._waiting -= len(found)
+                self._waiting_bytes -= sum(len(item[1].payload) for item in found)
+                taken += found
+        return taken
 
     # What retention took
 
@@ -444,7 +520,7 @@ class Pump:
                 if self._letters_left > 0:
                     self._letters_left -= 1
                     told += 1
-                    self._dead((seq, message), UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+                    self._dead((seq, message, stream), UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
         last = passed.before - 1
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
         if lost > told or last > max(seen, self._read):
@@ -480,7 +556,7 @@ class Pump:
         transport, loop = self.peer.transport, asyncio.get_running_loop()
         if not self._failing:
             self._active_at = loop.time()
-        messages: Sequence[Any] = [message for _, message in batch]
+        messages: Sequence[Any] = [message for _, message, _ in batch]
         if not transport.takes_encoded:
             messages = [decoded(message) for message in messages]
         statuses = await self.peer.send_batch(messages)
@@ -509,7 +585,7 @@ class Pump:
         for item in reversed(again):
             self._lanes[lane(item[1].attributes)].appendleft(item)
         self._waiting += len(again)
-        self._waiting_bytes += sum(len(message.payload) for _, message in again)
+        self._waiting_bytes += sum(len(message.payload) for _, message, _ in again)
 
     def _next_batch(self) -> list[Item]:
         """Highest class first; what has expired becomes a dead letter instead."""

@@ -31,6 +31,9 @@ class StreamerCollector(Collector):
         received = CounterMetricFamily("up_streamer_received", "Messages heard on an endpoint", labels=["endpoint"])
         forwarded = CounterMetricFamily("up_streamer_forwarded", "Messages that an endpoint's network has taken", labels=["endpoint"])
         dropped = CounterMetricFamily("up_streamer_dropped", "Messages not sent on, by reason", labels=["endpoint", "reason"])
+        mended = CounterMetricFamily(
+            "up_streamer_mended", "Messages taken without a field of theirs that was not valid", labels=["endpoint", "field"]
+        )
         connected = GaugeMetricFamily("up_streamer_connected", "1 while the endpoint's network is there", labels=["endpoint"])
         express = GaugeMetricFamily("up_streamer_express_waiting", "Requests and responses that wait for an endpoint", labels=["endpoint"])
         troubles = GaugeMetricFamily("up_streamer_troubles", "Things that a transport names as wrong; see /readyz", labels=["endpoint"])
@@ -46,11 +49,13 @@ class StreamerCollector(Collector):
             forwarded.add_metric([endpoint.name], endpoint.forwarded)
             for reason, count in self._streamer.dropped(endpoint).items():
                 dropped.add_metric([endpoint.name, reason], count)
+            for name, count in getattr(endpoint.transport, "mended", {}).items():
+                mended.add_metric([endpoint.name, name], count)
             connected.add_metric([endpoint.name], int(self._streamer.is_connected(endpoint)))
             express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
             faults.add_metric([endpoint.name], endpoint.faults)
             troubles.add_metric([endpoint.name], len(endpoint.troubles))
-        yield from (received, forwarded, dropped, connected, express, faults, troubles, twins)
+        yield from (received, forwarded, dropped, mended, connected, express, faults, troubles, twins)
 
     def _pumps(self) -> Iterator[Metric]:
         labels = ["endpoint", "log"]
@@ -58,7 +63,9 @@ class StreamerCollector(Collector):
         retries = CounterMetricFamily("up_streamer_retries", "Batches that had to be sent again", labels=labels)
         gaps = CounterMetricFamily("up_streamer_gap_records", "Records lost to retention or damage before a peer got them", labels=labels)
         parked = GaugeMetricFamily(
-            "up_streamer_parked_topics", "Topics of which no uSubscription has said whether a peer wants them", labels=labels
+            "up_streamer_parked_topics",
+            "Topics that are paused toward a peer, or of which no uSubscription has said whether it wants them",
+            labels=labels,
         )
         stuck = GaugeMetricFamily("up_streamer_stuck_streams", "Streams that do not get through though others do", labels=labels)
         absent = GaugeMetricFamily("up_streamer_absent_seconds", "For how long a peer has been away while the streamer ran", labels=labels)
@@ -77,6 +84,10 @@ class StreamerCollector(Collector):
         for waits in self._streamer.claims.unclaimed:
             unclaimed.add_metric([waits.endpoint, waits.log.name], waits.records)
         yield unclaimed
+        paused = GaugeMetricFamily("up_streamer_paused", "Patterns of topics that are not dispatched to a peer now", labels=["peer"])
+        for peer, count in Counter(one.peer for one in self._streamer.paused).items():
+            paused.add_metric([peer], count)
+        yield paused
 
     def _history(self) -> Iterator[Metric]:
         newest = GaugeMetricFamily("up_streamer_log_newest_seq", "Newest record of a log", labels=["log"])

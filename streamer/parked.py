@@ -1,6 +1,8 @@
-"""Topics of which nobody can say yet whether a peer wants them. They are parked, and the pump goes on with the others.
+"""Topics that are paused toward a peer, or of which nobody can say yet whether it wants them.
 
-    record of an open topic -> park: a cursor of its own -> decided: nobody wants it -> forget
+They are parked, and the pump goes on with the others.
+
+    record of an open topic -> park: a cursor of its own -> decided, resumed: nobody wants it -> forget
                                                         '-> somebody does -> read back from that cursor -> live again
 
 A parked topic that somebody has named already is sent to those; it stays parked for the others.
@@ -53,6 +55,11 @@ class Parking:
         """How many more topics may be parked: others need cursors, too."""
         return min(PARKED_MAX - len(self._topics), CURSORS_MAX - CURSORS_RESERVED - self._log.cursor_count)
 
+    @property
+    def waited_ms(self) -> int:
+        """For how long the oldest has waited while the streamer ran."""
+        return max((parked.waited_ms for parked in self._topics.values()), default=0)
+
     def get(self, stream: int) -> Parked | None:
         return self._topics.get(stream)
 
@@ -82,6 +89,12 @@ class Parking:
     def move(self, stream: int, after: int) -> None:
         parked = self._topics[stream]
         parked.after = after
+        self._save(stream, parked)
+
+    def hold(self, stream: int, after: int) -> None:
+        """It is paused: what has a greater seq than `after` waits for everybody, also for those who were served."""
+        known = self._topics.get(stream)
+        parked = self._topics[stream] = Parked(after, waited_ms=known.waited_ms if known is not None else 0)
         self._save(stream, parked)
 
     def forget(self, stream: int) -> None:

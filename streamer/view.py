@@ -2,6 +2,7 @@
 
     (source, sink) -> rule allows? -> sink's authority is theirs, or somebody there subscribed? -> Decision(legs, open)
                                       a service has not answered yet: its peers are open
+                                      somebody has paused it (paused.py): that peer is open, too
 
 Decided once per topic and version of rules and interest; callers cache the answer under `version`.
 """
@@ -13,6 +14,7 @@ from typing import Final, NamedTuple
 
 from history.log import Log
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.paused import Paused
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
@@ -35,7 +37,10 @@ class Leg(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not answered yet."""
+    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not answered yet.
+
+    Or it has to go there later: it is paused.
+    """
 
     legs: tuple[Leg, ...] = ()
     open: tuple[Endpoint, ...] = ()
@@ -46,23 +51,28 @@ class Decision(NamedTuple):
 
 
 NOBODY: Final = Decision()
-Version = tuple[int, int]
+Version = tuple[int, ...]
 
 
 class View:
     """Pure. `logs` gives the positions of subscriptions (usubscription_client.table.Positions) their order."""
 
-    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log]) -> None:
-        self._endpoints, self._rules, self._interest = endpoints, rules, interest
+    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused | None = None) -> None:
+        self._endpoints, self._rules, self._interest, self._paused = endpoints, rules, interest, paused
         self._places = {log: place for place, log in enumerate(logs)}
 
     @property
     def version(self) -> Version:
         """Changes whenever an answer of `decide` may."""
-        return (self._rules.version, self._interest.version)
+        return (self._rules.version, self._interest.version, self._paused.version if self._paused is not None else 0)
 
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         """Who gets what comes from `source` (and goes to `sink`) and is kept in `log`."""
+        wanted = self.wanted(source, sink, log)
+        return self._held(wanted, source) if self._paused else wanted
+
+    def wanted(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
+        """The same if nothing was paused."""
         origin = self._endpoints.owner(source.authority_name)
         if origin is None:
             return NOBODY
@@ -72,6 +82,18 @@ class View:
                 return NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
         return Decision(self._subscribed(origin, source, self._places[log]), self._open(origin, source))
+
+    def _held(self, decision: Decision, source: UUri) -> Decision:
+        """Without the targets to whom it is paused; their peers are open."""
+        assert self._paused is not None
+        legs, open = [], {peer.name: peer for peer in decision.open}
+        for peer, targets in decision.legs:
+            going = tuple(target for target in targets if not self._paused.holds(peer, target.authority, source))
+            if going:
+                legs.append(Leg(peer, going))
+            if len(going) < len(targets):
+                open[peer.name] = peer
+        return Decision(tuple(legs), tuple(open.values()))
 
     def _subscribed(self, origin: Endpoint, topic: UUri, place: int) -> tuple[Leg, ...]:
         targets: dict[str, list[Target]] = {}

@@ -125,6 +125,11 @@ class DdsTransport(UTransport):
         return self._table.dropped + self._lost + lost
 
     @property
+    def mended(self) -> Counter[str]:
+        """Messages taken without a field that was wrong, by the field: traceparent."""
+        return self._table.mended
+
+    @property
     def troubles(self) -> list[str]:
         return self._session.troubles(list(self._listening.values())) if self._session is not None else []
 

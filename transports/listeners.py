@@ -2,6 +2,7 @@
 
 register_listener -> add    -> Filter that is new to the network, or None
 arrived batch     -> deliver -> validate, drop what expired, match, call each listener once per batch
+                                 '-> a traceparent that is none is taken off, and costs the message nothing else
 unregister        -> remove -> Filter that nobody needs any more, or None
 """
 
@@ -29,6 +30,8 @@ from uprotocol.v1.uri_pb2 import UUri
 
 LISTENERS_MAX: Final = 100_000  # of one transport: a streamer has one per topic of interest, and memory is some 1 KB each
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
+SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
+TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
 ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
 
 log = structlog.get_logger()
@@ -75,7 +78,10 @@ _Shares = dict[int, tuple[UListener, list[Carried]]]  # by the identity of the l
 
 
 class ListenerTable:
-    """Who gets what. Lives on the event loop; `dropped` counts by reason what was thrown away on the way in."""
+    """Who gets what. Lives on the event loop.
+
+    `dropped` counts by reason what was thrown away on the way in; `mended` counts, by field, what was taken without a field that was wrong.
+    """
 
     def __init__(
         self,
@@ -93,6 +99,8 @@ class ListenerTable:
         self._routes: dict[Any, _Found | None] = {}  # by type, source, sink
         self._stamped: dict[bytes, _Known] = {}  # the same and more, by the encoded attributes without the id
         self.dropped: Counter[str] = Counter()
+        self.mended: Counter[str] = Counter()
+        self._told: set[bytes] = set()  # sources of what was mended
         self.failures = 0  # calls of listeners that raised
 
     def add(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
@@ -228,6 +236,7 @@ class ListenerTable:
             mark = suffix(encoded)
         if payload or message.attributes.payload_format:
             message.payload = payload
+        shared = mark is not None and is_shared(message.attributes)  # asked first: what was mended is not what `mark` stands for
         found = self._valid(message)
         if found is None:
             return None, None
@@ -236,7 +245,7 @@ class ListenerTable:
             return None, None
         by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
         known = _Known(by_filter, Stamp(message.attributes))
-        if mark is None or not is_shared(message.attributes):
+        if mark is None or not shared:
             return known, message
         if len(self._stamped) >= ROUTES_CACHED_MAX:
             self._stamped.clear()
@@ -258,10 +267,31 @@ class ListenerTable:
             try:
                 attrs.validate_rest(message.attributes)
             except UStatusError:
-                found = None
+                if not self._mend(message.attributes):
+                    found = None
         if found is None:
             self.dropped["invalid"] += 1
         return found
+
+    def _mend(self, attributes: UAttributes) -> bool:
+        """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what it is."""
+        if attrs.has_valid_traceparent(attributes):
+            return False
+        traceparent = attributes.traceparent
+        attributes.ClearField("traceparent")
+        try:
+            attrs.validate_rest(attributes)
+        except UStatusError:
+            return False
+        self.mended["traceparent"] += 1
+        source = attributes.source.SerializeToString()
+        if source not in self._told and len(self._told) < SOURCES_TOLD_MAX:
+            self._told.add(source)
+            text, shown = uris.format(attributes.source), traceparent[:TRACEPARENT_SHOWN_MAX]
+            log.warning(
+                "taken without its traceparent, which is none of the W3C; told once for each source", source=text, traceparent=shown
+            )
+        return True
 
     def wants(self, message: UMessage) -> bool:
         """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops that."""

@@ -163,6 +163,11 @@ class ZenohTransport(UTransport):
         return self._table.dropped
 
     @property
+    def mended(self) -> Counter[str]:
+        """Messages taken without a field that was wrong, by the field: traceparent."""
+        return self._table.mended
+
+    @property
     def connected(self) -> bool:
         """True while at least one peer or router is linked; without one, nobody would take what we send."""
         return bool(self._peers)

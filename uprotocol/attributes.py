@@ -151,12 +151,17 @@ def validate_rest(attributes: UAttributes) -> None:
     if not uuids.is_v7(attributes.id):
         given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
         raise invalid(f"a message has an id, which is a UUID of version 7, got {given}")
-    traceparent = attributes.traceparent
-    if traceparent and not _TRACEPARENT.fullmatch(traceparent):
-        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {traceparent!r}")
+    if not has_valid_traceparent(attributes):
+        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}")
     type = attributes.type
     if type in _RPC:
         _validate_rpc(attributes, type)
+
+
+def has_valid_traceparent(attributes: UAttributes) -> bool:
+    """None counts as valid (dsn~up-attributes-traceparent~1). One that isn't is an error to a sender; what arrives is taken without it."""
+    traceparent = attributes.traceparent
+    return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
 
 
 def _validate_rpc(attributes: UAttributes, type: int) -> None:

@@ -46,7 +46,6 @@ class ServiceConfig(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
     remote_majors: dict[str, int] = Field(default_factory=dict, description="version to speak to a remote authority, if not the client's")
     remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes")
-    v3_only_extends: bool = Field(default=True, description="version 3: a repeated Subscribe never shortens (false: today's text, it may)")
     audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
 
 
@@ -82,7 +81,6 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
             transport,
             config.authority,
             config.store,
-            v3_only_extends=config.v3_only_extends,
             remote_majors=config.remote_majors,
             remote_timeout_ms=config.remote_timeout_ms,
             audit_ms=config.audit_ms,

@@ -59,10 +59,7 @@ def to_uri(key: Key) -> UUri:
 
 
 class V3:
-    """Version 3. The two texts differ in one rule: a repeated Subscribe only extends the expiry (the seed), or may shorten it (today)."""
-
-    def __init__(self, *, only_extends: bool = True) -> None:
-        self._only_extends = only_extends
+    """Version 3."""
 
     major: Final = 3
     methods: Final = {
@@ -84,7 +81,7 @@ class V3:
         details = v3.SubscribeAttributes(details=attributes.details).SerializeToString() if attributes.details else b""
         subscriber = self._subscriber(request, asked, own)
         period = attributes.sample_period_ms or None
-        return Subscribe(topic, subscriber, 3, expires_ms, period, details, self._only_extends), asked.topic
+        return Subscribe(topic, subscriber, 3, expires_ms, period, details, not asked.topic.authority_name), asked.topic
 
     def unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
         asked = _read(request, v3.UnsubscribeRequest)
@@ -141,9 +138,12 @@ class V3:
     def reset(self) -> v3.ResetResponse:
         return v3.ResetResponse()
 
-    def change(self, change: Change) -> v3.Update:
+    def change(self, change: Change, *, bare: bool = False) -> v3.Update:
+        """`bare`: with the topic as a subscriber has passed it that gave no authority."""
         made = v3.Update()
         self._fill(made, change)
+        if bare:
+            made.topic.authority_name = ""
         return made
 
     def read_change(self, payload: UPayload) -> Row:
@@ -248,6 +248,7 @@ class V4:
         return v4.ResetResponse()
 
     def change(self, change: Change) -> v4.Subscription:
+        """Version 4 takes no topic without authority, so it never has to give one back."""
         made = v4.Subscription()
         self._fill(made, change)
         return made

@@ -337,17 +337,18 @@ class Database:
             self._count -= 1
             self._unused.add(who)
             return
-        values = (int(record.status), record.major, record.expires_ms, record.sample_period_ms, record.details or None, who, topic)
+        status, major, expires_ms, period, details, bare = record
+        values = (int(status), major, expires_ms, period, details or None, bare, who, topic)
         if known:
             db.execute(
-                """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?
+                """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?, bare = ?
                    WHERE subscriber = ? AND topic = ?""",
                 values,
             )
         else:
             db.execute(
-                """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, subscriber, topic)
-                   VALUES(?, ?, ?, ?, ?, ?, ?)""",
+                """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, bare, subscriber, topic)
+                   VALUES(?, ?, ?, ?, ?, ?, ?, ?)""",
                 values,
             )
             self._count += 1
@@ -451,9 +452,10 @@ class Database:
         for_all, told = registered.get(0, []), set[tuple[Key, int]]()
 
         def changes() -> Iterator[tuple[str]]:
-            query = "SELECT topic, subscriber, major, expires_ms, sample_period_ms, details FROM subscription ORDER BY seq"
-            for topic, subscriber, major, expires_ms, period, details in db.execute(query).fetchall():
-                change = Change(keys[topic], keys[subscriber], Status.UNSUBSCRIBED, major, expires_ms, period, details or b"")
+            query = "SELECT topic, subscriber, major, expires_ms, sample_period_ms, details, bare FROM subscription ORDER BY seq"
+            for topic, subscriber, major, expires_ms, period, details, bare in db.execute(query).fetchall():
+                ended = Status.UNSUBSCRIBED
+                change = Change(keys[topic], keys[subscriber], ended, major, expires_ms, period, details or b"", bool(bare))
                 recipients = [(change.subscriber, major)]
                 recipients += [client for client in (*for_all, *registered.get(topic, ())) if client != recipients[0]]
                 told.update(recipients)
@@ -546,7 +548,7 @@ class _StoredRecords:
         if who is None:
             return None
         row = self._db.execute(
-            "SELECT status, major, expires_ms, sample_period_ms, details FROM subscription WHERE subscriber = ? AND topic = ?",
+            "SELECT status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE subscriber = ? AND topic = ?",
             (who, self._topic),
         ).fetchone()
         if row is None:
@@ -561,7 +563,7 @@ class _StoredRecords:
 
     def items(self) -> list[tuple[Key, Record]]:
         rows = self._db.execute(
-            "SELECT subscriber, status, major, expires_ms, sample_period_ms, details FROM subscription WHERE topic = ? ORDER BY seq",
+            "SELECT subscriber, status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE topic = ? ORDER BY seq",
             (self._topic,),
         ).fetchall()
         found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
@@ -570,7 +572,7 @@ class _StoredRecords:
 
 
 def _record(row: Sequence[Any]) -> Record:
-    return Record(Status(row[0]), row[1], row[2], row[3], row[4] or b"")
+    return Record(Status(row[0]), row[1], row[2], row[3], row[4] or b"", bool(row[5]))
 
 
 __all__ = [

@@ -193,12 +193,13 @@ _encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: js
 
 
 def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
-    topic, subscriber, status, major, expires_ms, period, details, _, status_changed = change
-    return _encode([topic, subscriber, int(status), major, expires_ms, period, details.hex(), status_changed, recipients])
+    topic, subscriber, status, major, expires_ms, period, details, bare, _, status_changed = change
+    return _encode([topic, subscriber, int(status), major, expires_ms, period, details.hex(), status_changed, recipients, int(bare)])
 
 
 def _read_change(number: int, text: str) -> StoredChange:
-    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients = json.loads(text)
+    """What a program of schema 2 or older has written ends with the recipients."""
+    topic, subscriber, status, major, expires_ms, period, details, status_changed, recipients, *bare = json.loads(text)
     change = Change(
         _to_key(topic),
         _to_key(subscriber),
@@ -207,6 +208,7 @@ def _read_change(number: int, text: str) -> StoredChange:
         expires_ms,
         period,
         bytes.fromhex(details),
+        bare=bare == [1],
         status_changed=status_changed,
     )
     return StoredChange(number, change, tuple((_to_key(key), major) for key, major in recipients))

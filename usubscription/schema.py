@@ -16,7 +16,7 @@ from storage.disk import REAL_DISK, Disk, InUseError, Lock
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
 CHECKED_WHOLE_BYTES_MAX: Final = 64 << 20  # up to this size each row is held against its indexes at the start: a bit that turned shows
 CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
@@ -28,6 +28,8 @@ _ADDED_IN_2: Final = (
     # commands that were handled: the request's id, and a hash of client and topic
     "CREATE TABLE handled(number INTEGER PRIMARY KEY, request BLOB NOT NULL, about INTEGER NOT NULL)",
 )
+# 1: the subscriber passed the topic without authority
+_ADDED_IN_3: Final = ("ALTER TABLE subscription ADD COLUMN bare INTEGER NOT NULL DEFAULT 0",)
 SCHEMA: Final = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
     """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL, version INTEGER NOT NULL,
@@ -45,8 +47,9 @@ SCHEMA: Final = (
     "CREATE INDEX registration_client ON registration(client)",
     "CREATE TABLE outbox(id INTEGER PRIMARY KEY AUTOINCREMENT, change TEXT NOT NULL)",
     *_ADDED_IN_2,
+    *_ADDED_IN_3,
 )
-MIGRATIONS: Final[dict[int, Sequence[str]]] = {1: _ADDED_IN_2}
+MIGRATIONS: Final[dict[int, Sequence[str]]] = {1: _ADDED_IN_2, 2: _ADDED_IN_3}
 """From version n to n + 1: what to execute."""
 
 

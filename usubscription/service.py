@@ -56,7 +56,6 @@ class USubscriptionService:
         *,
         check: RequestCheck | None = None,
         page_entries_max: int = PAGE_ENTRIES_MAX,
-        v3_only_extends: bool = True,
         remote_majors: dict[str, int] | None = None,
         remote_timeout_ms: int = TIMEOUT_MS,
         remote_repeat_ms: int = REPEAT_FIRST_MS,
@@ -68,12 +67,9 @@ class USubscriptionService:
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them.
-
-        `v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
+        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them."""
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
         gate = Gate(transport, authority, self.also)
         self._answers = AnswersFirst(gate)
@@ -223,7 +219,7 @@ class USubscriptionService:
     # -- requests ---------------------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
-        codec, handle = self._codecs[major], getattr(self, f"_{method}")
+        codec, handle = CODECS[major], getattr(self, f"_{method}")
         name = f"{method}_v{major}"
 
         def handler(request: UMessage) -> Message | Awaitable[Message]:
@@ -234,7 +230,7 @@ class USubscriptionService:
         return handler
 
     def _command(self, major: int, name: str) -> Method:
-        codec, host = self._codecs[major], self._host
+        codec, host = CODECS[major], self._host
         sink = LocalUriProvider(self.authority, ENTITY_TYPE, major).get_resource(codec.methods[name])
         if name == "subscribe":
             return Method(

@@ -51,6 +51,7 @@ class Record(NamedTuple):
     expires_ms: int | None = None  # Unix milliseconds; None: never
     sample_period_ms: int | None = None
     details: bytes = b""  # version 3's SubscribeAttributes.details, passed through
+    bare: bool = False  # it passed the topic without authority, and looks for it so in what it is told
 
 
 class Link(NamedTuple):
@@ -75,7 +76,7 @@ class Subscribe:
     expires_ms: int | None = None
     sample_period_ms: int | None = None
     details: bytes = b""
-    only_extends: bool = False  # an earlier expiry than the current one is not taken
+    bare: bool = False  # the topic was passed without authority
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ class Change(NamedTuple):
     expires_ms: int | None = None
     sample_period_ms: int | None = None
     details: bytes = b""
+    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
     tell_subscriber: bool = True
     status_changed: bool = True  # version 3 notifies of nothing else
 
@@ -328,16 +330,6 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
     return machine.step
 
 
-def next_expiry(current: int | None, asked: int | None, *, only_extends: bool) -> int | None:
-    """When a subscription that has `current` expires after a repeated Subscribe that asks for `asked` (both in Unix ms, None: never).
-
-    The seed's version 3 only ever extends (it says "exceeds"), all later texts take what differs; what results may be past.
-    """
-    if not only_extends or asked is None:
-        return asked
-    return current if current is None or asked <= current else asked
-
-
 def is_past(expires_ms: int | None, now_ms: int) -> bool:
     """Strictly: a subscription is still tracked in the millisecond of its expiry."""
     return expires_ms is not None and expires_ms < now_ms
@@ -360,8 +352,7 @@ class _Machine:
 
     def subscribe(self, event: Subscribe) -> None:
         known = self.records.get(event.subscriber)
-        asked = event.expires_ms
-        expires_ms = asked if known is None else next_expiry(known.expires_ms, asked, only_extends=event.only_extends)
+        expires_ms = event.expires_ms  # the last word counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
         if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
             self.remove(event.subscriber, R.EXPIRE)
             return
@@ -369,7 +360,7 @@ class _Machine:
             self._want(event, known)
         kind = R.SUBSCRIBE_LOCAL if not self.remote else R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
         status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
-        record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details)
+        record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare)
         self.step.answer = status
         if record != known:
             self.step.records[event.subscriber] = record

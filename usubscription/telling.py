@@ -26,7 +26,7 @@ from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE
+from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE, V3_CODEC
 from usubscription.database import Released
 from usubscription.reader import StoredChange
 from usubscription.state import Change, Key
@@ -91,8 +91,11 @@ class Teller:
             made = [_message(self._publications[major], payload) for major, payload in payloads.items()]
             return Part(HOME, stored.number, stored.change, (), made)
         made = []
+        change = stored.change
+        own = (change.subscriber, V3_CODEC.major) if change.bare else None  # looks for the topic as it passed it
         for client, major in recipients:
-            message = _message(self._notifications[major], payloads[major])
+            payload = payloads[major] if own != (client, major) else V3_CODEC.change(change, bare=True).SerializeToString()
+            message = _message(self._notifications[major], payload)
             if self._also and uris.is_one_of(client[0], self._also):
                 message.attributes.source.authority_name = client[0]
             sink = message.attributes.sink

@@ -100,3 +100,18 @@ def test_a_running_streamer_is_left_alone(config: Path) -> None:
     result = CliRunner().invoke(app, ["cursors", "forget", "cloud", "--config", str(config)])
     assert "is in use by process" in result.stderr.replace("\n", " ")
     lock.release()
+
+
+def test_topics_are_paused_and_resumed_while_the_streamer_is_stopped(config: Path) -> None:
+    topic, peer = "up://vehicle1/8001/1/8001", "cloud-eu"
+    assert said("paused", "--config", str(config)) == []
+    assert said("pause", "/8001/1/8001", peer, "--config", str(config)) == [{"topic": topic, "peer": peer}]
+    assert said("paused", "--data-dir", str(config.parent)) == [{"topic": topic, "peer": peer}]
+    (checked,) = said("check", "--config", str(config))
+    assert checked["paused"] == [{"topic": topic, "peer": peer}]
+    assert f"paused: {topic} to {peer}" in CliRunner().invoke(app, ["check", "--config", str(config)]).output
+    wrong = CliRunner().invoke(app, ["resume", "//vehicle1/8001/1/8002", peer, "--config", str(config)])
+    assert wrong.exit_code == 1
+    assert "not paused" in wrong.output
+    assert said("resume", "//vehicle1/8001/1/FFFF", peer, "--config", str(config)) == []
+    assert "nothing is paused" in CliRunner().invoke(app, ["paused", "--config", str(config)]).output

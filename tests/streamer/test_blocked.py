@@ -164,12 +164,12 @@ def test_who_is_aside_waits_until_it_is_due() -> None:
     now = 0.0
     aside = Aside(Backoff(1_000, 1_000), lambda: now)
     messages = [made(TOPICS[0], number) for number in range(3)]
-    aside.put_back([(1, messages[0])])
-    assert aside.takes((2, messages[1]))
-    assert not aside.takes((3, made(TOPICS[1], 0)))
+    aside.put_back([(1, messages[0], 7)])
+    assert aside.takes((2, messages[1], 7))
+    assert not aside.takes((3, made(TOPICS[1], 0), 8))
     assert (aside.messages, aside.oldest_seq, aside.due()) == (2, 1, [])
     now = 2.0
-    assert [seq for seq, _ in aside.due()] == [1, 2]
-    assert aside.takes((4, messages[2]))  # still behind them
-    assert [seq for seq, _ in aside.release()] == [4]
+    assert [seq for seq, _, _ in aside.due()] == [1, 2]
+    assert aside.takes((4, messages[2], 7))  # still behind them
+    assert [seq for seq, _, _ in aside.release()] == [4]
     assert not aside

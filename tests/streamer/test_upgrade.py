@@ -13,8 +13,9 @@ from streamer import dead_letter
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import Database
+from usubscription.database import Database, Reset
 from usubscription.reader import Reader
+from usubscription.state import Subscribe
 from usubscription_client.memory import InterestMemory
 
 OldData = Callable[[str], Path]
@@ -46,10 +47,29 @@ def test_subscriptions_links_registrations_and_what_is_to_be_told(old_data: OldD
         assert [client for client, _, topic in reader.registrations() if topic is None] == [
             uri[client] for topic, client, _ in expected["registration"] if not topic
         ]
-        assert [change.number for change in reader.outbox(0, 100)] == [number for number, _ in expected["outbox"]]
+        waiting = reader.outbox(0, 100)
+        assert [change.number for change in waiting] == [number for number, _ in expected["outbox"]]
+        assert not any(stored.change.bare for stored in waiting), "what that version did not note is the whole topic"
     finally:
         reader.close()
         database.close()
+
+
+@NAMES
+def test_an_old_store_keeps_from_now_on_how_subscribers_write_their_topics(old_data: OldData, name: str) -> None:
+    path = old_data(name) / "usubscription.db"
+    topic, known, fresh = ("vehicle1", 0x8001, 1, 0x8001), ("vehicle1", 0x100, 1, 0), ("vehicle1", 0x200, 1, 0)
+    for events in ([Subscribe(topic, known, 3, bare=True), Subscribe(topic, fresh, 3, bare=True)], [Reset()]):
+        database = Database(path, "vehicle1")
+        database.open()
+        database.apply(events, 0)
+        database.close()
+    reader = Reader(path)
+    ended = {stored.change.subscriber: stored.change.bare for stored in reader.outbox(0, 100) if stored.change.status == 0}
+    reader.close()
+    assert ended[known]
+    assert ended[fresh]
+    assert not ended["vehicle1", 0x101, 1, 0]
 
 
 @NAMES

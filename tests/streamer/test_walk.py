@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from history.log import Log
-from streamer import dead_letter
+from streamer import dead_letter, metrics
 from streamer.rules import Rule
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -173,6 +173,22 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_w
     dropped = world.streamer.dropped(world.streamer.home)
     assert dropped["expired"] >= 1
     assert dropped["invalid"] >= 1
+
+
+@pytest.mark.spec("dsn~up-attributes-traceparent~1")
+async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    cloud = await world.node("cloud", "cloud")
+    heard = await world.hear(cloud, SPEED)
+    messages = [publish(SPEED, str(number)) for number in range(3)]
+    for message in messages:
+        message.attributes.traceparent = "my trace 17"
+        world.networks["vehicle"].inject(message)
+    assert [message.attributes.id for message in await heard.expect(3)] == [message.attributes.id for message in messages]
+    assert not any(message.attributes.traceparent for message in heard.messages)
+    text = metrics.expose(world.streamer).decode()
+    assert 'up_streamer_mended_total{endpoint="vehicle",field="traceparent"} 3.0' in text
+    assert world.streamer.dropped(world.streamer.home) == {}
 
 
 @pytest.mark.spec("local~disp-at-least-once")

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from transports.conformance.base import Sink, notification, publish, reply, topic
 from transports.conformance.sending import INVALID, every_combination, expired
@@ -16,7 +17,7 @@ from transports.outbox import Outbox, stopped
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, is_shared, suffix
+from uprotocol.encoded import EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import OK
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -120,7 +121,7 @@ def test_registrations_made_later_count_for_known_stamps() -> None:
     assert (early.payloads, late.payloads) == ([b"1", b"2"], [b"2", b"3"])
 
 
-@pytest.mark.parametrize("what", [name for name in INVALID if name != "format without payload"])
+@pytest.mark.parametrize("what", [name for name in INVALID if name not in ("format without payload", "bad traceparent")])
 def test_what_is_invalid_is_counted_however_it_comes(what: str) -> None:
     table, heard = ListenerTable("beta"), Sink(1)
     table.add(uris.ANY, uris.ANY, heard)
@@ -129,6 +130,39 @@ def test_what_is_invalid_is_counted_however_it_comes(what: str) -> None:
         table.deliver_encoded([wired(table.filters[0], INVALID[what]())])
     assert heard.messages == []
     assert table.dropped == {"invalid": 4}
+
+
+@pytest.mark.spec("dsn~up-attributes-traceparent~1")
+def test_a_traceparent_that_is_none_is_taken_off_told_once_for_each_source_and_never_passed_on() -> None:
+    table, heard = ListenerTable("beta"), Raw(1)
+    filter = table.add(uris.ANY, uris.ANY, heard)
+    assert filter is not None
+    sent = []
+    with capture_logs() as lines:
+        for number in range(6):  # one in two as the network has it: what is remembered of a stream must not bring it back
+            for text in ("00-12-34-01", "x" * 500, ""):
+                message = INVALID["bad traceparent"]()
+                message.attributes.traceparent = text
+                message.attributes.source.ue_id = 0x20 + number % 2
+                table.deliver_encoded([wired(filter, message)])
+                message.attributes.id.lsb += 1
+                table.deliver([message])
+                sent.append(message)
+    assert len(heard.messages) == 36
+    assert not any(decoded(message).attributes.traceparent for message in heard.messages)
+    assert not any(b"12-34" in message.SerializeToString() for message in heard.messages)
+    assert (table.dropped, table.mended) == ({}, {"traceparent": 24})
+    assert [line["traceparent"] for line in lines] == ["00-12-34-01"] * 2, "once for each source"
+
+
+def test_a_traceparent_that_is_none_saves_nothing_that_is_invalid_anyway() -> None:
+    table, heard = ListenerTable("beta"), Sink(1)
+    table.add(uris.ANY, uris.ANY, heard)
+    message = INVALID["request of CS3"]()
+    message.attributes.traceparent = "nonsense"
+    table.deliver([message])
+    assert heard.messages == []
+    assert (table.dropped, table.mended) == ({"invalid": 1}, {})
 
 
 def test_what_differs_within_a_stamp_is_looked_at_each_time() -> None:

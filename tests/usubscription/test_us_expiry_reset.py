@@ -15,7 +15,7 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import service as service_module
 from usubscription.codec import EXPIRY_MS_MAX, EXPIRY_MS_MIN, timestamp
-from usubscription.state import Status, is_past, next_expiry
+from usubscription.state import Status, is_past
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 OTHER = uris.parse("//dev1/20/1/8002")
@@ -98,55 +98,33 @@ async def test_v4_a_new_expiry_in_the_past_unsubscribes(world: Any, clock: Clock
     assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
 
 
-CASES = [  # current, asked -> in version 3, in version 4 (spec-facts 10.5)
-    (None, None, None, None),
-    (None, 10, None, 10),
-    (10, 20, 20, 20),
-    (20, 10, 20, 10),
-    (10, None, None, None),
-    (10, 10, 10, 10),
-    (10, -5, 10, -5),
-]
-
-
-@pytest.mark.parametrize(("current", "asked", "three", "four"), CASES)
-def test_the_expiry_after_a_repeated_subscribe(current: int | None, asked: int | None, three: int | None, four: int | None) -> None:
-    assert next_expiry(current, asked, only_extends=True) == three
-    assert next_expiry(current, asked, only_extends=False) == four
+def test_a_subscription_is_past_after_the_millisecond_of_its_expiry() -> None:
     assert [is_past(expiry, 0) for expiry in (None, 0, 1, -1)] == [False, False, False, True]
 
 
+@pytest.mark.parametrize("major", [3, 4])
 @spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-seed")
+@spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-today")
 @spec("req~usubscription-subscribe-expiration-extension~1", doc="v4")
-async def test_v3_only_extends_and_v4_may_shorten(world: Any, clock: Clock) -> None:
+async def test_a_repeated_subscribe_sets_the_expiry_later_or_earlier_or_none(world: Any, clock: Clock, major: int) -> None:
+    """What exceeds is taken, as the first text asks; what differs otherwise, too, as the later ones ask."""
     service = await world.service(now_ms=clock)
     raw = await world.raw()
-
-    async def expiry_after(major: int, asked: int | None) -> int | None:
+    for asked in (NOW + 10_000, NOW + 20_000, NOW + 5_000, NOW + 5_000, None, None, NOW + 7_000, NOW):
         assert await subscribe(raw, major, asked) is Status.SUBSCRIBED
         (row,) = await service.subscriptions()
-        expires_ms: int | None = row.expires_ms
-        return expires_ms
-
-    assert await expiry_after(3, NOW + 10_000) == NOW + 10_000
-    assert await expiry_after(3, NOW + 20_000) == NOW + 20_000
-    assert await expiry_after(3, NOW + 5_000) == NOW + 20_000
-    assert await expiry_after(4, NOW + 5_000) == NOW + 5_000
-    assert await expiry_after(4, NOW + 7_000) == NOW + 7_000
-    assert await expiry_after(3, None) is None
-    assert await expiry_after(3, NOW + 5_000) is None
+        assert row.expires_ms == asked
+    assert await subscribe(raw, major, NOW - 1) is Status.UNSUBSCRIBED
+    assert await service.subscriptions() == []
 
 
-@spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-today")
-async def test_v3_may_shorten_where_todays_text_is_chosen(world: Any, clock: Clock) -> None:
-    service = await world.service(now_ms=clock, v3_only_extends=False)
+async def test_the_last_word_on_an_expiry_counts_whatever_its_version(world: Any, clock: Clock) -> None:
+    service = await world.service(now_ms=clock)
     raw = await world.raw()
-    for asked in (NOW + 20_000, NOW + 5_000, NOW + 7_000, None, NOW + 1):
-        assert await subscribe(raw, 3, asked) is Status.SUBSCRIBED
+    for major, asked in ((3, NOW + 20_000), (4, NOW + 5_000), (3, NOW + 4_000), (4, None), (3, NOW + 9_000)):
+        assert await subscribe(raw, major, asked) is Status.SUBSCRIBED
         (row,) = await service.subscriptions()
         assert row.expires_ms == asked
-    assert await subscribe(raw, 3, NOW - 1) is Status.UNSUBSCRIBED
-    assert await service.subscriptions() == []
 
 
 async def test_what_expired_while_the_service_was_down_ends_at_start_in_the_order_of_expiry(world: Any, clock: Clock) -> None:

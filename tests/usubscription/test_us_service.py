@@ -16,6 +16,7 @@ from uprotocol.status import UStatusError
 from uprotocol.uuid import now_ms
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.codec import SERVICE_NAME, timestamp
 
@@ -135,6 +136,72 @@ async def test_v3_an_empty_authority_is_the_local_one(world: Any) -> None:
     assert await subscribe3(raw, uris.parse("/20/1/8001")) == S3.SUBSCRIBED
     assert await subscribers(raw, TOPIC) == ([raw.local.get_source()], False)
     assert await subscribers(raw, uris.parse("/20/1/8001")) == ([raw.local.get_source()], False)
+
+
+BARE = uris.parse("/20/1/8001")  # TOPIC, as clients write it that leave out their own host
+
+
+def topics_told(messages: list[UMessage]) -> list[UUri]:
+    return [UPayload.of(message).unpack(v3.Update).topic for message in messages]
+
+
+async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_and_everybody_else_the_whole_topic(world: Any) -> None:
+    """Clients look the handler of an Update up by the topic that they passed."""
+    await world.service()
+    raw, other, watcher = await world.raw(), await world.raw(ue_id=0x11), await world.raw(ue_id=0x99)
+    await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
+    await watcher.call(4, 4, v4.NotificationsRequest())
+    response = (await raw.call(3, 1, v3.SubscriptionRequest(topic=BARE))).unpack(v3.SubscriptionResponse)
+    assert response.topic == BARE
+    await subscribe3(other)
+    assert topics_told(await raw.notified[3].count(1)) == [BARE]
+    assert topics_told(await other.notified[3].count(1)) == [TOPIC]
+    assert topics_told(await watcher.notified[3].count(2)) == [TOPIC, TOPIC]
+    assert [UPayload.of(one).unpack(v4.Subscription).topic for one in await watcher.notified[4].count(2)] == [TOPIC, TOPIC]
+    assert topics_told(await raw.published[3].count(2)) == [TOPIC, TOPIC]
+    assert [one.topic for one in (await listed3(raw, topic=BARE)).subscriptions] == [TOPIC, TOPIC]
+    assert [one.topic for one in await listed4(raw)] == [TOPIC, TOPIC]
+    await world.stop()
+    await world.service()
+    await unsubscribe3(raw)
+    assert topics_told(await raw.notified[3].count(2)) == [BARE, BARE]
+    assert topics_told(await watcher.notified[3].count(3))[-1] == TOPIC
+
+
+async def test_the_last_subscribe_says_how_a_subscriber_writes_its_topic(world: Any) -> None:
+    await world.service()
+    raw = await world.raw()
+    await subscribe3(raw, BARE)
+    await subscribe3(raw, TOPIC)
+    await unsubscribe3(raw, BARE)
+    assert topics_told(await raw.notified[3].count(2)) == [BARE, TOPIC]
+    await subscribe3(raw, TOPIC)
+    await subscribe3(raw, BARE)
+    await raw.notified[3].count(3)
+    await world.stop()
+    await world.service()
+    await unsubscribe3(raw, TOPIC)
+    assert topics_told(await raw.notified[3].count(4))[2:] == [TOPIC, BARE]
+
+
+async def test_one_that_goes_on_in_version_4_is_told_the_whole_topic(world: Any) -> None:
+    """There it has to give the authority."""
+    await world.service()
+    raw = await world.raw()
+    await subscribe3(raw, BARE)
+    await subscribe4(raw, TOPIC)
+    await unsubscribe3(raw, BARE)
+    (told,) = await raw.notified[4].count(1)
+    assert UPayload.of(told).unpack(v4.Subscription).topic == TOPIC
+    assert topics_told(raw.notified[3].heard) == [BARE]
+
+
+async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
+    await world.service()
+    raw, peer = await world.raw(), await world.raw(ue_id=0, version=3)
+    await subscribe3(raw, BARE)
+    await peer.call(3, 9, v3.ResetRequest())
+    assert topics_told(await raw.notified[3].count(2)) == [BARE, BARE]
 
 
 @spec("dsn~usubscription-fetch-subscribers-protobuf~1", doc="v3")

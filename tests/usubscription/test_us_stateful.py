@@ -109,17 +109,12 @@ class Subscriptions(RuleBasedStateMachine):
     )
     def subscribe(self, topic: Key, subscriber: Key, major: int, lifetime: int | None, period: int | None) -> None:
         asked = None if lifetime is None else self.now + lifetime
-        (outcome,) = self.apply(Subscribe(topic, subscriber, major, asked, period, only_extends=major == 3))
-        expires = asked
-        if (topic, subscriber) in self.model:
-            current = self.model[topic, subscriber]
-            if major == 3 and asked is not None and (current is None or asked < current):
-                expires = current
-        if expires is not None and expires < self.now:
+        (outcome,) = self.apply(Subscribe(topic, subscriber, major, asked, period))
+        if asked is not None and asked < self.now:
             self.model.pop((topic, subscriber), None)
             assert outcome.answer is Status.UNSUBSCRIBED
         else:
-            self.model[topic, subscriber] = expires
+            self.model[topic, subscriber] = asked
             assert outcome.answer is Status.SUBSCRIBED or (topic[0] != OWN and outcome.answer is Status.SUBSCRIBE_PENDING)
 
     @rule(topic=TOPIC, subscriber=SUBSCRIBER, major=MAJOR)

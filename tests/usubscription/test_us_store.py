@@ -17,7 +17,7 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import schema
-from usubscription.database import Database, Outcome, Register, Unregister
+from usubscription.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.state import Key, Status, Subscribe
 from usubscription.store import Lane, Store
 
@@ -341,3 +341,17 @@ def test_a_write_ahead_log_that_is_lost_whole_is_told_too(tmp_path: Path) -> Non
     anew.open()
     assert anew.lost_changes == 0
     anew.close()
+
+
+def test_what_is_held_keeps_how_its_subscriber_writes_the_topic(path: Path) -> None:
+    db = Database(path, "dev1")
+    db.open()
+    (told,) = db.apply([Subscribe(TOPIC, APP, 3, sample_period_ms=5, bare=True)], 0)
+    assert isinstance(told, Outcome)
+    (stored,) = told.changes
+    assert stored.change.bare
+    db.apply([Hold((("dev1", stored.number, stored.change, stored.recipients),))], 0)
+    assert [(one.number, one.change.bare, one.recipients) for one in db.reader().held("dev1", 9)] == [
+        (stored.number, True, stored.recipients)
+    ]
+    db.close()

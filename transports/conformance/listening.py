@@ -194,7 +194,7 @@ class ListeningConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
         await self.eventually(lambda: _dropped(pair[1]) > dropped, "what is dropped to be counted")
 
-    @pytest.mark.parametrize("what", ["no id", "id of version 4", "no type", "request of CS3", "bad traceparent", "response without reqid"])
+    @pytest.mark.parametrize("what", ["no id", "id of version 4", "no type", "request of CS3", "response without reqid"])
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_an_invalid_message_is_discarded(self, pair: Pair, what: str) -> None:
         self.needs(Capability.PUSH)
@@ -205,6 +205,19 @@ class ListeningConformance(TransportHarness):
         await self.eventually(lambda: _dropped(pair[1]) > before, "what is discarded to be counted")
         assert await self.settle(pair[0], witness) == []
         assert [payload for payload in heard.payloads if not payload.startswith(b"mark ")] == []
+
+    @spec("dsn~up-attributes-traceparent~1")
+    async def test_a_traceparent_that_is_none_costs_the_traceparent_and_not_the_message(self, pair: Pair) -> None:
+        """It says how to trace a message, not what the message is."""
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+        before = _dropped(pair[1])
+        injected = INVALID["bad traceparent"]()
+        await self.inject(injected)
+        await heard.expect(1)
+        assert [message.attributes.id for message in heard.messages] == [injected.attributes.id]
+        assert not heard.messages[0].attributes.traceparent
+        assert _dropped(pair[1]) == before
 
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on(self, pair: Pair) -> None:

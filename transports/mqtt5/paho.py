@@ -107,6 +107,11 @@ class Mqtt5Transport(UTransport):
         return self._table.dropped
 
     @property
+    def mended(self) -> Counter[str]:
+        """Messages taken without a field that was wrong, by the field: traceparent."""
+        return self._table.mended
+
+    @property
     def connected(self) -> bool:
         return self._connected
 

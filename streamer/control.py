@@ -1,0 +1,218 @@
+"""Who may stop and start the dispatching of topics, and how they say so.
+
+core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
+command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused
+             streamer stopped: the file of Paused, under the lock of the log
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from storage.disk import REAL_DISK, InUseError
+from streamer import paused as pauses
+from streamer.paused import Pause, Paused
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcServer
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+PAUSE: Final = 5
+RESUME: Final = 6
+LIST_PAUSED: Final = 7
+SOCKET: Final = "control.sock"  # in a data_dir
+LOG_LOCK: Final = "history.db.lock"  # held by a streamer that runs
+LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of what is paused, PAUSES_MAX of some 300 bytes
+ANSWER_S: Final = 10.0  # a disk may be slow; who says nothing for so long holds no memory for longer
+
+log = structlog.get_logger()
+
+
+class Control:
+    """Pause, Resume and ListPaused of core.ustreamer, for callers that match one of `allowed`; nobody else may."""
+
+    def __init__(self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int) -> None:
+        self._paused, own = paused, local.get_authority()
+        self._allowed = [uris.with_authority(pattern, own) for pattern in allowed]
+        self._server = InMemoryRpcServer(transport, local, check=self._check, drain_ms_max=drain_ms_max)
+
+    def __repr__(self) -> str:
+        return f"Control({self._paused!r}, allowed={[uris.format(pattern) for pattern in self._allowed]})"
+
+    async def start(self) -> None:
+        """Raises what the transport says."""
+        await self._server.register_request_handler(PAUSE, self._pause)
+        await self._server.register_request_handler(RESUME, self._resume)
+        await self._server.register_request_handler(LIST_PAUSED, self._list)
+
+    async def stop(self) -> None:
+        """May be called twice."""
+        await self._server.close()
+
+    def _check(self, request: UMessage) -> None:
+        source = request.attributes.source
+        if not any(uris.matches(pattern, source) for pattern in self._allowed):
+            raise UStatusError(
+                UCode.PERMISSION_DENIED, f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it"
+            )
+
+    async def _pause(self, request: UMessage) -> wire.PauseResponse:
+        asked = UPayload.of(request).unpack(wire.PauseRequest)
+        await self._paused.pause(asked.topic, asked.peer)
+        return wire.PauseResponse()
+
+    async def _resume(self, request: UMessage) -> wire.ResumeResponse:
+        asked = UPayload.of(request).unpack(wire.ResumeRequest)
+        return wire.ResumeResponse(ended=await self._paused.resume(asked.topic, asked.peer))
+
+    def _list(self, _: UMessage) -> wire.ListPausedResponse:
+        found = wire.ListPausedResponse()
+        for pause in sorted(self._paused):
+            found.paused.add(topic=uris.parse(pause.topic), peer=pause.peer)
+        return found
+
+
+# On this machine
+
+
+class ControlSocket:
+    """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command line its way only."""
+
+    def __init__(self, folder: Path, paused: Paused) -> None:
+        self._folder, self._paused = folder, paused
+        self._server: asyncio.Server | None = None
+
+    async def __aenter__(self) -> None:
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, sock=self._socket(), limit=LINE_BYTES_MAX)
+        except OSError as error:
+            log.warning("the command line can't reach this streamer: no socket can be made", folder=str(self._folder), why=str(error))
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._server is not None:
+            self._server.close()
+            with contextlib.suppress(OSError):
+                (self._folder / SOCKET).unlink()
+
+    def _socket(self) -> socket.socket:
+        made = socket.socket(socket.AF_UNIX)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                (self._folder / SOCKET).unlink()  # of a process that was killed: the log's lock says that there is no other
+            with _address(self._folder) as address:
+                made.bind(address)
+            (self._folder / SOCKET).chmod(0o600)  # before it listens, so that nobody else gets in between
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                line = await reader.readline()
+                writer.write(json.dumps(await self._answer(line)).encode() + b"\n")
+                await writer.drain()
+        except (TimeoutError, ConnectionError, ValueError):  # ValueError: a line that is too long
+            pass
+        finally:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _answer(self, line: bytes) -> dict[str, Any]:
+        try:
+            ended = await self._do(line)
+        except UStatusError as error:
+            return {"code": int(error.code), "message": error.message}
+        return {"ended": ended, "paused": sorted(self._paused)}
+
+    async def _do(self, line: bytes) -> int:
+        try:
+            asked = json.loads(line)
+            what, topic, peer = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", ""))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise invalid("expected one line of JSON with do, topic and peer") from None
+        match what:
+            case "pause":
+                await self._paused.pause(uris.parse(topic), peer)
+            case "resume":
+                return await self._paused.resume(uris.parse(topic), peer)
+            case "paused":
+                pass
+            case _:
+                raise invalid(f"do is pause, resume or paused, got {what!r}")
+        return 0
+
+
+@contextlib.contextmanager
+def _address(folder: Path) -> Iterator[str]:
+    """The socket's path, in a form of which no folder is too deep: the kernel takes 107 bytes."""
+    at = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{at}/{SOCKET}"
+    finally:
+        os.close(at)
+
+
+Change = Callable[[list[Pause]], list[Pause]]
+
+
+def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
+    """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
+
+    `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs and does not answer.
+    """
+    if not folder.is_dir():
+        raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
+    request = {"do": do, "topic": topic, "peer": peer}
+    try:
+        with socket.socket(socket.AF_UNIX) as line, _address(folder) as address:
+            line.settimeout(ANSWER_S)
+            line.connect(address)
+            line.sendall(json.dumps(request).encode() + b"\n")
+            with line.makefile("rb") as answers:
+                answer = json.loads(answers.readline(LINE_BYTES_MAX))
+    except (FileNotFoundError, ConnectionRefusedError):
+        return _ask_file(folder, do, topic, peer, own)
+    except (OSError, ValueError) as error:
+        raise UStatusError(UCode.UNAVAILABLE, f"the streamer with data_dir {folder} does not answer: {error}") from None
+    if "code" in answer:
+        raise UStatusError(answer["code"], answer["message"])
+    return [Pause(*one) for one in answer["paused"]]
+
+
+def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pause]:
+    path = folder / pauses.FILE
+    if do == "paused":
+        return pauses.read(path)
+    pattern = pauses.pattern_of(uris.parse(topic), own)
+    if not pattern.authority_name:
+        raise invalid(f"the streamer is stopped, so say whose topic it is: //AUTHORITY{topic.removeprefix('up:')}")
+    try:
+        lock = REAL_DISK.lock(folder / LOG_LOCK)
+    except InUseError as error:
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"the streamer runs as process {error}, and there is no {SOCKET} in {folder}: see its log, or stop it first"
+        ) from None
+    try:
+        change = pauses.added if do == "pause" else pauses.removed
+        after = change(pauses.read(path), pattern, peer)
+        pauses.write(path, after)
+    finally:
+        lock.release()
+    return after

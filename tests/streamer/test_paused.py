@@ -1,0 +1,524 @@
+"""Pause and Resume: what is paused waits in the log, what is not goes on, nothing is lost, and who may is asked first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import stat
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from history.log import Log, Passed
+from streamer import control
+from streamer import paused as pauses
+from streamer.control import ControlSocket, ask
+from streamer.egress import Pump
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.paused import PAUSES_MAX, Pause, Paused
+from streamer.retry import Backoff
+from streamer.rules import Rule, Rules
+from streamer.view import View
+from transports.outbox import stopped
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import OK, UStatusError
+from uprotocol.transport import Capability
+from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription_client.client import USubscriptionClient
+from usubscription_client.table import Want
+
+MakeWorld = Any
+Publish = Callable[..., UMessage]
+spec = pytest.mark.spec
+
+SPEED, DOOR = uris.parse("//vehicle1/8001/1/8001"), uris.parse("//vehicle1/8001/1/8002")
+ALL = uris.parse("//vehicle1/8001/1/FFFF")
+PRIORITIES = [UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS5]
+APP, PHONE = uris.parse("//cloud/9001/1/0"), uris.parse("//phone/9001/1/0")
+SUBSCRIBED = {
+    "//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//mcu1/9001/1/0"],
+    "//vehicle1/8001/1/8002": ["//cloud/9001/1/0"],
+}
+TWO_BEHIND = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+settings = {{ network = "{n}-vehicle" }}
+[[endpoint]]
+name = "fleet"
+transport = "local"
+authorities = ["*", "cloud"]
+usubscription = "none"
+settings = {{ network = "{n}-fleet" }}
+"""
+
+
+def texts(first: int, end: int) -> list[str]:
+    return [str(number) for number in range(first, end)]
+
+
+def kept(world: Any) -> int:
+    """Records of SPEED that the log has taken; notifications of subscriptions are in it, too."""
+    return sum(stream.records for stream in world.streamer.logs.durable.streams() if stream.source == SPEED)
+
+
+async def quiet(world: Any) -> None:
+    """Until each pump has been through all that there is."""
+    await world.until(lambda: all(not pump.backlog and not pump._waiting for pump in world.streamer.pumps))
+
+
+async def code_of(work: Any) -> int:
+    with pytest.raises(UStatusError) as error:
+        await work
+    return error.value.code
+
+
+@spec("local~disp-start-stop")
+async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_before_what_is_live(
+    make_world: MakeWorld, publish: Publish
+) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1")
+    speed, door, there = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR), await world.hear(mcu, SPEED)
+    await vehicle.send(publish(SPEED, "0"))
+    await speed.expect(1)
+    paused = world.streamer.paused
+    await paused.pause(SPEED, "cloud")
+    await paused.pause(SPEED, "cloud")
+    assert list(paused) == [Pause(uris.format(SPEED), "cloud")]
+    for number in range(1, 21):
+        await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
+    await there.expect(21)
+    await door.expect(20)
+    await quiet(world)
+    assert (speed.texts, door.texts, there.texts) == (["0"], texts(1, 21), texts(0, 21))
+    assert world.streamer.problems() == []
+    assert world.streamer.notes() == [f"paused: {uris.format(SPEED)} to cloud; what comes waits in the log"]
+    sending = asyncio.ensure_future(vehicle.send_batch([publish(SPEED, str(number)) for number in range(21, 40)]))
+    assert await paused.resume(SPEED, "cloud") == 1
+    await sending
+    await speed.expect(40)
+    await there.expect(40)
+    assert speed.texts == there.texts == texts(0, 40)
+    await world.until(lambda: not any(len(pump.parking) for pump in world.streamer.pumps))
+    assert world.streamer.notes() == []
+
+
+@spec("local~disp-start-stop")
+async def test_what_was_read_ahead_of_a_peer_that_is_away_waits_too(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
+    transport = world.streamer.endpoints["cloud"].transport
+    transport.disconnect()
+    for number in range(50):
+        await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
+    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    await world.until(lambda: pump._waiting == 100)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    transport.reconnect()
+    await door.expect(50)
+    await quiet(world)
+    assert (speed.texts, door.texts) == ([], texts(0, 50))
+    await world.streamer.paused.resume(ALL, "cloud")
+    await speed.expect(50)
+    assert speed.texts == texts(0, 50)
+
+
+@spec("local~disp-start-stop")
+async def test_a_pause_outlives_restarts_and_so_does_what_waits(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed, door = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    for life in range(3):
+        await vehicle.send_batch([publish(SPEED, str(life)), publish(DOOR, str(life))])
+        await door.expect(life + 1)
+        await quiet(world)
+        await world.restart()
+    assert speed.texts == []
+    await world.streamer.paused.resume(SPEED, "cloud")
+    await speed.expect(3)
+    assert (speed.texts, door.texts) == (texts(0, 3), texts(0, 3))
+
+
+async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED, start=False)
+    data = world.config.streamer.data_dir
+    data.mkdir(parents=True)
+    pauses.write(data / pauses.FILE, [Pause(uris.format(SPEED), "old-cloud")])
+    await world.start()
+    assert "which there is not" in world.streamer.notes()[0]
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    speed = await world.hear(cloud, SPEED)
+    await vehicle.send(publish(SPEED, "goes"))
+    await speed.expect(1)
+    await world.streamer.paused.resume(SPEED, "old-cloud")
+    assert world.streamer.notes() == []
+
+
+async def test_what_nobody_wants_any_more_does_not_come_when_it_is_resumed(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions={})
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    speed = await world.hear(cloud, SPEED)
+    async with USubscriptionClient(cloud, cloud.local, "vehicle1") as client:
+        await client.subscribe(SPEED)
+        await world.streamer.paused.pause(SPEED, "cloud")
+        await vehicle.send(publish(SPEED, "unwanted"))
+        await world.until(lambda: kept(world) == 1)
+        await quiet(world)
+        await client.unsubscribe(SPEED)
+        await client.subscribe(SPEED)
+        await vehicle.send(publish(SPEED, "wanted"))
+        await world.until(lambda: kept(world) == 2)
+        await world.streamer.paused.resume(SPEED, "cloud")
+        await speed.expect(1)
+        assert speed.texts == ["wanted"]
+
+
+async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not(make_world: MakeWorld) -> None:
+    world = await make_world(TWO_BEHIND, subscriptions={})
+    vehicle, fleet = await world.node("vehicle", "vehicle1"), await world.node("fleet", "cloud")
+    cloud, phone = await world.hear(fleet, SPEED, APP), await world.hear(fleet, SPEED, PHONE)
+    await world.streamer.paused.pause(ALL, "phone")
+
+    def told(number: int) -> list[UMessage]:
+        return [UMessageBuilder.notification(SPEED, sink).build_from_upayload(UPayload(b"%d" % number, 4)) for sink in (APP, PHONE)]
+
+    for number in range(5):
+        await vehicle.send_batch(told(number))
+    await cloud.expect(5)
+    await quiet(world)
+    assert phone.texts == []
+    await world.streamer.paused.resume(ALL, "phone")
+    await phone.expect(5)
+    assert cloud.texts == phone.texts == texts(0, 5)
+
+
+async def test_requests_and_responses_are_never_paused(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions={})
+    for topic in (uris.parse("//vehicle1/8001/1/1"), uris.parse("//vehicle1/8001/1/0")):
+        assert await code_of(world.streamer.paused.pause(topic, "cloud")) == UCode.INVALID_ARGUMENT
+    await world.streamer.paused.pause(uris.ANY, "cloud")
+    await world.streamer.paused.pause(uris.ANY, "vehicle")
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    async with InMemoryRpcClient(cloud, cloud.local) as client:
+        answer = await client.invoke_method(uris.uri("vehicle1", 4, 1, 1), UPayload.pack(wire.DescribeRequest()))
+    assert len(answer.unpack(wire.DescribeResponse).logs) == 2
+
+
+async def test_what_expires_while_it_is_paused_is_told(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    vehicle = await world.node("vehicle", "vehicle1")
+    await world.streamer.paused.pause(SPEED, "cloud")
+    await vehicle.send(UMessageBuilder.publish(SPEED).with_ttl(150).build())
+    await world.until(lambda: kept(world) >= 1)
+    await asyncio.sleep(0.3)
+    await world.streamer.paused.resume(SPEED, "cloud")
+    await world.until(lambda: world.streamer.dead_letters.by_code.get("DEADLINE_EXCEEDED") == 1)
+
+
+async def test_what_retention_will_take_of_it_is_told_before_and_when_it_does(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
+    vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1")
+    there = await world.hear(mcu, SPEED)
+    await world.streamer.paused.pause(SPEED, "cloud")
+    await vehicle.send_batch([publish(SPEED, str(number)) for number in range(2)])
+    await there.expect(2)
+    chunks = list(world.streamer.logs.durable.tail(0))
+    await vehicle.send(publish(SPEED, "2"))
+    await there.expect(3)
+    await quiet(world)
+    hour, claims = 3_600_000, world.streamer.claims
+    claims.passed(8 * hour, {})
+    assert world.streamer.problems() == []
+    claims.passed(hour, {})
+    (problem,) = world.streamer.problems()
+    assert "1 topics wait for endpoint cloud, paused or undecided: in 1.0 h" in problem
+    (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
+    pump._passed(Passed(0, 3, chunks))  # as the log says it
+    await world.until(lambda: world.streamer.dead_letters.by_code.get("RESOURCE_EXHAUSTED") == 2)
+    cloud = await world.node("cloud", "cloud")
+    speed = await world.hear(cloud, SPEED)
+    await world.streamer.paused.resume(SPEED, "cloud")
+    await speed.expect(1)
+    assert speed.texts == ["2"]
+
+
+# -- who may
+
+
+CONTROL = '[dispatch]\ncontrol = ["//cloud/9001/1/FFFF"]\n'
+
+
+async def call(node: Any, method: int, request: Any) -> UPayload:
+    async with InMemoryRpcClient(node, node.local) as client:
+        return await client.invoke_method(uris.uri("vehicle1", 4, 1, method), UPayload.pack(request))
+
+
+@spec("local~disp-start-stop")
+async def test_whom_the_operator_names_may_pause_resume_and_list(make_world: MakeWorld, publish: Publish) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED, more=CONTROL)
+    vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
+    stranger, neighbour = await world.node("cloud", "cloud", 0x9002), await world.node("vehicle", "vehicle1", 0x9001)
+    speed = await world.hear(cloud, SPEED)
+    requests = (
+        (control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")),
+        (control.RESUME, wire.ResumeRequest(topic=SPEED, peer="cloud")),
+        (control.LIST_PAUSED, wire.ListPausedRequest()),
+    )
+    for node in (stranger, neighbour):
+        for method, request in requests:
+            assert await code_of(call(node, method, request)) == UCode.PERMISSION_DENIED
+    await call(cloud, *requests[0])
+    listed = (await call(cloud, *requests[2])).unpack(wire.ListPausedResponse)
+    assert [(one.topic, one.peer) for one in listed.paused] == [(SPEED, "cloud")]
+    await vehicle.send(publish(SPEED, "waits"))
+    await world.until(lambda: kept(world) == 1)
+    await quiet(world)
+    assert speed.texts == []
+    assert (await call(cloud, *requests[1])).unpack(wire.ResumeResponse).ended == 1
+    await speed.expect(1)
+    assert await code_of(call(cloud, *requests[1])) == UCode.NOT_FOUND
+    assert await code_of(call(cloud, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="nowhere"))) == UCode.NOT_FOUND
+    assert await code_of(call(cloud, control.PAUSE, wire.PauseRequest(peer="cloud"))) == UCode.INVALID_ARGUMENT
+
+
+async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions=SUBSCRIBED)
+    for network, authority in (("vehicle", "vehicle1"), ("cloud", "cloud")):
+        node = await world.node(network, authority, 0x9001)
+        assert await code_of(call(node, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud"))) == UCode.PERMISSION_DENIED
+    assert list(world.streamer.paused) == []
+
+
+# -- what is kept of it
+
+
+def made(path: Path) -> Paused:
+    transport: Any = SimpleNamespace()
+    found = Paused(
+        path, Endpoints([Endpoint("vehicle", ["vehicle1"], transport), Endpoint("net", ["cloud", "phone"], transport)]), "vehicle1"
+    )
+    found.load()
+    return found
+
+
+async def test_patterns_are_resumed_by_what_covers_them_and_errors_say_what_to_do(tmp_path: Path) -> None:
+    paused = made(tmp_path / "paused.json")
+    await paused.pause(uris.parse("/8001/1/8001"), "net")
+    await paused.pause(DOOR, "net")
+    await paused.pause(ALL, "phone")
+    assert sorted(paused) == sorted(made(tmp_path / "paused.json")), "as a restart finds it"
+    with pytest.raises(UStatusError, match="FFFF: resume that"):
+        await paused.resume(SPEED, "phone")
+    assert await paused.resume(ALL, "net") == 2
+    with pytest.raises(UStatusError, match="see what is paused"):
+        await paused.resume(ALL, "net")
+    assert await paused.resume(uris.parse("//*/FFFFFFFF/FF/FFFF"), "phone") == 1
+    assert list(made(tmp_path / "paused.json")) == []
+    for peer in ("elsewhere", "", "x" * 200):
+        assert await code_of(paused.pause(SPEED, peer)) == UCode.NOT_FOUND
+
+
+async def test_pauses_are_bounded(tmp_path: Path) -> None:
+    paused = made(tmp_path / "paused.json")
+    pauses.write(tmp_path / "paused.json", [Pause(f"//vehicle1/{one + 1:X}/1/8001", "net") for one in range(PAUSES_MAX)])
+    paused.load()
+    assert await code_of(paused.pause(SPEED, "net")) == UCode.RESOURCE_EXHAUSTED
+    assert len(paused) == PAUSES_MAX
+
+
+async def test_a_pause_that_can_not_be_stored_is_none(tmp_path: Path) -> None:
+    paused = made(tmp_path / "gone" / "paused.json")
+    assert await code_of(paused.pause(SPEED, "net")) == UCode.UNAVAILABLE
+    assert list(paused) == []
+
+
+async def test_a_file_that_can_not_be_read_is_told_until_somebody_pauses(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions={}, start=False)
+    data = world.config.streamer.data_dir
+    data.mkdir(parents=True)
+    (data / pauses.FILE).write_text('[["not a topic", 5]')
+    await world.start()
+    (problem,) = world.streamer.problems()
+    assert "pause again" in problem
+    await world.streamer.paused.pause(SPEED, "cloud")
+    assert world.streamer.problems() == []
+    assert json.loads((data / pauses.FILE).read_text()) == [[uris.format(SPEED), "cloud"]]
+
+
+# -- the command line's way
+
+
+async def asked(*arguments: Any) -> list[Pause]:
+    return await asyncio.to_thread(ask, *arguments)
+
+
+async def test_the_command_line_reaches_a_streamer_that_runs_and_one_that_is_stopped(tmp_path: Path) -> None:
+    folder = tmp_path / ("deep" * 30)  # deeper than the path of a socket may be
+    folder.mkdir()
+    topic = uris.format(SPEED)
+    assert await asked(folder, "paused") == []
+    assert await asked(folder, "pause", "/8001/1/8001", "net", "vehicle1") == [Pause(topic, "net")]
+    assert await code_of(asked(folder, "pause", "/8001/1/8001", "net")) == UCode.INVALID_ARGUMENT
+    paused = made(folder / pauses.FILE)
+    (folder / control.SOCKET).touch()  # left by a kill
+    async with ControlSocket(folder, paused):
+        assert stat.S_IMODE(os.stat(folder / control.SOCKET).st_mode) == 0o600
+        assert await asked(folder, "paused") == [Pause(topic, "net")]
+        assert len(await asked(folder, "pause", "/8001/1/8002", "phone")) == len(paused) == 2
+        assert await asked(folder, "resume", "//vehicle1/8001/1/FFFF", "net") == [Pause(uris.format(DOOR), "phone")]
+        assert await code_of(asked(folder, "resume", topic, "net")) == UCode.NOT_FOUND
+        assert await code_of(asked(folder, "dance")) == UCode.INVALID_ARGUMENT
+        assert await code_of(asked(folder, "pause", "nonsense", "net")) == UCode.INVALID_ARGUMENT
+    assert not (folder / control.SOCKET).exists()
+    assert await asked(folder, "resume", uris.format(DOOR), "phone") == []
+    assert await code_of(asked(folder / "nowhere", "paused")) == UCode.INVALID_ARGUMENT
+
+
+async def test_a_streamer_that_runs_without_its_socket_is_not_worked_around(make_world: MakeWorld) -> None:
+    world = await make_world(subscriptions={})
+    folder = world.config.streamer.data_dir
+    assert await code_of(asked(folder, "pause", uris.format(SPEED), "cloud")) == UCode.UNAVAILABLE
+    assert list(world.streamer.paused) == []
+
+
+# -- a pump, whatever comes between
+
+
+class Network:
+    """Takes, or is away, as drawn; complains of what is paused when a batch begins."""
+
+    takes_encoded = False
+    connected = True
+
+    def __init__(self, draw: random.Random, away: float, *, needs_sink: bool) -> None:
+        self.capabilities = Capability(0) if needs_sink else Capability.PUBLISH_WITHOUT_SINK
+        self._draw, self._away = draw, away
+        self.taken: list[UMessage] = []
+        self.may: Callable[[UMessage], bool] = lambda _: True
+        self.complaints: list[UMessage] = []
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        self.complaints += [message for message in messages if not self.may(message)]
+        await asyncio.sleep(0)
+        statuses: list[UStatus] = []
+        for message in messages:
+            if self._draw.random() < self._away:
+                break
+            self.taken.append(message)
+            statuses.append(OK)
+        if len(statuses) < len(messages):
+            stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
+        return statuses
+
+
+class Interest:
+    version = 0
+    undecided = staticmethod(lambda topic: ())
+
+    def wants(self, topic: UUri) -> dict[str, Want]:
+        wants = {"cloud": Want((), None)}
+        return {**wants, "phone": Want((), None)} if topic.resource_id == 0x8001 else wants
+
+
+@spec("local~disp-start-stop")
+@spec("local~disp-order")
+@given(seed=st.integers(0, 1 << 30), away=st.sampled_from([0.0, 0.05, 0.2]), needs_sink=st.booleans(), one_authority=st.booleans())
+def test_nothing_is_lost_or_out_of_order_and_nothing_that_is_paused_leaves(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, away: float, needs_sink: bool, one_authority: bool
+) -> None:
+    """What may come twice: a topic whose several authorities, or priority classes, have not come equally far."""
+    asyncio.run(_pump(tmp_path_factory.mktemp("paused"), random.Random(seed), away, needs_sink, one_authority))
+
+
+async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool, one_authority: bool) -> None:
+    log, network, inside = await Log.open(None, name="test"), Network(draw, away, needs_sink=needs_sink), SimpleNamespace()
+    peer = Endpoint("net", ["cloud", "phone"], network)  # type: ignore[arg-type]
+    endpoints, rules, interest = Endpoints([Endpoint("vehicle", ["vehicle1"], inside), peer]), Rules(), Interest()  # type: ignore[arg-type]
+    rules.add(Rule("vehicle", "net"))
+    unsynced: Any = SimpleNamespace(replace_text=lambda path, text: path.write_text(text))
+    paused = Paused(folder / "paused.json", endpoints, "vehicle1", unsynced)
+    view = View(endpoints, rules, interest, [log], paused)  # type: ignore[arg-type]
+    letters: Any = SimpleNamespace(add=lambda *_: pytest.fail("nothing is undeliverable here"))
+    pump = Pump(peer, log, view, letters, Backoff(1, 1), paused=paused)
+    paused.on_change(pump.wake)
+    network.may = lambda message: any(
+        not paused.holds(peer, authority, message.attributes.source) for authority in receivers(message, interest, needs_sink)
+    )
+    pump.begin()
+    running = asyncio.create_task(pump.run())
+    sent: list[UMessage] = []
+    mixed = draw.random() < 0.3
+    for _ in range(draw.randrange(5, 25)):
+        match draw.randrange(5):
+            case 0:
+                await paused.pause(draw.choice((SPEED, DOOR, ALL)), draw.choice(("cloud", "phone", "net")) if one_authority else "net")
+            case 1 if len(paused):
+                pause = draw.choice(sorted(paused))
+                await paused.resume(uris.parse(pause.topic), pause.peer)
+            case 2:
+                for _ in range(draw.randrange(20)):
+                    await asyncio.sleep(0)
+            case _:
+                batch = [drawn(draw, len(sent) + one, mixed) for one in range(draw.randrange(1, 25))]
+                streams = [log.stream_id(m.attributes.source, m.attributes.sink if m.attributes.HasField("sink") else None) for m in batch]
+                sent += batch
+                await log.append(streams, batch)
+    for pause in list(paused):
+        await paused.resume(uris.parse(pause.topic), pause.peer)
+    async with asyncio.timeout(60):
+        while pump.backlog or pump._waiting or pump.aside or len(pump.parking):  # noqa: ASYNC110 - nobody tells of it
+            await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await log.close()
+    assert not network.complaints
+    for authority in ("cloud", "phone") if needs_sink else ("",):
+        check(authority, sent, network.taken, interest, may_repeat=one_authority or mixed or needs_sink)
+
+
+def receivers(message: UMessage, interest: Interest, needs_sink: bool) -> list[str]:
+    attributes = message.attributes
+    return [attributes.sink.authority_name] if attributes.HasField("sink") else list(interest.wants(attributes.source))
+
+
+def drawn(draw: random.Random, number: int, mixed: bool) -> UMessage:
+    topic = draw.choice((SPEED, DOOR))
+    builder = UMessageBuilder.publish(topic) if draw.random() < 0.7 else UMessageBuilder.notification(topic, draw.choice((APP, PHONE)))
+    builder.with_priority(draw.choice(PRIORITIES) if mixed else PRIORITIES[topic is SPEED])
+    return builder.build_from_upayload(UPayload(b"%d" % number, 4))
+
+
+def check(authority: str, sent: list[UMessage], taken: list[UMessage], interest: Interest, *, may_repeat: bool) -> None:
+    """Each stream and class whole and in order, of all that is for `authority` ("": for the network)."""
+
+    def mine(messages: list[UMessage]) -> dict[Any, list[bytes]]:
+        found: dict[Any, list[bytes]] = {}
+        for message in messages:
+            a = message.attributes
+            if not authority or authority in receivers(message, interest, needs_sink=True):
+                key = (uris.key(a.source), a.sink.ue_id == 0x9001 and a.sink.authority_name, a.priority)
+                found.setdefault(key, []).append(message.payload)
+        return found
+
+    heard = mine(taken)
+    for key, payloads in mine(sent).items():
+        assert list(dict.fromkeys(heard.get(key, []))) == payloads, key
+        assert may_repeat or len(heard[key]) == len(payloads), key
