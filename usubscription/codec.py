@@ -96,6 +96,8 @@ class V3:
             case "topic":
                 return Fetch(topic=self._topic(asked, own), offset=asked.offset)
             case "subscriber":
+                if asked.subscriber.uri == UUri():  # it is missing or empty: neither names anybody
+                    raise invalid("FetchSubscriptions names a subscriber, but the SubscriberInfo has no uri")
                 return Fetch(subscriber=_named_entity(asked.subscriber.uri, own), offset=asked.offset)
         raise invalid("FetchSubscriptions of version 3 names a topic or a subscriber, got neither")
 

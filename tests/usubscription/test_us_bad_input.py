@@ -114,13 +114,18 @@ SUBSCRIBERS = {
     "type wildcard": bad("//dev1/FFFF/1/0"),
     "instance wildcard": bad("//dev1/FFFF0010/1/0"),
     "resource wildcard": bad("//dev1/10/1/FFFF"),
+    "version wildcard": bad("//dev1/10/FF/0"),
     "129 characters": LONG,
+    "upper case": raw_uri(authority_name="DEV1", resource_id=0),
+    "version of 9 bits": raw_uri(ue_version_major=0x101, resource_id=0),
+    "empty": UUri(),
+    "missing": None,
 }
 
 
 @spec("dsn~usubscription-fetch-subscriptions-invalid-subscriber~1", doc="v3")
 @pytest.mark.parametrize("subscriber", SUBSCRIBERS.values(), ids=SUBSCRIBERS)
-async def test_bad_subscribers_of_v3_fetch_subscriptions(world: Any, raw: Any, subscriber: UUri) -> None:
+async def test_bad_subscribers_of_v3_fetch_subscriptions(world: Any, raw: Any, subscriber: UUri | None) -> None:
     request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=subscriber))
     assert await code_of(raw.call(3, 3, request)) == UCode.INVALID_ARGUMENT
     await nothing_happened(world, raw)
