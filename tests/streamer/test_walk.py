@@ -295,8 +295,6 @@ async def test_volatile_topics_never_touch_the_disk(make_world: MakeWorld, publi
 @pytest.mark.spec("local~disp-dlt-header")
 @pytest.mark.spec("local~disp-dlt-full")
 @pytest.mark.spec("local~disp-dlt-reason")
-@pytest.mark.spec("local~disp-dlt-subscribe")
-@pytest.mark.spec("local~disp-no-discard")
 async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, publish: Publish, tmp_path: Path) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")

@@ -79,7 +79,6 @@ async def test_the_same_seed_makes_the_same_faults() -> None:
     assert set(once[0]) == {UCode.OK, UCode.UNAVAILABLE, UCode.PERMISSION_DENIED}
 
 
-@pytest.mark.spec("local~l1-send-unsure")
 async def test_what_was_said_to_be_sent_arrives_whatever_goes_wrong() -> None:
     codes, arrived = await sent_with(Faults(seed=3, fail_send=0.2, unsure_send=0.2, refuse=0.1, duplicate=0.2))
     assert {b"%d" % number for number, code in enumerate(codes) if code == UCode.OK} <= set(arrived)
