@@ -7,7 +7,7 @@ tools/spec_skipped.txt -------------+       (marked tests that prove nothing, si
      ^
      '--- held to the truth by each test run: `Proofs` is a plugin of tests/conftest.py
 
-python tools/spec_coverage.py            write the page
+python tools/spec_coverage.py            write the page, and take from the list what is gone
 python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't there (seconds)
 python tools/spec_coverage.py --run      run the marked tests, write the list of those that are skipped, then the page (minutes)
 
@@ -113,6 +113,10 @@ def proves(item: pytest.Item) -> bool:
     return item.get_closest_marker("spec") is not None and not any(f"tests/{other}" in item.nodeid for other in OTHERS)
 
 
+def write_skipped(tests: Collection[str]) -> None:
+    SKIPPED.write_text("\n".join([SKIPPED_HEADER, *sorted(tests)]) + "\n")
+
+
 class Proofs:
     """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is told."""
 
@@ -171,7 +175,7 @@ def run() -> None:
     code = pytest.main(["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[told])
     if code != pytest.ExitCode.OK:
         sys.exit("a marked test fails, so nothing was written")
-    SKIPPED.write_text("\n".join([SKIPPED_HEADER, *told.skipped]) + "\n")
+    write_skipped(told.skipped)
 
 
 # -- what is marked -------------------------------------------------------------------------------------------------------------------
@@ -276,13 +280,14 @@ def main() -> None:
         run()
     skipped = listed_as_skipped()
     rows, collected = list(requirements()), collect(skipped)
-    errors = assign(rows, collected.marks)
-    errors += [f"tools/spec_skipped.txt: {test}: no marked test has that name" for test in sorted(skipped - collected.tests)]
+    errors, gone = assign(rows, collected.marks), skipped - collected.tests
     text = render(rows)
-    check = "--check" in sys.argv[1:]
-    if check and (not OUT.exists() or OUT.read_text() != text):
-        errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
-    if not check:
+    if "--check" in sys.argv[1:]:
+        errors += [f"tools/spec_skipped.txt: {test}: no marked test has that name: run make spec-coverage" for test in sorted(gone)]
+        if not OUT.exists() or OUT.read_text() != text:
+            errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
+    else:
+        write_skipped(skipped - gone)
         OUT.write_text(text)
     for error in errors:
         print(error, file=sys.stderr)

@@ -209,6 +209,7 @@ async def test_a_restart_goes_on_where_the_peer_was(make_world: MakeWorld, publi
 
 
 @pytest.mark.spec("local~disp-priority")
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -312,6 +313,7 @@ async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, p
     assert stored[0].as_dict()["code"] == "DEADLINE_EXCEEDED"
 
 
+@pytest.mark.spec("local~disp-dlt")
 async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")

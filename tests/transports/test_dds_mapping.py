@@ -92,6 +92,7 @@ def test_different_addresses_have_different_partitions(one: UUri, other: UUri, s
     assert (mapping.writer_partition(one, sink, LOCAL) == mapping.writer_partition(other, other_sink, LOCAL)) == same
 
 
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 def test_every_priority_has_a_rank_of_its_own() -> None:
     ranks = [mapping.TRANSPORT_PRIORITY[priority] for priority in sorted(UPriority.values()) if priority]
     assert ranks == [0, 8, 16, 24, 32, 40, 48]

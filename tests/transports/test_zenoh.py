@@ -140,6 +140,7 @@ def test_zenoh_is_of_major_version_1() -> None:
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-priority-mapping~1")
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 def test_priorities() -> None:
     names = ["BACKGROUND", "DATA_LOW", "DATA", "DATA_HIGH", "INTERACTIVE_LOW", "INTERACTIVE_HIGH", "REAL_TIME"]
     assert [mapping.PRIORITIES[number] for number in range(1, 8)] == names

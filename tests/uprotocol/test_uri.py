@@ -276,6 +276,7 @@ def test_reads_protobuf_bytes(authority: str, ue_id: int, version: int, resource
     assert UUri.FromString(expected.SerializeToString()) == expected
 
 
+@spec("dsn~uri-data-model-naming~1")
 @pytest.mark.parametrize("fields", [(0x1_0000_0000, 1, 1), (-1, 1, 1), (1, 0x100, 1), (1, -1, 1), (1, 1, 0x1_0000), (1, 1, -1)])
 def test_refuses_numbers_that_do_not_fit(fields: tuple[int, int, int]) -> None:
     with pytest.raises(UStatusError) as caught:
