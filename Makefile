@@ -1,6 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make clean
-#   make spec-coverage ARGS=--run (after a change of what is skipped)
 #   make simulate [SEEDS=10000 START=0]   make chaos
 
 PYTHON ?= python3
@@ -55,7 +54,7 @@ proto: $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py
 
 spec-coverage: $(STAMP)
-	@$(BIN)/python tools/spec_coverage.py $(ARGS)
+	@$(BIN)/python tools/spec_coverage.py
 
 wheel: $(STAMP)
 	@$(BIN)/python -m build --wheel --outdir dist .

@@ -48,6 +48,7 @@ def packet(*changes: tuple[str, str | None], topic: str = "device1/3BA/0/3/9876"
     return Packet(topic, [(key, value) for key, value in found.items() if value is not None], **more)
 
 
+@spec("local~l1-normalise")
 @spec("dsn~up-transport-mqtt5-e2e-topic-names~1")
 @pytest.mark.parametrize(
     ("type", "source", "sink", "topic"),

@@ -107,6 +107,7 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("source", "sink", "key"), KEYS)
+@pytest.mark.spec("local~l1-normalise")
 @pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
 def test_key_expressions(source: str, sink: str | None, key: str) -> None:
     assert mapping.filter_key(uris.parse(source), uris.parse(sink) if sink else None, "device1") == key
