@@ -194,6 +194,8 @@ class Collected:
             if not proves(item):
                 continue
             test, name = test_of(item.nodeid), getattr(item, "originalname", item.name)
+            if name == "runTest" and item.parent is not None:  # a state machine: its class says more
+                name = item.parent.name
             file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
             self.tests.add(test)
             if test not in self._skipped:

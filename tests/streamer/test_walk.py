@@ -157,6 +157,7 @@ async def test_an_id_is_forwarded_once(make_world: MakeWorld, publish: Publish) 
     assert heard.texts == ["twice", "once", "after"]
 
 
+@pytest.mark.spec("dsn~up-attributes-ttl-timeout~1")
 async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
