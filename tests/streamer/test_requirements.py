@@ -16,6 +16,7 @@ from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -176,6 +177,51 @@ def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_starts_anew_a
     assert [backoff.next_ms() for _ in range(tries)] == expected
     backoff.reset()
     assert backoff.next_ms() == min_ms
+
+
+TWO_BEHIND_ONE = """
+[[endpoint]]
+name = "vehicle"
+transport = "local"
+authorities = ["vehicle1"]
+settings = {{ network = "{n}-vehicle" }}
+[[endpoint]]
+name = "cloud"
+transport = "local"
+authorities = ["cloud", "backup"]
+usubscription = "none"
+settings = {{ network = "{n}-cloud" }}
+[[endpoint]]
+name = "mcu"
+transport = "local"
+authorities = ["mcu1"]
+usubscription = "none"
+settings = {{ network = "{n}-mcu" }}
+"""
+
+
+@pytest.mark.spec("dsn~up-attributes-publish-sink~2")
+async def test_a_network_whose_topics_need_a_sink_gets_one_for_each_authority_that_subscribed(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nobody else gets one, nor a message of which it is not told."""
+    wanted = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//cloud/9002/1/0", "//backup/1/1/0", "//mcu1/9001/1/0"]}
+    world = await make_world(TWO_BEHIND_ONE, wanted)
+    transport = world.streamer.endpoints["cloud"].transport
+    monkeypatch.setattr(transport, "capabilities", transport.capabilities & ~Capability.PUBLISH_WITHOUT_SINK)
+    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1")
+    in_cloud, at_mcu = await world.hear(cloud, uris.ANY, uris.ANY), await world.hear(mcu, SPEED)
+    sent = publish(SPEED, "fast")
+    await vehicle.send_batch([publish(uris.parse("//vehicle1/8001/1/8002"), "nobody wants it"), sent])
+    heard = await in_cloud.expect(2)
+    assert {uris.format(message.attributes.sink) for message in heard} == {"up://cloud/FFFFFFFF/FF/FFFF", "up://backup/FFFFFFFF/FF/FFFF"}
+    for message in heard:
+        message.attributes.ClearField("sink")
+    assert heard == [sent, sent], "all else is as it was"
+    assert await at_mcu.expect(1) == [sent]
+    await vehicle.send(publish(SPEED, "again"))
+    await in_cloud.expect(4)
+    assert [message.payload for message in in_cloud.messages[2:]] == [b"again", b"again"], "one for an authority, however many subscribed"
 
 
 @pytest.mark.spec("local~cap-carry")

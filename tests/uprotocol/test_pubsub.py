@@ -140,6 +140,7 @@ class Stuck(UTransport):
         await self._wait()
 
 
+@spec("dsn~communication-layer-impl-default~1")
 @spec("dsn~communication-layer-impl-async~1")
 async def test_no_operation_blocks_while_the_network_takes_for_ever() -> None:
     """All of them at once, on one loop: each waits by itself, and everybody else goes on."""

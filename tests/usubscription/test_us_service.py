@@ -88,6 +88,7 @@ async def test_v3_subscribe_answers_first_then_notifies_the_subscriber_and_publi
     assert told.attributes.priority == UPriority.UPRIORITY_CS2
     assert told.attributes.payload_format == PROTOBUF
     assert published.attributes.type == PUBLISH
+    assert await subscribers(raw) == ([raw.local.get_source()], False)
     update = UPayload.of(told).unpack(v3.Update)
     assert UPayload.of(published).unpack(v3.Update) == update
     assert (update.topic, update.subscriber.uri, update.status.state) == (TOPIC, raw.local.get_source(), S3.SUBSCRIBED)
@@ -326,6 +327,7 @@ async def test_v4_the_client_that_unsubscribes_is_told_nothing_but_everybody_els
 
 @spec("req~usubscription-subscribe-multiple~1", doc="v4")
 @spec("req~usubscription-subscribe-notifications~1", doc="v4")
+@spec("req~usubscription-change-notification~1", doc="v4")
 async def test_v4_repeated_subscribe_tells_changes_of_expiration_and_period_only(world: Any) -> None:
     await world.service()
     raw = await world.raw()
