@@ -27,7 +27,7 @@ class Partners:
 
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self.path, self._disk = path, disk
-        self._known: dict[Partner, None] = {}
+        self._known: dict[Partner, int] = {}  # and the change by which it came: on disk once that is saved
         self._changes = self._saved = 0
         self._saving: asyncio.Task[None] | None = None
 
@@ -44,27 +44,26 @@ class Partners:
         """A file that can't be read is told and replaced: the links in the store name those that count most."""
         try:
             text = await asyncio.to_thread(self.path.read_text)
-            self._known = {(str(authority), int(major)): None for authority, major in json.loads(text)}
+            self._known = {(str(authority), int(major)): 0 for authority, major in json.loads(text)}
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError) as error:
             log.warning("the file of services that may have subscriptions of ours can't be read", path=str(self.path), why=str(error))
 
     async def remember(self, partner: Partner) -> None:
-        """Completes when it is on disk, or can't be: that is told, and holds no command."""
-        if partner in self._known:
-            return
-        self._known[partner] = None
-        if len(self._known) > PARTNERS_MAX:
-            del self._known[next(iter(self._known))]
-        self._changes += 1
-        mine = self._changes
+        """Completes when it is on disk, or can't be: that is told, and holds no command. In the order of the calls."""
+        if partner not in self._known:
+            self._changes += 1
+            self._known[partner] = self._changes
+            if len(self._known) > PARTNERS_MAX:
+                del self._known[next(iter(self._known))]
+        mine = self._known[partner]
         while self._saved < mine:
             await asyncio.shield(self._save())
 
     def forget(self, partner: Partner) -> None:
         """On disk with the next save: until then it is asked once more after a restart."""
-        if self._known.pop(partner, 0) is None:
+        if self._known.pop(partner, None) is not None:
             self._changes += 1
 
     async def close(self) -> None:
