@@ -1,4 +1,4 @@
-"""What tests of every area share: a real broker, and data directories of older versions."""
+"""What tests of every area share: a real broker, data directories of older versions, and the watch over skipped proofs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tools import spec_coverage
 from transports.mqtt5.broker import Broker
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -22,6 +23,11 @@ settings.load_profile("up-streamer")
 MakeBroker = Callable[..., Broker]
 OldData = Callable[[str], Path]
 OLD: Path = Path(__file__).parent / "fixtures" / "data-0.1.0"  # made by that version, with tests/fixtures/make_data.py
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.has_plugin(spec_coverage.PLUGIN_NAME):  # it is, where tools/spec_coverage.py runs the tests
+        config.pluginmanager.register(spec_coverage.proofs(), spec_coverage.PLUGIN_NAME)
 
 
 def _start(**options: Any) -> Broker:

@@ -1,37 +1,61 @@
 """Which requirement of the specification is proven by which test: writes docs/spec-coverage.md.
 
-tools/spec_ids.toml --+
-                      +--> table per area: id, level, met by, not met yet
-pytest --collect-only -'       (marks `@pytest.mark.spec("id")`, for uSubscription with `doc="v3"`; no test is run)
+tools/spec_ids.toml ----------------+
+                                    +--> table per area: id, level, met by, what is not met
+pytest --collect-only --------------+       (marks `@pytest.mark.spec("id")`, for uSubscription with `doc="v3"`; no test is run)
+tools/spec_skipped.txt -------------+       (marked tests that prove nothing, since every case of them is skipped)
+     ^
+     '--- held to the truth by each test run: `Proofs` is a plugin of tests/conftest.py
 
-python tools/spec_coverage.py            write
-python tools/spec_coverage.py --check    exit 1 if what is written is stale, or a mark names an unknown id or document
+python tools/spec_coverage.py            write the page, and take from the list what is gone
+python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't there (seconds)
+python tools/spec_coverage.py --run      run the marked tests, write the list of those that are skipped, then the page (minutes)
+
+Why a list: the page is checked on a fresh clone, before any test ran, and must be the same everywhere; so what is skipped is written down
+and committed. A run that counts (CI=true, where a missing broker is a failure, too) fails if a proof was skipped that the list does not
+name, or if one that it names has passed. So a green run says: what the page lists has run, and passed. Elsewhere a run only tells.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 import tomllib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import pytest
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 IDS: Final = ROOT / "tools" / "spec_ids.toml"
+SKIPPED: Final = ROOT / "tools" / "spec_skipped.txt"
 OUT: Final = ROOT / "docs" / "spec-coverage.md"
 HEADER: Final = """# Coverage of the uProtocol specification
 
 Made by `make spec-coverage` from the marks of the tests and from tools/spec_ids.toml; don't edit it.
 Level: M must, S should, Y may, D definition or fact. Ids that begin with `local~` are this project's own, for sentences that have none.
-An empty "not met yet" beside a test means that the test proves all of it.
+A test that is skipped proves nothing, and is not listed: each run in continuous integration holds this page to that.
+What the tests leave unproven of a requirement stands in the last column, and makes it "met in part"; empty: all of it is proven.
 """
+SKIPPED_HEADER: Final = (
+    "# Marked tests of which every case is skipped, so that their marks prove nothing. Made by tools/spec_coverage.py --run.\n"
+)
+PLUGIN_NAME: Final = "spec_proofs"  # by which pytest knows that `Proofs` is there
 NO_TEST: Final = "no test proves it yet"
+TOLD_MAX: Final = 20  # lines: without a broker there are hundreds
+OTHERS: Final = ("transports/mutants/",)  # transports that are no product, made to try the conformance suite: they prove nothing of one
+
+
+class Mark(NamedTuple):
+    id: str
+    doc: str
+    file: str
+    test: str
 
 
 @dataclass
@@ -44,8 +68,9 @@ class Requirement:
     level: str
     who: str
     what: str
-    note: str
-    by: str
+    note: str  # what is not met
+    by: str  # a document that meets it
+    out: str  # why it is out of scope
     tests: set[tuple[str, str]] = field(default_factory=set)  # (file, test)
 
     @property
@@ -53,11 +78,13 @@ class Requirement:
         return bool(self.tests or self.by)
 
     @property
-    def ours(self) -> bool:
-        return self.who != "APP"
+    def state(self) -> str:
+        if self.out:
+            return "out of scope"
+        return ("met in part" if self.note else "met") if self.met else "not met"
 
     def row(self) -> str:
-        missing = self.note or ("" if self.met else NO_TEST if self.ours else "concerns applications only")
+        missing = f"out of scope: {self.out}" if self.out else self.note or ("" if self.met else NO_TEST)
         shown = [f"`{self.id}`", *([self.doc] if self.doc else []), self.level, self.what, self._met_by(), missing]
         return "| " + " | ".join(cell.replace("|", "\\|") for cell in shown) + " |"
 
@@ -69,45 +96,143 @@ class Requirement:
         return "<br>".join([*([self.by] if self.by else []), *proofs])
 
 
-class Collected:
-    """A pytest plugin that keeps the marks: (id, doc, file, test), and what a mark lacks."""
+# -- what ran -------------------------------------------------------------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self.marks: list[tuple[str, str, str, str]] = []
+
+def test_of(nodeid: str) -> str:
+    """The test without its parameters: what a mark stands on."""
+    return nodeid.partition("[")[0]
+
+
+def listed_as_skipped() -> set[str]:
+    return {line for line in SKIPPED.read_text().splitlines() if line and not line.startswith("#")} if SKIPPED.exists() else set()
+
+
+def proves(item: pytest.Item) -> bool:
+    """True if it has marks that would count."""
+    return item.get_closest_marker("spec") is not None and not any(f"tests/{other}" in item.nodeid for other in OTHERS)
+
+
+def write_skipped(tests: Collection[str]) -> None:
+    SKIPPED.write_text("\n".join([SKIPPED_HEADER, *sorted(tests)]) + "\n")
+
+
+class Proofs:
+    """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is told."""
+
+    __name__ = PLUGIN_NAME
+
+    def __init__(self, listed: Collection[str], *, must_hold: bool) -> None:
+        self._listed, self._must_hold = listed, must_hold
+        self._outcomes: dict[str, set[str]] = {}  # by marked test, of its cases
+        self._partly: set[str] = set()  # not all of their cases were selected, so nothing can be said of them
+        self.differences: list[str] = []
+
+    @property
+    def skipped(self) -> list[str]:
+        """Marked tests of which every case was skipped, sorted."""
+        return sorted(test for test, outcomes in self._outcomes.items() if outcomes == {"skipped"} and test not in self._partly)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        self._partly |= {test_of(item.nodeid) for item in items}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._partly |= {test_of(argument) for argument in session.config.args if "[" in argument}
+        self._outcomes = {test_of(item.nodeid): set() for item in session.items if proves(item)}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        outcomes = self._outcomes.get(test_of(report.nodeid))
+        if outcomes is not None and (report.when == "call" or report.outcome != "passed"):
+            outcomes.add(report.outcome)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        not_tried = [test for test in self.skipped if test not in self._listed]
+        passed = sorted(test for test in self._listed if "passed" in self._outcomes.get(test, ()))
+        self.differences = [f"{test} was skipped, but counts as a proof" for test in not_tried]
+        self.differences += [f"{test} passed, but tools/spec_skipped.txt says that it is skipped" for test in passed]
+        if self.differences and self._must_hold and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.differences:
+            terminalreporter.section("proofs of the specification")
+            for difference in self.differences[:TOLD_MAX]:
+                terminalreporter.line(difference)
+            if len(self.differences) > TOLD_MAX:
+                terminalreporter.line(f"... and {len(self.differences) - TOLD_MAX} more")
+            terminalreporter.line("if that is meant to be so: python tools/spec_coverage.py --run")
+
+
+def proofs() -> Proofs:
+    """For tests/conftest.py."""
+    return Proofs(listed_as_skipped(), must_hold=os.environ.get("CI", "").lower() in ("true", "1"))
+
+
+def run() -> None:
+    """Run the marked tests, and write which of them are skipped. Exits if one fails, as those do here that lack a broker."""
+    os.environ["CI"] = "true"
+    told = Proofs((), must_hold=False)
+    code = pytest.main(["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[told])
+    if code != pytest.ExitCode.OK:
+        sys.exit("a marked test fails, so nothing was written")
+    write_skipped(told.skipped)
+
+
+# -- what is marked -------------------------------------------------------------------------------------------------------------------
+
+
+class Collected:
+    """A pytest plugin that keeps the marks of tests that run, and the names of all marked tests."""
+
+    def __init__(self, skipped: Collection[str]) -> None:
+        self._skipped = skipped
+        self.marks: list[Mark] = []
+        self.tests: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
+            if not proves(item):
+                continue
+            test, name = test_of(item.nodeid), getattr(item, "originalname", item.name)
+            if name == "runTest" and item.parent is not None:  # a state machine: its class says more
+                name = item.parent.name
             file = item.path.relative_to(ROOT / "tests").with_suffix("").as_posix()
-            test = getattr(item, "originalname", item.name)
-            for mark in item.iter_markers("spec"):
-                doc = mark.kwargs.get("doc", "")
-                self.marks.extend((id, doc, file, test) for id in mark.args)
+            self.tests.add(test)
+            if test not in self._skipped:
+                marks = item.iter_markers("spec")
+                self.marks.extend(Mark(id, mark.kwargs.get("doc", ""), file, name) for mark in marks for id in mark.args)
 
 
-def collect() -> list[tuple[str, str, str, str]]:
+def collect(skipped: Collection[str]) -> Collected:
     """The marks of every test under tests/. Exits if a test file can't be imported, since its marks would be missed."""
-    collected, said = Collected(), io.StringIO()
+    collected, said = Collected(skipped), io.StringIO()
     with contextlib.redirect_stdout(said):
         code = pytest.main(
             ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[collected]
         )
     if code != pytest.ExitCode.OK:
         sys.exit(f"{said.getvalue()}\nthe tests can't be collected, so their marks are not known")
-    return collected.marks
+    return collected
 
 
 def requirements() -> Iterator[Requirement]:
-    for area, entries in tomllib.loads(IDS.read_text()).items():
+    """Every row of tools/spec_ids.toml; `note` and `out` are one text, or one for each document."""
+    tables = tomllib.loads(IDS.read_text())
+    for area, entries in tables.items():
         if area == "documents":
             continue
         for id, entry in entries.items():
-            what, note, by = entry["what"], entry.get("note", ""), entry.get("by", "")
+            what = entry["what"]
             for doc, text in what.items() if isinstance(what, dict) else [("", what)]:
-                doc_note = note.get(doc, "") if isinstance(note, dict) else note
-                yield Requirement(area, id, doc, entry["level"], entry["who"], text, doc_note, by)
+                note, out = (_of_document(entry.get(name, ""), doc) for name in ("note", "out"))
+                yield Requirement(area, id, doc, entry["level"], entry["who"], text, note, entry.get("by", ""), out)
 
 
-def assign(rows: list[Requirement], marks: list[tuple[str, str, str, str]]) -> list[str]:
+def _of_document(text: str | dict[str, str], doc: str) -> str:
+    return text.get(doc, "") if isinstance(text, dict) else text
+
+
+def assign(rows: list[Requirement], marks: Sequence[Mark]) -> list[str]:
     """Give each mark to its row; what is wrong with the others."""
     table = {(row.id, row.doc): row for row in rows}
     errors = set()
@@ -115,13 +240,22 @@ def assign(rows: list[Requirement], marks: list[tuple[str, str, str, str]]) -> l
         row = table.get((id, doc))
         if row is None and doc in ("v3-seed", "v3-today"):
             row = table.get((id, "v3"))  # both texts say the same
-        if row is not None:
+        if row is not None and not row.out:
             row.tests.add((file, test))
             continue
         docs = [row.doc for row in rows if row.id == id]
         wanted = f"its document is one of {', '.join(docs)}, not {doc or 'none'}" if docs else "tools/spec_ids.toml has no such id"
-        errors.add(f"tests/{file}.py: {test}: {id}: {wanted}")
+        errors.add(f"tests/{file}.py: {test}: {id}: {'it is said to be out of scope' if row is not None else wanted}")
     return sorted(errors)
+
+
+# -- the page -------------------------------------------------------------------------------------------------------------------------
+
+STATES: Final = ("met", "met in part", "not met", "out of scope")
+
+
+def counts(rows: Collection[Requirement]) -> list[int]:
+    return [len(rows), *(sum(row.state == state for row in rows) for state in STATES)]
 
 
 def render(rows: list[Requirement]) -> str:
@@ -129,35 +263,38 @@ def render(rows: list[Requirement]) -> str:
     areas: dict[str, list[Requirement]] = defaultdict(list)
     for row in rows:
         areas[row.area].append(row)
-    parts = [HEADER, "| area | requirements | met | met in part | not met yet |", "|---|---|---|---|---|"]
-    for area, members in areas.items():
-        ours = [row for row in members if row.ours or row.met]
-        part, met = sum(row.met and bool(row.note) for row in ours), sum(row.met and not row.note for row in ours)
-        parts.append(f"| {area} | {len(ours)} | {met} | {part} | {len(ours) - met - part} |")
+    parts = [HEADER, f"| area | requirements | {' | '.join(STATES)} |", "|---" * (2 + len(STATES)) + "|"]
+    for area, members in [*areas.items(), ("all", rows)]:
+        parts.append(f"| {area} | {' | '.join(map(str, counts(members)))} |")
     for area, members in areas.items():
         docs = {row.doc for row in members} - {""}
         parts.append(f"\n## {area}\n")
         if docs:
             parts += [*(f"- {doc}: {text}" for doc, text in documents.items() if doc in docs), ""]
             members = [row if row.doc else Requirement(**{**vars(row), "doc": "all"}) for row in members]
-        heads = ["id", *(["document"] if docs else []), "level", "requirement", "met by", "not met yet"]
+        heads = ["id", *(["document"] if docs else []), "level", "requirement", "met by", "not met"]
         parts += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *(row.row() for row in members)]
     return "\n".join(parts) + "\n"
 
 
 def main() -> None:
-    rows = list(requirements())
-    errors = assign(rows, collect())
+    if "--run" in sys.argv[1:]:
+        run()
+    skipped = listed_as_skipped()
+    rows, collected = list(requirements()), collect(skipped)
+    errors, gone = assign(rows, collected.marks), skipped - collected.tests
     text = render(rows)
-    check = "--check" in sys.argv[1:]
-    if check and (not OUT.exists() or OUT.read_text() != text):
-        errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
-    if not check:
+    if "--check" in sys.argv[1:]:
+        errors += [f"tools/spec_skipped.txt: {test}: no marked test has that name: run make spec-coverage" for test in sorted(gone)]
+        if not OUT.exists() or OUT.read_text() != text:
+            errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
+    else:
+        write_skipped(skipped - gone)
         OUT.write_text(text)
     for error in errors:
         print(error, file=sys.stderr)
-    met = sum(row.met for row in rows)
-    print(f"{met} of {len(rows)} requirements have a proof ({sum(bool(row.note) and row.met for row in rows)} of them in part)")
+    total, *each = counts(rows)
+    print(f"{total} requirements: {', '.join(f'{count} {state}' for count, state in zip(each, STATES, strict=True))}")
     sys.exit(1 if errors else 0)
 
 

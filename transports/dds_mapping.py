@@ -12,6 +12,7 @@ import struct
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Final
+from urllib.parse import quote
 
 from google.protobuf.message import DecodeError
 
@@ -29,6 +30,8 @@ VERSION: Final = 1  # uProtocol's major version, first octet of every sample
 
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 NO_VALUE: Final = "{}"
+
+_SAFE: Final = "$&'()+,;=:"  # of what IPvFuture may have; without ! and *, which fnmatch reads, as it does the brackets
 
 NUMBERED: Final = b"uprotocol/1 numbered"  # USER_DATA of a writer whose source time stamps carry numbers
 _NUMBER_BITS: Final = 24  # 16.8 ms of the time, and 16.8 million samples until the numbers begin anew: ten minutes of the fastest sender
@@ -93,18 +96,23 @@ def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:
 
 
 def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
-    """authority/type/instance/version/resource. Brackets are special to fnmatch; no name has a colon, so an IPv6 address goes without."""
+    """authority/type/instance/version/resource"""
     authority = uri.authority_name or local_authority
     kind, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
     return "/".join(
         (
-            wildcard if authority == uris.WILDCARD_AUTHORITY else authority.strip("[]"),
+            wildcard if authority == uris.WILDCARD_AUTHORITY else _authority(authority),
             wildcard if kind == uris.WILDCARD_ENTITY_TYPE else f"{kind:X}",
             wildcard if instance == uris.WILDCARD_ENTITY_INSTANCE else f"{instance:X}",
             wildcard if uri.ue_version_major == uris.WILDCARD_VERSION else f"{uri.ue_version_major:X}",
             wildcard if uri.resource_id == uris.WILDCARD_RESOURCE else f"{uri.resource_id:X}",
         )
     )
+
+
+def _authority(name: str) -> str:
+    """Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is special as %XX."""
+    return quote(name, safe=_SAFE) if uris.is_ip_future(name) else name.strip("[]")
 
 
 def lifespan_ms(ttl_ms: int) -> int | None:

@@ -322,8 +322,8 @@ class ZenohTransport(UTransport):
             filter = self._table.add(source_filter, sink_filter, listener)
             if filter is None:
                 return
-            key = mapping.filter_key(filter.source, filter.sink, self._authority)
             try:
+                key = mapping.filter_key(filter.source, filter.sink, self._authority)
                 self._subscribers[filter] = await self._call(f"subscribing to {key}", lambda: self._subscribe(session, key, filter))
             except UStatusError:
                 self._table.remove(source_filter, sink_filter, listener)

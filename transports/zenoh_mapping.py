@@ -40,17 +40,27 @@ PRIORITIES: Final[dict[int, str]] = {
 
 
 def segments(address: UUri, local_authority: str) -> str:
-    """Authority, type, instance, version, resource; `*` for a wildcard, the local authority for an empty one."""
+    """Authority, type, instance, version, resource; `*` for a wildcard, the local authority for an empty one.
+
+    Raises UStatusError(INVALID_ARGUMENT) for an authority that no key expression can hold.
+    """
     type, instance = address.ue_id & 0xFFFF, address.ue_id >> 16
     return "/".join(
         (
-            address.authority_name or local_authority,  # the wildcard is `*` in both languages
+            _authority(address.authority_name or local_authority),
             _segment(type, uris.WILDCARD_ENTITY_TYPE),
             _segment(instance, uris.WILDCARD_ENTITY_INSTANCE),
             _segment(address.ue_version_major, uris.WILDCARD_VERSION),
             _segment(address.resource_id, uris.WILDCARD_RESOURCE),
         )
     )
+
+
+def _authority(name: str) -> str:
+    """The wildcard is `*` in both languages; within a segment Zenoh keeps `*` and `$` for itself, and only IPvFuture may have them."""
+    if len(name) > 1 and ("*" in name or "$" in name):
+        raise invalid(f"the authority {name} has a character that is special in Zenoh's keys (* or $): it can't be reached over Zenoh")
+    return name
 
 
 def _segment(value: int, wildcard: int) -> str:

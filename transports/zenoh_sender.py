@@ -187,6 +187,9 @@ class ZenohSender:
                 if route.puts_left:
                     self._count(route)
                 route.put(message.payload, attachment=version + encoded)
+            except UStatusError as error:  # no key can hold its address; the others may go
+                statuses.append(error.status)
+                continue
             except zenoh.ZError as error:
                 return stopped(statuses, len(messages), translate(error, "sending").status)
             statuses.append(OK)

@@ -30,6 +30,7 @@ RESOURCE_TOPIC_MIN: Final = 0x8000
 RESOURCE_TOPIC_MAX: Final = 0xFFFE
 
 _NAME = re.compile(r"[a-z0-9\-._~]+")
+_IP_FUTURE = re.compile(r"v[0-9a-f]+\.[a-z0-9\-._~!$&'()*+,;=:]+", re.IGNORECASE | re.ASCII)  # RFC 3986, section 3.2.2
 _DIGITS = re.compile(r"[0-9A-Fa-f]+")
 _SEGMENTS = (("ue_id", 8), ("ue_version_major", 2), ("resource_id", 4))  # and their digits at most
 
@@ -56,7 +57,7 @@ ANY: Final = UUri(authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WI
 def parse(text: str) -> UUri:
     """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
 
-    `up:///1/1/8000` is read as having no authority; an IPv6 address becomes lower-case.
+    `up:///1/1/8000` is read as having no authority; what stands in brackets becomes lower-case, as RFC 3986 compares hosts.
     Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
     """
     rest = text[3:] if text[:3].lower() == "up:" else text
@@ -65,7 +66,7 @@ def parse(text: str) -> UUri:
     authority = ""
     if rest.startswith("//"):
         authority, slash, path = rest[2:].partition("/")
-        authority = _lower_ipv6(authority)
+        authority = _lower_literal(authority)
         rest = slash + path
     if not rest.startswith("/"):
         raise invalid(f"expected up://authority/ue_id/version/resource or /ue_id/version/resource, got {text!r}")
@@ -103,24 +104,35 @@ def _validate(authority: str, version: int, resource: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def validate_authority(authority: str) -> None:
-    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IPv6 one in brackets (dsn~uri-host-only~2)."""
+    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IP-literal in brackets (dsn~uri-host-only~2)."""
     if authority in ("", WILDCARD_AUTHORITY):
         return
     if len(authority) > AUTHORITY_LENGTH_MAX:
         raise invalid(f"an authority has at most {AUTHORITY_LENGTH_MAX} characters, got {len(authority)}")
     if authority.startswith("[") and authority.endswith("]"):
-        try:
-            ipaddress.IPv6Address(authority[1:-1])
-        except ValueError as error:
-            raise invalid(f"authority {authority!r} is not an IPv6 address: {error}") from None
-        if "%" in authority:  # the library takes zones, RFC 3986 does not
-            raise invalid(f"authority {authority!r} names a zone, which means nothing on another device")
-        return
-    if not _NAME.fullmatch(authority):
+        _validate_ip_literal(authority)
+    elif not _NAME.fullmatch(authority):
         raise invalid(f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)")
 
 
-def _lower_ipv6(authority: str) -> str:
+def _validate_ip_literal(authority: str) -> None:
+    """IP-literal of RFC 3986: an IPv6 address, or one of a version to come, as in `[v1.fe80::a+en1]`."""
+    if is_ip_future(authority):
+        return
+    try:
+        ipaddress.IPv6Address(authority[1:-1])
+    except ValueError as error:
+        raise invalid(f"authority {authority!r} is neither an IPv6 address ({error}) nor one of a later version, like [v1.x]") from None
+    if "%" in authority:  # the library takes zones, RFC 3986 does not
+        raise invalid(f"authority {authority!r} names a zone, which means nothing on another device")
+
+
+def is_ip_future(authority: str) -> bool:
+    """True for IPvFuture of RFC 3986 in its brackets. It may have characters that mean something to a network: `* + $ ! ( )`."""
+    return authority[:1] == "[" and authority[-1:] == "]" and _IP_FUTURE.fullmatch(authority, 1, len(authority) - 1) is not None
+
+
+def _lower_literal(authority: str) -> str:
     return authority.lower() if authority.startswith("[") else authority
 
 

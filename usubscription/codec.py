@@ -29,7 +29,6 @@ M = TypeVar("M", bound=Message)
 
 ENTITY_TYPE: Final = 0x0000  # of core.usubscription
 CHANGE_RESOURCE: Final = 0x8000
-SERVICE_NAME: Final = "core.usubscription"
 EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp there is
 EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last one
 
@@ -93,6 +92,8 @@ class V3:
             case "topic":
                 return Fetch(topic=self._topic(asked, own), offset=asked.offset)
             case "subscriber":
+                if asked.subscriber.uri == UUri():  # it is missing or empty: neither names anybody
+                    raise invalid("FetchSubscriptions names a subscriber, but the SubscriberInfo has no uri")
                 return Fetch(subscriber=_named_entity(asked.subscriber.uri, own), offset=asked.offset)
         raise invalid("FetchSubscriptions of version 3 names a topic or a subscriber, got neither")
 

@@ -24,7 +24,7 @@ from usubscription.state import Answered, Event, Key, Link, Status, TimedOut, re
 
 WINDOW_FIRST: Final = 16  # topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
 WINDOW_MAX: Final = 256  # topics in flight: fills one group commit of the other service
-CALLS_KEPT_MAX: Final = 2  # of one command, which is repeated: the answer to either counts, and a silent service costs no more memory
+CALLS_KEPT_MAX: Final = 2  # of one command: the first, which has its whole timeout, and the newest; more would only cost memory
 REPEAT_FIRST_MS: Final = 10_000  # without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
 REPEAT_MAX_MS: Final = 60_000  # ... up to this
 SUPERSEDED_GRACE_MS: Final = 2_000  # a command that a later one replaced may still be answered: so that they can't overtake each other
@@ -194,7 +194,7 @@ class Lane:
                     due.repeats += 1
                     calls.append(asyncio.ensure_future(self._owner.call(topic, due.link)))
                     if len(calls) > CALLS_KEPT_MAX:
-                        calls.pop(0).cancel()
+                        calls.pop(1).cancel()
                 await self._wait(topic, due, calls, repeat_ms if current else SUPERSEDED_GRACE_MS)
                 done = next((call for call in calls if call.done()), None)
                 if done is not None:

@@ -54,6 +54,7 @@ def unique(messages: list[UMessage]) -> dict[str, list[bytes]]:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("volatile", [False, True], ids=["durable", "volatile"])
 @pytest.mark.spec("local~disp-at-least-once")
+@pytest.mark.spec("local~disp-no-discard")
 @pytest.mark.spec("local~disp-order")
 async def test_what_was_acknowledged_arrives_in_order(make_world: MakeWorld, publish: Publish, seed: int, volatile: bool) -> None:
     draw = random.Random(seed)

@@ -157,6 +157,7 @@ async def test_an_id_is_forwarded_once(make_world: MakeWorld, publish: Publish) 
     assert heard.texts == ["twice", "once", "after"]
 
 
+@pytest.mark.spec("dsn~up-attributes-ttl-timeout~1")
 async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -225,6 +226,7 @@ async def test_a_restart_goes_on_where_the_peer_was(make_world: MakeWorld, publi
 
 
 @pytest.mark.spec("local~disp-priority")
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
@@ -311,8 +313,6 @@ async def test_volatile_topics_never_touch_the_disk(make_world: MakeWorld, publi
 @pytest.mark.spec("local~disp-dlt-header")
 @pytest.mark.spec("local~disp-dlt-full")
 @pytest.mark.spec("local~disp-dlt-reason")
-@pytest.mark.spec("local~disp-dlt-subscribe")
-@pytest.mark.spec("local~disp-no-discard")
 async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, publish: Publish, tmp_path: Path) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
@@ -330,6 +330,7 @@ async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, p
     assert stored[0].as_dict()["code"] == "DEADLINE_EXCEEDED"
 
 
+@pytest.mark.spec("local~disp-dlt")
 async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")

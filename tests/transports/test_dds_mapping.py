@@ -31,6 +31,7 @@ def u(text: str | None) -> UUri | None:
         ("up:/403AB/3/0", "up://device2/CD/4/B", "up/device1/3AB/4/3/0/device2/CD/0/4/B"),
         ("up:/10AB/3/80CD", "up://device2/FFFFFFFF/FF/FFFF", "up/device1/10AB/0/3/80CD/device2/{}/{}/{}/{}"),
         ("up://[2001:db8::7]/10AB/3/80CD", "up://[::1]/CD/4/0", "up/2001:db8::7/10AB/0/3/80CD/::1/CD/0/4/0"),
+        ("up://[v1.fe80::a+en1]/10AB/3/80CD", "up://[v1.a*!b]/CD/4/0", "up/%5Bv1.fe80::a+en1%5D/10AB/0/3/80CD/%5Bv1.a%2A%21b%5D/CD/0/4/0"),
     ],
 )
 def test_where_a_message_goes(source: str, sink: str | None, partition: str) -> None:
@@ -57,7 +58,10 @@ def test_what_a_pair_of_filters_asks_for(source: str, sink: str | None, partitio
 
 
 authorities = st.one_of(
-    st.from_regex(r"[a-z0-9\-._~]{1,20}", fullmatch=True), st.ip_addresses(v=6).map(lambda a: f"[{a}]"), st.ip_addresses(v=4).map(str)
+    st.from_regex(r"[a-z0-9\-._~]{1,20}", fullmatch=True),
+    st.ip_addresses(v=6).map(lambda a: f"[{a}]"),
+    st.ip_addresses(v=4).map(str),
+    st.from_regex(r"\[v[0-9a-f]{1,2}\.[a-z0-9\-._~!$&'()*+,;=:]{1,20}\]", fullmatch=True),
 )
 numbers = st.integers(0, 0xFFFE)
 
@@ -88,6 +92,7 @@ def test_different_addresses_have_different_partitions(one: UUri, other: UUri, s
     assert (mapping.writer_partition(one, sink, LOCAL) == mapping.writer_partition(other, other_sink, LOCAL)) == same
 
 
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 def test_every_priority_has_a_rank_of_its_own() -> None:
     ranks = [mapping.TRANSPORT_PRIORITY[priority] for priority in sorted(UPriority.values()) if priority]
     assert ranks == [0, 8, 16, 24, 32, 40, 48]

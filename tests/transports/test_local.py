@@ -11,6 +11,7 @@ from transports.conformance import ALPHA, BETA, Sink, TransportConformance
 from transports.conformance.base import notification, reply, topic
 from transports.local import BATCH_MESSAGES_MAX, PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -79,11 +80,37 @@ async def test_the_same_seed_makes_the_same_faults() -> None:
     assert set(once[0]) == {UCode.OK, UCode.UNAVAILABLE, UCode.PERMISSION_DENIED}
 
 
-@pytest.mark.spec("local~l1-send-unsure")
 async def test_what_was_said_to_be_sent_arrives_whatever_goes_wrong() -> None:
     codes, arrived = await sent_with(Faults(seed=3, fail_send=0.2, unsure_send=0.2, refuse=0.1, duplicate=0.2))
     assert {b"%d" % number for number, code in enumerate(codes) if code == UCode.OK} <= set(arrived)
     assert len(arrived) > len(set(arrived)), "duplicates were asked for"
+
+
+@pytest.mark.spec("dsn~utransport-receive-error-notfound~2")
+async def test_receive_passes_over_what_is_no_valid_message() -> None:
+    network = LocalNetwork()
+    alpha, beta = pair_on(network)
+    invalid = notification(b"no id")
+    invalid.attributes.ClearField("id")
+    async with alpha, beta:
+        with pytest.raises(UStatusError) as nothing:
+            await beta.receive(topic(), reply())
+        assert nothing.value.code == UCode.NOT_FOUND
+        for message in (invalid, UMessage(), notification(b"valid")):
+            network.inject(message)
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert (await beta.receive(topic(), reply())).payload == b"valid"
+                    break
+                except UStatusError as error:
+                    if error.code != UCode.NOT_FOUND:
+                        raise
+                    await asyncio.sleep(0)
+        with pytest.raises(UStatusError) as nothing:
+            await beta.receive(topic(), reply())
+        assert nothing.value.code == UCode.NOT_FOUND
+        assert beta.dropped["invalid"] == 2
 
 
 async def test_delays_let_streams_overtake_but_keep_each_in_order() -> None:

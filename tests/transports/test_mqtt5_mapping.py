@@ -48,6 +48,7 @@ def packet(*changes: tuple[str, str | None], topic: str = "device1/3BA/0/3/9876"
     return Packet(topic, [(key, value) for key, value in found.items() if value is not None], **more)
 
 
+@spec("local~l1-normalise")
 @spec("dsn~up-transport-mqtt5-e2e-topic-names~1")
 @pytest.mark.parametrize(
     ("type", "source", "sink", "topic"),
@@ -90,6 +91,20 @@ def test_off_vehicle_topic_names() -> None:
 @pytest.mark.parametrize(("sink", "expected"), [("up://backend/FFFFFFFF/FF/FFFF", "+/backend"), ("up:/FFFFFFFF/FF/FFFF", "+/device1")])
 def test_off_vehicle_filters(sink: str, expected: str) -> None:
     assert D2D.topic_filter(uris.parse("up://*/FFFFFFFF/FF/FFFF"), uris.parse(sink)) == expected
+
+
+@pytest.mark.parametrize("mapping", [E2E, D2D], ids=["in-vehicle", "off-vehicle"])
+def test_an_address_of_a_later_ip_version_is_carried_unless_it_has_a_wildcard_of_mqtt(mapping: Mapping) -> None:
+    plain = message(attrs.NOTIFICATION, "up://[v1.fe80::a*$b]/3BA/3/8001", "up://[v1.x]/AB/1/0")
+    carried = mapping.encode(plain)
+    assert {"[v1.fe80::a*$b]", "[v1.x]"} <= set(carried.topic.split("/"))
+    assert mapping.decode(carried) == plain
+    for source, sink in (("up://[v1.fe80::a+en1]/3BA/3/8001", "up://backend/AB/1/0"), ("up://a/3BA/3/8001", "up://[v1.a+en1]/AB/1/0")):
+        with pytest.raises(UStatusError, match=r"a\+en1\] has a \+") as refused:
+            mapping.encode(message(attrs.NOTIFICATION, source, sink))
+        assert refused.value.code == UCode.INVALID_ARGUMENT
+    with pytest.raises(UStatusError, match="MQTT"):
+        mapping.topic_filter(uris.parse("up://*/FFFFFFFF/FF/FFFF"), uris.parse("up://[v1.a+en1]/FFFFFFFF/FF/FFFF"))
 
 
 def test_off_vehicle_every_message_needs_a_sink() -> None:

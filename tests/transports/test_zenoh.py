@@ -20,7 +20,7 @@ from streamer.processes import free_port
 from transports import plugin
 from transports import zenoh_mapping as mapping
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
-from transports.conformance.base import notification, publish, reply, request, response, streamed, topic
+from transports.conformance.base import PROBE, notification, publish, reply, request, response, streamed, topic
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -107,10 +107,26 @@ KEYS = [
 
 
 @pytest.mark.parametrize(("source", "sink", "key"), KEYS)
+@pytest.mark.spec("local~l1-normalise")
 @pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
 def test_key_expressions(source: str, sink: str | None, key: str) -> None:
     assert mapping.filter_key(uris.parse(source), uris.parse(sink) if sink else None, "device1") == key
     zenoh.KeyExpr(key)
+
+
+@given(st.from_regex(r"\[v[0-9a-f]{1,2}\.[a-z0-9\-._~!$&'()*+,;=:]{1,20}\]", fullmatch=True))
+def test_an_address_of_a_later_ip_version_is_a_plain_segment_or_refused(authority: str) -> None:
+    address = uris.uri(authority, 1, 1, 0x8000)
+    try:
+        key = mapping.filter_key(address, None, "device1")
+    except UStatusError as error:
+        refused = error
+    else:
+        assert not zenoh.KeyExpr(key).intersects(mapping.filter_key(uris.uri("a", 1, 1, 0x8000), None, "device1"))
+        assert key.split("/")[1] == authority
+        return
+    assert refused.code == UCode.INVALID_ARGUMENT
+    assert set(authority) & set("*$")
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-key-expr~1")
@@ -125,6 +141,7 @@ def test_zenoh_is_of_major_version_1() -> None:
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-priority-mapping~1")
+@pytest.mark.spec("dsn~up-attributes-priority~1")
 def test_priorities() -> None:
     names = ["BACKGROUND", "DATA_LOW", "DATA", "DATA_HIGH", "INTERACTIVE_LOW", "INTERACTIVE_HIGH", "REAL_TIME"]
     assert [mapping.PRIORITIES[number] for number in range(1, 8)] == names
@@ -291,6 +308,28 @@ async def test_what_anybody_else_on_zenoh_sees(two: tuple[ZenohTransport, ZenohT
         assert sample.congestion_control == zenoh.CongestionControl.BLOCK
     subscriber.undeclare()
     raw.close()
+
+
+async def test_an_authority_that_no_key_holds_costs_its_own_message_only(two: tuple[ZenohTransport, ZenohTransport]) -> None:
+    """Zenoh would refuse the put; the batch would wait for it for ever."""
+    alpha, beta = two
+    heard = Sink(20)
+    await beta.register_listener(topic(), heard)
+    starred = uris.parse("//[v1.a*]/10AB/4/9A01")
+    with pytest.raises(UStatusError) as refused:
+        await beta.register_listener(starred, heard)
+    assert refused.value.code == UCode.INVALID_ARGUMENT
+    with pytest.raises(UStatusError) as unknown:
+        await beta.unregister_listener(starred, heard)
+    assert unknown.value.code == UCode.NOT_FOUND, "what was refused is not registered"
+    while not heard.probes:  # until alpha knows of beta's subscription
+        await alpha.send(publish(PROBE))
+        await asyncio.sleep(0.01)
+    statuses = await alpha.send_batch([publish(b"1"), publish(b"2", starred), publish(b"3")])
+    assert [status.code for status in statuses] == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK]
+    assert "[v1.a*]" in statuses[1].message
+    await heard.expect_payload(b"3")
+    assert b"2" not in heard.payloads
 
 
 async def test_a_message_sent_twice_arrives_twice(two: tuple[ZenohTransport, ZenohTransport]) -> None:

@@ -36,7 +36,6 @@ def service(level: int | None, *, methods: dict[str, int | None], topics: dict[i
 
 
 @spec("local~cap-level")
-@spec("local~cap-carry")
 def test_a_request_claims_a_level_or_the_default() -> None:
     assert permissions.claimed(UAttributes()) == permissions.LEVEL_DEFAULT == 0
     assert permissions.claimed(UAttributes(permission_level=4)) == 4

@@ -269,9 +269,11 @@ def _identity(module: ModuleType) -> tuple[str, int, int, int]:
     )
 
 
+@spec("req~usubscription-service_name~1", doc="v4")
 def test_the_core_services_have_their_identity() -> None:
     assert _identity(v3_pb2) == ("core.usubscription", 0, 3, 0)
     assert _identity(ustreamer_pb2) == ("core.ustreamer", 4, 1, 0)
+    assert v4_pb2.DESCRIPTOR.package == "uprotocol.core.usubscription.v4", "it declares no service: what bears the name is its package"
     (topic,) = v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].GetOptions().Extensions[options.notification_topic]
     assert (topic.id, topic.name, topic.message) == (0x8000, "SubscriptionChange", "Update")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import uprotocol.communication as communication
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import (
+    CallOptions,
     InMemoryRpcClient,
     InMemoryRpcServer,
     InMemorySubscriber,
@@ -27,12 +28,13 @@ from uprotocol.communication import (
     Subscriber,
 )
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UListener
+from uprotocol.status import OK, UStatusError
+from uprotocol.transport import Capability, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 
 spec = pytest.mark.spec
 TEXT = UPayload(b"hello", UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
@@ -107,12 +109,79 @@ def test_every_role_is_declared_and_has_an_implementation() -> None:
     assert issubclass(NotificationListener, UListener)
 
 
-@spec("dsn~communication-layer-impl-async~1")
 def test_every_operation_is_a_coroutine() -> None:
     for role in (SimplePublisher, SimpleNotifier, InMemorySubscriber, InMemoryRpcClient, InMemoryRpcServer):
         for name, method in inspect.getmembers(role, inspect.isfunction):
             if not name.startswith(("_", "on_receive")):
                 assert inspect.iscoroutinefunction(method), f"{role.__name__}.{name} could block"
+
+
+class Stuck(UTransport):
+    """A transport whose network takes for ever: every operation waits for `release`."""
+
+    capabilities = Capability.PUSH
+
+    def __init__(self) -> None:
+        self.release = asyncio.Event()
+        self.waiting = 0
+
+    async def _wait(self) -> None:
+        self.waiting += 1
+        await self.release.wait()
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        await self._wait()
+        return [OK] * len(messages)
+
+    async def register_listener(self, *_: Any) -> None:
+        await self._wait()
+
+    async def unregister_listener(self, *_: Any) -> None:
+        await self._wait()
+
+
+@spec("dsn~communication-layer-impl-default~1")
+@spec("dsn~communication-layer-impl-async~1")
+async def test_no_operation_blocks_while_the_network_takes_for_ever() -> None:
+    """All of them at once, on one loop: each waits by itself, and everybody else goes on."""
+
+    def handler(request: UMessage) -> None:
+        raise AssertionError("nobody calls")
+
+    below, topic, method = Stuck(), CAR.get_resource(0x8001), uris.uri("car", 0x10, 1, 1)
+    notifier, subscriber = SimpleNotifier(below, APP), InMemorySubscriber(below, APP, Service())
+    client, server = InMemoryRpcClient(below, APP), InMemoryRpcServer(below, APP)
+    operations = [
+        SimplePublisher(below, CAR).publish(0x8001, TEXT),
+        SimpleNotifier(below, CAR).notify(0x8001, APP.get_source()),
+        notifier.register_notification_listener(topic, Heard()),
+        notifier.unregister_notification_listener(topic, Heard()),
+        subscriber.subscribe(topic, Heard()),
+        client.open(),
+        server.register_request_handler(1, handler),
+    ]
+    tasks = [asyncio.ensure_future(operation) for operation in operations]
+    for _ in range(20):  # turns of the loop, which it would not have if one of them blocked
+        await asyncio.sleep(0)
+    assert below.waiting == len(operations)
+    assert not any(task.done() for task in tasks)
+    below.release.set()
+    await asyncio.wait_for(asyncio.gather(*tasks), 20)
+    below.release.clear()
+    more = [
+        subscriber.unsubscribe(topic),
+        client.invoke_method(method, options=CallOptions(60_000)),
+        server.unregister_request_handler(1, handler),
+    ]
+    tasks = [asyncio.ensure_future(operation) for operation in more]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not any(task.done() for task in tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    below.release.set()
+    await asyncio.gather(client.close(), server.close())
 
 
 @spec("local~l2-publisher")
@@ -273,7 +342,6 @@ async def test_the_last_listener_ends_the_subscription(pair: Pair) -> None:
     assert service.asked[-1][0] == "unsubscribe"
 
 
-@spec("local~l2-subscriber-persistent")
 async def test_a_subscription_outlives_its_subscriber(pair: Pair) -> None:
     service, topic = Service(), CAR.get_resource(0x8001)
     await InMemorySubscriber(pair.app, APP, service).subscribe(topic, Heard())

@@ -151,7 +151,6 @@ async def test_a_call_is_answered(bench: Bench, kind: str, answer: Any, expected
 @spec("dsn~service-error-model-error-response~1")
 @spec("dsn~service-error-model-failed-rpc~1")
 @pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.spec("local~error-response-message")
 async def test_an_error_reaches_the_caller_whole(bench: Bench, kind: str) -> None:
     status = UStatus(code=UCode.NOT_FOUND, message="no such thing")
     status.details.add().Pack(Timestamp(seconds=1))

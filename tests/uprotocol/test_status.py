@@ -23,6 +23,7 @@ def test_a_status_has_code_message_and_details() -> None:
     assert sorted(UCode.values()) == list(range(17))
 
 
+@spec("local~disp-backoff")
 @pytest.mark.parametrize("code", [code for code in UCode.values() if code != UCode.OK])
 def test_the_error_is_the_status(code: UCode.ValueType) -> None:
     error = UStatusError(code, "why")

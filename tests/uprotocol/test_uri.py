@@ -63,6 +63,13 @@ MUST_FAIL = {
         "//[2001::7/101/1/A",
         "//2001::7/101/1/A",
         "//[]/101/1/A",
+        *(f"//[{text}]/101/1/A" for text in ("v1", "v1.", "v.a", "vg.a", "1.a", "v1.a%20", "v1.a@b", "v1.ä", "v1.a[", "v1.a b")),
+        "//[v\u0661.a]/101/1/A",
+        "//[v1.a/101/1/A",
+        "//v1.a:b]/101/1/A",
+        "//[v1.a/b]/101/1/A",
+        "//[v1.a]:80/101/1/A",
+        "//me@[v1.a]/101/1/A",
         "//[fe80::1%eth0]/101/1/A",
         "//a%20b/101/1/A",
         "//a b/101/1/A",
@@ -160,7 +167,8 @@ MATCHES_NOT = [
 names = st.text("abcdefghijklmnopqrstuvwxyz0123456789-._~", min_size=1, max_size=uris.AUTHORITY_LENGTH_MAX)
 ipv6 = st.ip_addresses(v=6).map(lambda address: f"[{address}]")
 ipv4 = st.ip_addresses(v=4).map(str)
-authorities = st.one_of(st.just(""), st.just("*"), names, ipv4, ipv6)
+ip_future = st.from_regex(r"\[v[0-9a-f]{1,4}\.[a-z0-9\-._~!$&'()*+,;=:]{1,80}\]", fullmatch=True)
+authorities = st.one_of(st.just(""), st.just("*"), names, ipv4, ipv6, ip_future)
 valid_uris = st.builds(
     UUri,
     authority_name=authorities,
@@ -218,6 +226,25 @@ def test_reads_an_ipv6_address_in_either_case() -> None:
     assert uris.parse("//[2001:DB8::A]/1/1/8000").authority_name == "[2001:db8::a]"
 
 
+@spec("dsn~uri-host-only~2")
+@spec("dsn~uri-authority-mapping~1")
+@pytest.mark.parametrize("text", ["//[v1.fe80::a+en1]/1/1/8000", "up://[V1.FE80::A+en1]/1/1/8000"])
+def test_reads_an_address_of_a_later_ip_version_in_either_case(text: str) -> None:
+    """IPvFuture, the other half of an IP-literal in RFC 3986."""
+    read = uris.parse(text)
+    assert read.authority_name == "[v1.fe80::a+en1]"
+    assert uris.format(read) == "up://[v1.fe80::a+en1]/1/1/8000"
+
+
+@spec("dsn~uri-host-only~2")
+@given(ip_future)
+def test_any_later_ip_address_is_read_as_rfc_3986_compares_it(authority: str) -> None:
+    assert uris.is_ip_future(authority)
+    assert uris.parse(f"//{authority.upper()}/1/1/1").authority_name == authority
+    assert not uris.has_wildcard(uris.uri(authority, 1, 1, 1)), "a * in it is a character like any other"
+    assert not uris.matches(uris.uri(authority, 1, 1, 1), uris.uri("a", 1, 1, 1))
+
+
 def test_the_reason_for_refusal_names_what_is_wrong() -> None:
     assert "three path segments" in refuses("//vcu.my_vin/101/1").message
     assert "query" in refuses("/1/1/1?a").message
@@ -249,6 +276,7 @@ def test_reads_protobuf_bytes(authority: str, ue_id: int, version: int, resource
     assert UUri.FromString(expected.SerializeToString()) == expected
 
 
+@spec("dsn~uri-data-model-naming~1")
 @pytest.mark.parametrize("fields", [(0x1_0000_0000, 1, 1), (-1, 1, 1), (1, 0x100, 1), (1, -1, 1), (1, 1, 0x1_0000), (1, 1, -1)])
 def test_refuses_numbers_that_do_not_fit(fields: tuple[int, int, int]) -> None:
     with pytest.raises(UStatusError) as caught:

@@ -135,6 +135,7 @@ def test_protobuf_can_hold_what_is_no_uuid_7(id: UUID) -> None:
     assert not uuids.is_v7(id)
 
 
+@spec("dsn~up-attributes-id~1")
 def test_a_forked_child_makes_other_ids() -> None:
     script = (
         "import os, uprotocol.uuid as u; u.new(); child = os.fork()\n"

@@ -23,6 +23,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.codec import CODECS
 from usubscription.service import USubscriptionService
 
@@ -109,18 +110,65 @@ async def test_bad_topics(world: Any, raw: Any, major: int, method: int, request
     await nothing_happened(world, raw)
 
 
+RESPONSES = {
+    3: {1: v3.SubscriptionResponse, 2: v3.UnsubscribeResponse, 3: v3.FetchSubscriptionsResponse, 6: v3.NotificationsResponse}
+    | {7: v3.NotificationsResponse, 8: v3.FetchSubscribersResponse, 9: v3.ResetResponse},
+    4: {1: v4.SubscribeResponse, 2: v4.UnsubscribeResponse, 3: v4.FetchSubscriptionsResponse, 4: v4.NotificationsResponse}
+    | {5: v4.NotificationsResponse, 6: v4.ResetResponse},
+}
+
+
+@spec("local~error-response-message")
+@spec("dsn~service-error-model-error-response~1")
+@pytest.mark.parametrize(("major", "method"), [(major, method) for major, codec in CODECS.items() for method in codec.methods.values()])
+async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_response_message(
+    world: Any, raw: Any, major: int, method: int
+) -> None:
+    ear = type(raw.notified[3])()
+    await raw.transport.register_listener(uris.uri("dev1", 0, major, method), ear, raw.local.get_source())
+    refused = await code_of(raw.call(major, method, UPayload(b"\xff", PROTOBUF)))
+    assert refused == UCode.INVALID_ARGUMENT
+    (answer,) = await ear.count(1)
+    assert answer.attributes.commstatus == refused
+    told = UPayload.of(answer).unpack(UStatus)
+    assert told.code == refused
+    assert told.message
+    held = {field.message_type.full_name for field in _fields(RESPONSES[major][method].DESCRIPTOR) if field.message_type is not None}
+    assert "uprotocol.v1.UStatus" not in held
+    assert not any(
+        field.enum_type is not None and field.enum_type.name == "UCode" for field in _fields(RESPONSES[major][method].DESCRIPTOR)
+    )
+
+
+def _fields(message: Any) -> list[Any]:
+    """Those of a message and of what it holds."""
+    found, todo, seen = [], [message], set()
+    while todo:
+        one = todo.pop()
+        if one.full_name not in seen:
+            seen.add(one.full_name)
+            found += one.fields
+            todo += [field.message_type for field in one.fields if field.message_type is not None]
+    return found
+
+
 SUBSCRIBERS = {
     "authority wildcard": bad("//*/10/1/0"),
     "type wildcard": bad("//dev1/FFFF/1/0"),
     "instance wildcard": bad("//dev1/FFFF0010/1/0"),
     "resource wildcard": bad("//dev1/10/1/FFFF"),
+    "version wildcard": bad("//dev1/10/FF/0"),
     "129 characters": LONG,
+    "upper case": raw_uri(authority_name="DEV1", resource_id=0),
+    "version of 9 bits": raw_uri(ue_version_major=0x101, resource_id=0),
+    "empty": UUri(),
+    "missing": None,
 }
 
 
 @spec("dsn~usubscription-fetch-subscriptions-invalid-subscriber~1", doc="v3")
 @pytest.mark.parametrize("subscriber", SUBSCRIBERS.values(), ids=SUBSCRIBERS)
-async def test_bad_subscribers_of_v3_fetch_subscriptions(world: Any, raw: Any, subscriber: UUri) -> None:
+async def test_bad_subscribers_of_v3_fetch_subscriptions(world: Any, raw: Any, subscriber: UUri | None) -> None:
     request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=subscriber))
     assert await code_of(raw.call(3, 3, request)) == UCode.INVALID_ARGUMENT
     await nothing_happened(world, raw)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from transports.local import LocalTransport
 from uprotocol import uri as uris
 from uprotocol.attributes import REQUEST
 from uprotocol.communication import InMemorySubscriber
@@ -197,6 +198,31 @@ async def test_the_subscriber_of_the_communication_layer_works_with_it(world: An
     assert (await asyncio.wait_for(listener.heard.get(), 20)).payload == b"x"
     await subscriber.unsubscribe(TOPIC, listener)
     assert await service.subscriptions() == []
+
+
+@pytest.mark.spec("local~l2-subscriber-persistent")
+@both
+async def test_a_subscription_outlives_its_subscriber_and_the_service(world: Any, version: int) -> None:
+    """The process that subscribed ends without a word, the service restarts; another one goes on with it, and can end it."""
+    me = LocalUriProvider("dev1", 0x10, 1)
+    await world.service()
+    transport = LocalTransport.on(await world.network("dev1"), me)
+    await transport.open()
+    async with USubscriptionClient(transport, me, version=version) as client:
+        await InMemorySubscriber(transport, me, client).subscribe(TOPIC, Listener(), sample_period_ms=20)
+    await transport.close()
+    await world.stop()
+    service = await world.service()
+    (row,) = await service.subscriptions()
+    assert (row.topic, row.subscriber, row.sample_period_ms) == (uris.key(TOPIC), uris.key(me.get_source()), 20)
+
+    async with LocalTransport.on(await world.network("dev1"), me) as again, USubscriptionClient(again, me, version=version) as client:
+        listener = Listener()
+        await again.register_listener(TOPIC, listener)  # to listen is all that it has to do
+        await (await world.transport("dev1", 0x20)).send(UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x")))
+        assert (await asyncio.wait_for(listener.heard.get(), 20)).payload == b"x"
+        await InMemorySubscriber(again, me, client).unsubscribe(TOPIC)
+        assert await service.subscriptions() == []
 
 
 async def test_a_closed_client_says_so(world: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from typing import Any
 
 import pytest
@@ -57,6 +58,8 @@ def told(major: int, messages: Any) -> list[Status]:
 @pytest.mark.parametrize("major", [3, 4])
 @spec("req~usubscription-subscribe-expiration~1", doc="v3")
 @spec("req~usubscription-subscribe-expiration~1", doc="v4")
+@spec("req~usubscription-subscribe-notifications~1", doc="v3")
+@spec("req~usubscription-subscribe-notifications~1", doc="v4")
 async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_its_client_is_told(
     world: Any, clock: Clock, major: int
 ) -> None:
@@ -159,8 +162,6 @@ async def test_a_clock_that_jumps_back_ends_nothing_early(world: Any, clock: Clo
 @spec("dsn~usubscription-reset-protobuf~1", doc="v3-seed")
 @spec("dsn~usubscription-reset-protobuf~1", doc="v3-today")
 @spec("req~usubscription-reset~1", doc="v3-seed")
-@spec("req~usubscription-reset~1", doc="v3-today")
-@spec("req~usubscription-reset~1", doc="v4")
 @spec("req~usubscription-reset-method_id~1", doc="v4")
 @spec("req~usubscription-reset-request-signature~1", doc="v4")
 @spec("req~usubscription-reset-response-signature~1", doc="v4")
@@ -190,6 +191,60 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
     await subscribe(old, 3, None)
     await old.notified[3].count(3)
     assert len(watcher.notified[4].heard) == 2, "its registration is gone"
+
+
+@pytest.mark.parametrize("major", [3, 4])
+@spec("req~usubscription-reset~1", doc="v3-today")
+@spec("req~usubscription-reset~1", doc="v4")
+async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, major: int) -> None:
+    """In this order: subscriptions and their store, registrations and theirs, then the messages. Looked at from outside, in that moment."""
+    await world.service()
+    raw, watcher = await world.raw(), await world.raw(ue_id=0x99)
+    for topic in (TOPIC, FAR):
+        await subscribe(raw, major, None, topic)
+    await watcher.call(*((3, 6, v3.NotificationsRequest(topic=TOPIC)) if major == 3 else (4, 4)))
+    await raw.notified[major].count(2)
+    store = sqlite3.connect(f"file:{world.path / 'dev1.db'}?mode=ro", uri=True)
+
+    def rows() -> list[int]:
+        """Subscriptions, links, registrations."""
+        return [store.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("subscription", "link", "registration")]
+
+    assert rows() == [2, 1, 1]
+    seen: list[list[int]] = []
+    for ear in (raw.notified[major], raw.published[major], watcher.notified[major]):
+        ear.on_receive = lambda message, keep=ear.on_receive: (seen.append(rows()), keep(message))[1]
+    peer = await world.raw(ue_id=0, version=9)
+    await peer.call(major, 9 if major == 3 else 6)
+    assert told(major, (await raw.notified[major].count(4))[2:]) == [Status.UNSUBSCRIBED] * 2
+    assert told(major, await watcher.notified[major].count(1))[-1] is Status.UNSUBSCRIBED
+    assert len(seen) >= 3
+    assert all(each == [0, 0, 0] for each in seen)
+    store.close()
+
+
+@pytest.mark.parametrize("ends", ["unsubscribe", "expiry"])
+@spec("req~usubscription-unsubscribe-notifications~1", doc="v3")
+async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(world: Any, clock: Clock, ends: str) -> None:
+    """Not when its expiry passes, not at one more Unsubscribe, and to nobody: while one is left, everybody hears of each."""
+    await world.service(now_ms=clock)
+    one, last, watcher = [await world.raw(ue_id=ue_id) for ue_id in (0x10, 0x11, 0x99)]
+    await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
+    for raw in (one, last):
+        await subscribe(raw, 3, NOW + 1000)
+    await one.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
+    assert told(3, await watcher.notified[3].count(3))[-1] is Status.UNSUBSCRIBED
+    await last.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
+    assert told(3, await watcher.notified[3].count(4))[-1] is Status.UNSUBSCRIBED
+    if ends == "expiry":
+        clock.now = NOW + 2000
+        await asyncio.sleep(0.05)  # several looks at the clock
+    else:
+        await last.call(3, 2, v3.UnsubscribeRequest(topic=TOPIC))
+    await subscribe(one, 3, None, OTHER)  # what is said next is about another topic
+    assert len(await one.notified[3].count(3)) == 3
+    assert [UPayload.of(each).unpack(v3.Update).topic for each in (await one.published[3].count(5))[4:]] == [OTHER]
+    assert (len(watcher.notified[3].heard), len(last.notified[3].heard)) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from storage.disk import RealDisk
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -178,3 +180,29 @@ async def test_a_disk_that_refuses_the_file_holds_no_command(tmp_path: Path) -> 
     async with asyncio.timeout(WAIT_S):
         await known.remember(("b", 4))
     assert ("b", 4) in known
+
+
+async def test_nobody_overtakes_the_first_command_while_its_service_is_being_noted(tmp_path: Path) -> None:
+    """The second command to a service waits for the disk like the first one, and leaves behind it."""
+    written, order = threading.Event(), []
+
+    class Slow(RealDisk):
+        def replace_text(self, path: Path, text: str) -> None:
+            written.wait(WAIT_S)
+            super().replace_text(path, text)
+
+    known = Partners(tmp_path / "p", Slow())
+
+    async def remember(name: str) -> None:
+        await known.remember(("b", 4))
+        order.append(name)
+
+    commands = [asyncio.ensure_future(remember(name)) for name in ("first", "second", "third")]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert order == []
+    written.set()
+    await asyncio.wait_for(asyncio.gather(*commands), WAIT_S)
+    assert order == ["first", "second", "third"]
+    assert (tmp_path / "p").read_text() == '[["b", 4]]'
+    await known.close()

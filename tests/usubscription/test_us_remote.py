@@ -116,8 +116,14 @@ class Peer:
         if self.has is None:
             raise UStatusError(UCode.UNIMPLEMENTED, "not here")
         self._news.set()
-        return v4.FetchSubscriptionsResponse(
-            subscriptions=[v4.Subscription(topic=topic, subscriber=request.attributes.source, status=3) for topic in self.has]
+        own = request.attributes.source
+        if request.attributes.sink.ue_version_major == 4:
+            return v4.FetchSubscriptionsResponse(
+                subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in self.has]
+            )
+        state = v3.SubscriptionStatus(state=S3.SUBSCRIBED)
+        return v3.FetchSubscriptionsResponse(
+            subscriptions=[v3.Subscription(topic=topic, subscriber=v3.SubscriberInfo(uri=own), status=state) for topic in self.has]
         )
 
     async def until(self, *commands: str) -> None:
@@ -162,10 +168,10 @@ async def links(service: Any) -> dict[str, Any]:
 @spec("req~usubscription-subscribe-remote~1", doc="v4")
 @spec("dsn~usubscription-subscribe-remote-subscriber-change~1", doc="v3-seed")
 @spec("dsn~usubscription-subscribe-remote-subscriber-change~1", doc="v3-today")
-@spec("req~usubscription-subscribe-remote-pending~1", doc="v3")
-@spec("req~usubscription-subscribe-remote-pending~1", doc="v4")
 @spec("req~usubscription-subscribe-remote-response~1", doc="v3")
 @spec("req~usubscription-subscribe-remote-response~1", doc="v4")
+@spec("req~usubscription-subscribe-notifications~1", doc="v3")
+@spec("req~usubscription-subscribe-notifications~1", doc="v4")
 @spec("req~usubscription-unsubscribe-last-remote~1", doc="v3")
 @spec("req~usubscription-unsubscribe-last-remote~1", doc="v4")
 @spec("dsn~usubscription-unsubscribe-remote-subscriber-change~1", doc="v3")
@@ -191,6 +197,11 @@ async def test_subscribe_and_unsubscribe_between_two_services_both_ways(world: A
         await second.call(major, 2, unsubscribe(major, topic))
         await wait_for(lambda far=far: _empty(services[far]))
         await wait_for(lambda near=near: _no_links(services[near]))
+        _, left = [one for one in world.forwarders[near, far].log if one.attributes.type == REQUEST]
+        assert (left.attributes.source, left.attributes.sink) == (uris.uri(near, 0, major, 0), uris.uri(far, 0, major, 2))
+        assert left.attributes.ttl == 300_000
+        if major == 3:
+            assert UPayload.of(left).unpack(v3.UnsubscribeRequest).subscriber.uri == uris.uri(near, 0, 3, 0)
         world.forwarders[near, far].log.clear()
         world.forwarders[far, near].log.clear()
 
@@ -356,11 +367,100 @@ async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote
     assert UPayload.of(peer.commands[1][1]).unpack(v3.UnsubscribeRequest if major == 3 else v4.UnsubscribeRequest).topic == B_TOPIC
 
 
+@spec("req~usubscription-remote-max-timeout~1", doc="v3")
+@spec("req~usubscription-remote-max-timeout~1", doc="v4")
+@both
+async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_again(world: Any, peer: Peer, major: int) -> None:
+    """Its five minutes are its own: the requests that are sent meanwhile take nothing from them."""
+    late, never = asyncio.Event(), asyncio.Event()
+    asked = itertools.count()
+
+    async def answer(command: str, request: UMessage) -> Any:
+        await (never if next(asked) else late).wait()
+        return Status.SUBSCRIBED
+
+    peer.answer = answer
+    service = await world.service("a", remote_repeat_ms=10)
+    raw = await world.raw("a")
+    await raw.call(major, 1, subscribe(major, B_TOPIC))
+    async with asyncio.timeout(20):
+        while len(peer.commands) < 6:
+            peer._news.clear()
+            await peer._news.wait()
+    assert {request.attributes.ttl for _, request in peer.commands} == {300_000}
+    late.set()
+    assert told(major, await raw.notified[major].count(2)) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+    await wait_for(lambda: _command_done(service))
+
+
+@both
+@spec("req~usubscription-subscribe-remote-pending~1", doc="v3")
+@spec("req~usubscription-subscribe-remote-pending~1", doc="v4")
+async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(world: Any, peer: Peer, major: int) -> None:
+    """At the first Subscribe, and at one that goes out later because the remote has lost it."""
+    gates = [asyncio.Event(), asyncio.Event()]
+    waiting = iter(gates)
+
+    async def answer(command: str, request: UMessage) -> Any:
+        await next(waiting).wait()
+        return Status.SUBSCRIBED
+
+    peer.answer = answer
+    service = await world.service("a", remote_repeat_ms=60_000)
+    members = [await world.raw("a", ue_id) for ue_id in (0x10, 0x11)]
+    first, second = members
+    assert status(major, await first.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
+    await peer.until("subscribe")
+    assert status(major, await second.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
+    for gate in gates:
+        assert [entry[2] for entry in await known(service)] == ["SUBSCRIBE_PENDING"] * 2
+        peer.has = [B_TOPIC]
+        gate.set()
+        for one in members:
+            await one.notified[major].until(lambda heard: bool(heard) and told(major, heard)[-1] is Status.SUBSCRIBED)
+        if gate is gates[0]:
+            peer.has = []
+            world.transports["a"].disconnect()
+            world.transports["a"].reconnect()  # one of the occasions on which it asks what the remote has
+            await peer.until("subscribe", "subscribe")
+    for one in members:
+        assert told(major, one.notified[major].heard) == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED] * 2
+
+
+@both
+@spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v3")
+@spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v4")
+async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_again(world: Any, peer: Peer, major: int) -> None:
+    gate = asyncio.Event()
+
+    async def answer(command: str, request: UMessage) -> Any:
+        if command == "unsubscribe":
+            await gate.wait()
+        return Status.SUBSCRIBED
+
+    peer.answer = answer
+    service = await world.service("a", remote_repeat_ms=60_000)
+    raw = await world.raw("a")
+    await raw.call(major, 1, subscribe(major, B_TOPIC))
+    await raw.notified[major].count(2)
+    await raw.call(major, 2, unsubscribe(major, B_TOPIC))
+    await peer.until("subscribe", "unsubscribe")
+    (link,) = (await links(service)).values()
+    assert link.state is Status.UNSUBSCRIBE_PENDING
+    before = len(raw.notified[major].heard)
+    assert status(major, await raw.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
+    (link,) = (await links(service)).values()
+    assert link.state is Status.SUBSCRIBE_PENDING
+    gate.set()
+    await peer.until("subscribe", "unsubscribe", "subscribe")
+    assert peer.commands[2][1].attributes.source == uris.uri("a", 0, major, 0)
+    heard = await raw.notified[major].until(lambda heard: len(heard) > before and told(major, heard)[-1] is Status.SUBSCRIBED)
+    assert told(major, heard)[-2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
+
+
 @both
 @spec("req~usubscription-unsubscribe-subscribe-pending~1", doc="v3")
 @spec("req~usubscription-unsubscribe-subscribe-pending~1", doc="v4")
-@spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v3")
-@spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v4")
 @spec("req~usubscription-remote-unsubscribe-notifications~1", doc="v4")
 async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic_in_flight(world: Any, peer: Peer, major: int) -> None:
     gate = asyncio.Event()
@@ -504,6 +604,8 @@ async def test_the_smallest_sample_period_is_asked_for_and_asked_again_when_it_s
         assert status(4, await one.call(4, 1, subscribe(4, B_TOPIC, **options))) is expected
         if one is members[0]:
             await one.notified[4].count(2)
+        if one is members[2]:
+            await peer.until("subscribe", "subscribe")  # or the last one may replace it
     await peer.until("subscribe", "subscribe", "subscribe")
     asked = [UPayload.of(request).unpack(v4.SubscribeRequest) for _, request in peer.commands]
     assert [one.sample_period if one.HasField("sample_period") else None for one in asked] == [500, 300, None]

@@ -223,7 +223,6 @@ class DeliveryConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"with sink"), publish(b"without")])
         assert (await self.pulled(pair[1], sink=False)).payload == b"without"
 
-    @spec("dsn~utransport-receive-error-notfound~2")
     async def test_receive_refuses_filters_that_match_nothing(self, pair: Pair) -> None:
         self.needs(Capability.PULL)
         with pytest.raises(UStatusError) as raised:

@@ -153,6 +153,7 @@ class FilterConformance(TransportHarness):
 
     @pytest.mark.parametrize("name", VALID_PAIRS)
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
+    @spec("local~l1-nosink")
     async def test_which_pair_sees_which_type(self, pair: Pair, name: str) -> None:
         self.needs(Capability.PUSH)
         if not self.listenable(VALID_PAIRS[name]):

@@ -192,7 +192,7 @@ class SendingConformance(TransportHarness):
         data = bytes(range(256)) * (self.payload_bytes_max // 256)
         await self.check_preserved(pair, [UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(data))])
 
-    @spec("req~utransport-send-qos-mapping~1")
+    @spec("req~utransport-send-preserve-data~1")
     async def test_every_priority_survives(self, pair: Pair) -> None:
         priorities = [None, *(value for value in UPriority.values() if value)]
         builders = [(UMessageBuilder.notification(topic(), reply()), value) for value in priorities]

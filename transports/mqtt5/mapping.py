@@ -85,7 +85,11 @@ def _segments(uri: UUri, local_authority: str) -> str:
 
 
 def _authority(uri: UUri, local_authority: str) -> str:
-    return "+" if uri.authority_name == uris.WILDCARD_AUTHORITY else uri.authority_name or local_authority
+    """Raises INVALID_ARGUMENT for a name with a `+`, which only IPvFuture may have: no topic name may."""
+    name = uri.authority_name or local_authority
+    if "+" in name:
+        raise invalid(f"the authority {name} has a +, which is a wildcard in MQTT's topics: it can't be reached over MQTT")
+    return "+" if name == uris.WILDCARD_AUTHORITY else name
 
 
 class Mapping:
