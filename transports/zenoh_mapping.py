@@ -68,7 +68,7 @@ def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
 
 
 def attachment(encoded_attributes: bytes) -> bytes:
-    """dsn~up-transport-zenoh-attributes-mapping~1; the payload goes as it is."""
+    """dsn~up-transport-zenoh-attributes-mapping~1, one behind the other (A-25). The ttl has no other place (A-27)."""
     return VERSION_BYTE + encoded_attributes
 
 

@@ -98,7 +98,7 @@ async def test_v4_a_new_expiry_in_the_past_unsubscribes(world: Any, clock: Clock
     assert told(4, await raw.notified[4].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
 
 
-CASES = [  # current, asked -> in version 3, in version 4 (spec-facts 10.5)
+CASES = [  # current, asked -> in version 3, in version 4
     (None, None, None, None),
     (None, 10, None, 10),
     (10, 20, 20, 20),
