@@ -103,6 +103,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "takes up to # messages", 1, ["transports.zenoh:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.inbox:BYTES_MAX"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.held:HOLD_S"]),
+    ("configuration", "the log knows # addresses", 1, ["history.log:STREAMS_MAX"]),
     ("history", "at most #. The service gives one", 1, ["history.witness:WITNESSES_MAX"]),
     ("history", "(# records, 768 KiB, 60 s)", 1, ["history.service:POLL_RECORDS_MAX"]),
     ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service:POLL_BYTES_MAX"]),
@@ -125,9 +126,6 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, ["history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX"]),
     ("history", "(a sixteenth, at most # MiB)", MIB, ["history.connection:TRANSACTION_BYTES_MAX"]),
-    ("usubscription", "(#, the specification's 5 minutes), `audit_ms` (#)", 1, [
-        "usubscription.remote:TIMEOUT_MS", "usubscription.remote:AUDIT_MS",
-    ]),
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
@@ -198,3 +196,17 @@ def test_the_pauses_between_two_tries_to_connect_are_the_codes() -> None:
     said = "after {}, {}, {}, {}, then every {} ms".format(*importlib.import_module("transports.mqtt5.link").RECONNECT_MS)
 
     assert said in (ROOT / "docs" / "mqtt5.md").read_text(encoding="utf-8")
+
+
+def test_every_metric_and_reason_is_in_the_page() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Metrics")[2]
+    code = (ROOT / "streamer" / "metrics.py").read_text(encoding="utf-8")
+    made = re.findall(r"(Counter|Gauge)MetricFamily\(\s*\"(\w+)\"", code)
+    metrics = {name + "_total" * (kind == "Counter") for kind, name in made}
+    assert len(metrics) > 20
+    assert metrics == set(re.findall(r"`(up_streamer_\w+)`", table))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "streamer").glob("*.py"))
+    reasons = set(re.findall(r"""dropped\["(\w+)"\]|reason="(\w+)\"""", sources))
+    assert reasons
+    assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]

@@ -28,6 +28,7 @@ from pydantic_core import PydanticUndefined
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCS: Final = ROOT / "docs"
 CONFIG: Final = "streamer.config:Config"
+SERVICES: Final = ("usubscription.__main__:ServiceConfig", "spark_ingest.client:Options", "spark_ingest.pipeline:Trigger")  # of their own
 TABLE: Final = re.compile(r"<!-- settings: (?P<name>[\w.]+:\w+) -->\n(?P<table>.*?)<!-- end -->", re.DOTALL)
 HEADER: Final = "| key | value | default | what |\n|---|---|---|---|\n"
 
@@ -63,7 +64,8 @@ def name_of(of: type[BaseModel]) -> str:
 
 
 def wanted() -> Iterator[str]:
-    """The models that need a table: each section of the configuration, and each transport of ours."""
+    """The models that need a table: each section of the configuration, what runs by itself, and each transport of ours."""
+    yield from SERVICES
     for name, field in model(CONFIG).model_fields.items():
         sections = models_in(field.annotation)
         if not sections:
@@ -149,7 +151,7 @@ def default(field: FieldInfo, *, within: bool) -> str:
         return f"`{value.value}`"
     if isinstance(value, int | float):
         return number(value)
-    if isinstance(value, str | Path):
+    if isinstance(value, str | Path) and str(value):
         return f"`{value}`"
     return f"`{json.dumps(value)}`" if value else "empty"
 
