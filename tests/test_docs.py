@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import textwrap
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+from streamer.config import loads
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve()
@@ -210,3 +214,35 @@ def test_every_metric_and_reason_is_in_the_page() -> None:
     reasons = set(re.findall(r"""dropped\["(\w+)"\]|reason="(\w+)\"""", sources))
     assert reasons
     assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+HOME = '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+EXAMPLES: list[tuple[str, str]] = [
+    ("README.md", blocks("README.md")[0]),
+    ("docs/mqtt5.md", HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0])),
+    ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
+    *[
+        (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for folder in ("deploy", "examples/vehicle-cloud")
+        for path in sorted((ROOT / folder).rglob("*.toml"))
+    ],
+]
+
+
+@pytest.mark.parametrize(("where", "text"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
+def test_an_example_is_a_configuration(where: str, text: str) -> None:
+    assert loads(text, where).authority
+
+
+def test_the_example_of_the_service_is_one() -> None:
+    config = importlib.import_module("usubscription.__main__").validate(tomllib.loads(blocks("docs/usubscription.md")[0]), "the page")
+    assert config.authority == "cloud"
+
+
+def test_the_example_of_the_spark_job_is_one(tmp_path: Path) -> None:
+    (tmp_path / "ingest.toml").write_text(blocks("docs/spark.md")[0])
+    assert importlib.import_module("spark_ingest.pipeline").load(tmp_path / "ingest.toml").trigger.available_now
