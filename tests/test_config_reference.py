@@ -30,7 +30,7 @@ def test_the_tables_are_up_to_date(tool: ModuleType, capsys: pytest.CaptureFixtu
 
 def test_every_transport_and_section_has_a_table(tool: ModuleType) -> None:
     wanted = set(tool.wanted())
-    assert {"transports.zenoh:ZenohConfig", "transports.mqtt5.config:Mqtt5Config", "transports.dds_config:DdsConfig"} < wanted
+    assert {"transports.zenoh_config:ZenohConfig", "transports.mqtt5.config:Mqtt5Config", "transports.dds_config:DdsConfig"} < wanted
     assert {"transports.local:LocalConfig", "streamer.config:EndpointSection", "streamer.config:ExpressSection"} < wanted
 
 
