@@ -30,7 +30,7 @@ from rich.table import Table
 
 from streamer import client, cursors, dead_letter
 from streamer import config as configs
-from streamer.app import Streamer, serve
+from streamer.app import Streamer, endpoints_of, serve
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
@@ -199,10 +199,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
-    unclaimed = _unclaimed(loaded)
+    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded).notes()
     if as_json:
         told = {waits.endpoint: waits.records for waits in unclaimed}
-        print(json.dumps({"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told}))
+        found = {"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told, "notes": notes}
+        print(json.dumps(found))
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
     for column in ("endpoint", "transport", "authorities", "uSubscription"):
@@ -214,6 +215,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+    for note in notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
     for waits in unclaimed:
         out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from streamer import names
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -35,6 +36,24 @@ def _authority(text: str) -> str:
     return text
 
 
+def _authority_pattern(text: str) -> str:
+    """An authority, `*`, or a family like `*.vin123`."""
+    if uris.is_family(text):
+        _authority(text[2:])
+        if uris.is_pattern(text[2:]):
+            raise ValueError(f"{text!r} has more than one *; expected a name behind the *.")
+        return text
+    return _authority(text)
+
+
+def _suffix(text: str) -> str:
+    if text:
+        _authority(text)
+    if uris.is_pattern(text) or text.startswith((".", "[")):
+        raise ValueError(f"expected what stands behind the dot, such as vin123 for ecu1.vin123, got {text!r}")
+    return text
+
+
 def _pattern(text: str) -> str:
     try:
         uris.parse(text)
@@ -53,6 +72,8 @@ def _host_port(text: str) -> str:
 Mistake = tuple[int, str]  # the line on which it is, and what it is
 Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the name of the second endpoint
 Authority = Annotated[str, AfterValidator(_authority)]
+AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
+Suffix = Annotated[str, AfterValidator(_suffix)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
@@ -100,10 +121,15 @@ class EndpointSection(_Section):
         "its backlog waits under the old name: see below",
     )
     transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
-    authorities: list[Authority] = Field(
+    authorities: list[AuthorityPattern] = Field(
         min_length=1,
-        description='who lives there; `"*"` is every authority that no other endpoint names (the fleet side of a cloud gateway). An '
-        "authority has one network",
+        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the fleet '
+        "side of a cloud gateway). An authority has one network",
+    )
+    suffix: Suffix | None = Field(
+        default=None,
+        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique as '
+        "they are. See [names.md](names.md)",
     )
     usubscription: Literal["embedded", "remote", "none"] | None = Field(
         default=None,
@@ -170,6 +196,11 @@ class USubscriptionSection(_Section):
     static_file: Path | None = Field(
         default=None, description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services"
     )
+    answers_for: list[AuthorityPattern] | None = Field(
+        default=None,
+        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families "
+        "(`*.x`) at home",
+    )
     refresh_s: float = Field(
         default=60, ge=1, description="how often a service is asked again, in seconds, though its notifications are followed"
     )
@@ -223,7 +254,7 @@ class Config(_Section):
         yield from self._mistakes_of_home(list(owners))
 
     def _mistakes_of_home(self, authorities: list[str]) -> Iterator[tuple[str, Location]]:
-        if all(authority == uris.WILDCARD_AUTHORITY for authority in authorities):
+        if all(map(uris.is_pattern, authorities)):
             yield "at least one endpoint must name an authority: the streamer lives there", ("endpoint", 0, "authorities")
         elif self.authority not in authorities:
             what = f"streamer.authority {self.authority!r} is not an authority of any endpoint; known are {', '.join(authorities)}"
@@ -233,6 +264,21 @@ class Config(_Section):
             for index, endpoint in enumerate(self.endpoint):
                 if endpoint.usubscription == "embedded" and endpoint is not self.home:
                     yield serves, ("endpoint", index, "usubscription")
+            yield from self._mistakes_of_names()
+
+    def _mistakes_of_names(self) -> Iterator[tuple[str, Location]]:
+        """Two names for one authority, or one name for two, would be loops and mix-ups while running."""
+        inside = {authority for endpoint in self.endpoint if not endpoint.suffix for authority in endpoint.authorities}
+        for index, endpoint in enumerate(self.endpoint):
+            place = ("endpoint", index, "suffix")
+            if endpoint.suffix and endpoint is self.home:
+                owns = f"endpoint {endpoint.name!r} has the streamer's own authority {self.authority!r}"
+                yield f"{owns}: a suffix is for the networks outside", place
+            elif endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
+                yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}", place
+        if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
+            what = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}: nobody would answer"
+            yield what, ("usubscription", "answers_for")
 
     def _mistakes_of_rules(self) -> Iterator[tuple[str, Location]]:
         names = sorted({endpoint.name for endpoint in self.endpoint})
@@ -249,7 +295,16 @@ class Config(_Section):
         """The streamer's own authority."""
         if self.streamer.authority is not None:
             return self.streamer.authority
-        return next(a for endpoint in self.endpoint for a in endpoint.authorities if a != uris.WILDCARD_AUTHORITY)
+        return next(a for endpoint in self.endpoint for a in endpoint.authorities if not uris.is_pattern(a))
+
+    @property
+    def answers_for(self) -> frozenset[str]:
+        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no other one."""
+        if self.usubscription_of(self.home) != "embedded":
+            return frozenset()
+        if self.usubscription.answers_for is not None:
+            return frozenset(self.usubscription.answers_for)
+        return frozenset(filter(uris.is_family, self.home.authorities))
 
     @property
     def home(self) -> EndpointSection:
@@ -261,7 +316,8 @@ class Config(_Section):
             return endpoint.usubscription
         if endpoint is self.home:
             return "embedded"
-        return "none" if uris.WILDCARD_AUTHORITY in endpoint.authorities else "remote"
+        nobody = uris.WILDCARD_AUTHORITY in endpoint.authorities or all(map(uris.is_pattern, endpoint.authorities))
+        return "none" if nobody else "remote"
 
     @property
     def rules(self) -> list[RuleSection]:
