@@ -97,6 +97,17 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
         (TWO + RULE + '[[rule]]\nto = "vehicle"\nfrom = "vehicle"\n', 18, "in a circle"),
         (TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'), 11, "only endpoint 'vehicle' can have it"),
         ('[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n', 4, "at least one endpoint must name an authority"),
+        (TWO.replace('name = "vehicle"', 'name = "vehicle"\nsuffix = "vin1"'), 6, "a suffix is for the networks outside"),
+        (
+            TWO.replace('"backend"', '"vehicle1.vin1"').replace('name = "cloud"', 'name = "cloud"\nsuffix = "vin1"'),
+            11,
+            "suffix 'vin1' of endpoint",
+        ),
+        (
+            TWO.replace('name = "vehicle"', 'name = "vehicle"\nusubscription = "remote"') + '[usubscription]\nanswers_for = ["ecu1"]\n',
+            16,
+            "nobody would answer",
+        ),
         ("endpoint = 3", 1, "endpoint"),
         ("[streamer]\n[[endpoint", 2, "not valid TOML"),
         ('[streamer]\n\ndata_dir = "', 3, "not valid TOML"),
