@@ -1,5 +1,5 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
-#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make clean
+#   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make simulate [SEEDS=10000 START=0]   make chaos
 
 PYTHON ?= python3
@@ -11,7 +11,7 @@ ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
 
-.PHONY: demo test check format simulate chaos bench proto spec-coverage wheel clean
+.PHONY: demo test check format simulate chaos bench proto spec-coverage config-reference wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -34,6 +34,7 @@ check: $(STAMP)
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_rules.py
 	@$(BIN)/python tools/spec_coverage.py --check
+	@$(BIN)/python tools/config_reference.py --check
 
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
@@ -55,6 +56,9 @@ proto: $(STAMP)
 
 spec-coverage: $(STAMP)
 	@$(BIN)/python tools/spec_coverage.py
+
+config-reference: $(STAMP)
+	@$(BIN)/python tools/config_reference.py
 
 wheel: $(STAMP)
 	@$(BIN)/python -m build --wheel --outdir dist .

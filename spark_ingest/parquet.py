@@ -58,8 +58,9 @@ def _entries(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def read(directory: Path, columns: list[str] | None = None, filter: Any = None) -> pa.Table:
+def read(path: Path | str, columns: list[str] | None = None, filter: Any = None) -> pa.Table:
     """The rows, or some columns of those that match `filter` (a pyarrow expression). Raises as `committed_files`."""
+    directory = Path(path)
     files = committed_files(directory)
     schema = pa.unify_schemas([SCHEMA, _PARTITIONS])
     if not files:

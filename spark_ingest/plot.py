@@ -16,7 +16,7 @@ ENGINE_SPEED: Final = "Vehicle.OBD.EngineSpeed"
 _COLOURS: Final = ("#1f6fb4", "#d1571f")
 
 
-def plot(parquet_dir: Path, png: Path) -> None:
+def plot(parquet_dir: Path | str, png: Path | str) -> None:
     """Draw `png` from the job's output. Raises UStatusError(NOT_FOUND) if neither signal is in it."""
     import matplotlib  # an extra, and slow to import
 

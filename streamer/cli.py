@@ -355,7 +355,7 @@ def call(
 ) -> None:
     """Call a method and print its answer.
 
-    Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]'[/]
+    Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]'[/]
     """
     _log_to_stderr()
     with _errors():
@@ -452,7 +452,7 @@ def history_(
 
     verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has seen it.
 
-    Example: [bold]up-streamer history vehicle1 -t zenoh -a tester -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
+    Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
     """
     from history.subscriber import HistoryClient
     from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -69,6 +70,7 @@ def _host_port(text: str) -> str:
 
 
 Mistake = tuple[int, str]  # the line on which it is, and what it is
+Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the name of the second endpoint
 Authority = Annotated[str, AfterValidator(_authority)]
 AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
 Suffix = Annotated[str, AfterValidator(_suffix)]
@@ -80,27 +82,61 @@ def patterns(texts: list[str]) -> list[UUri]:
 
 
 class _Section(BaseModel):
+    """The descriptions of its fields are the tables of docs/configuration.md (tools/config_reference.py)."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Incoherent(ValueError):
+    """What does not fit together though each part is right by itself: what is wrong, and the key to be changed, for each."""
+
+    def __init__(self, mistakes: Sequence[tuple[str, Location]]) -> None:
+        super().__init__("; ".join(what for what, _ in mistakes))
+        self.mistakes = mistakes
 
 
 class StreamerSection(_Section):
     """Who this streamer is."""
 
-    authority: Authority | None = None  # the device it runs on; default: the first authority that an endpoint names
-    data_dir: Path = Path("up-streamer-data")  # log, subscriptions, dead letters
-    admin: Annotated[str, AfterValidator(_host_port)] | None = None  # HOST:PORT of /metrics, /healthz, /readyz
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    authority: Authority | None = Field(
+        default=None,
+        description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead letter topic "
+        "`up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
+    )
+    data_dir: Path = Field(default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest")
+    admin: Annotated[str, AfterValidator(_host_port)] | None = Field(
+        default=None, description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz` and `/readyz`; port 0 is any free one"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="what is logged, and all that is worse; the log goes to standard error"
+    )
 
 
 class EndpointSection(_Section):
     """One network and the authorities that live on it."""
 
-    name: str = Field(pattern=NAME)
-    transport: str
-    authorities: list[AuthorityPattern] = Field(min_length=1)  # "*": every authority that no other endpoint names; "*.vin123": a family
-    suffix: Suffix | None = None  # off the vehicle: there our authority NAME is called NAME.suffix; "": it is told apart as it is
-    usubscription: Literal["embedded", "remote", "none"] | None = None  # default: embedded at home, remote elsewhere, none for "*"
-    settings: dict[str, Any] = {}
+    name: str = Field(
+        pattern=NAME,
+        description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and "
+        "its backlog waits under the old name: see below",
+    )
+    transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
+    authorities: list[AuthorityPattern] = Field(
+        min_length=1,
+        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the fleet '
+        "side of a cloud gateway). An authority has one network",
+    )
+    suffix: Suffix | None = Field(
+        default=None,
+        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique as '
+        "they are. See [names.md](names.md)",
+    )
+    usubscription: Literal["embedded", "remote", "none"] | None = Field(
+        default=None,
+        description="`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each named authority is "
+        'asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere',
+    )
+    settings: dict[str, Any] = Field(default={}, description="the transport's own, see there")
 
 
 class RuleSection(_Section):
@@ -108,22 +144,46 @@ class RuleSection(_Section):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    from_: str = Field(alias="from")
-    to: str
-    allow: list[Pattern] = []  # source patterns; empty: all
-    deny: list[Pattern] = []  # stronger than allow
-    delivery: Literal["standard"] = "standard"
+    from_: str = Field(alias="from", description="name of the endpoint where messages come in")
+    to: str = Field(description="name of the endpoint where they may leave")
+    allow: list[Pattern] = Field(
+        default=[],
+        description="patterns; of publishes and notifications the source counts, of requests and responses the method. None: all",
+    )
+    deny: list[Pattern] = Field(default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED")
+    delivery: Literal["standard"] = Field(default="standard", description="the only one so far")
 
 
 class HistorySection(_Section):
     """What is kept, where, and how long."""
 
-    record: list[Pattern] = []  # kept whether or not somebody subscribed
-    volatile: list[Pattern] = []  # kept in memory only: for high rates on flash that must not wear
-    retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
-    retention_mib: int = Field(default=1024, ge=1, le=MIB_MAX)
-    volatile_mib: int = Field(default=64, ge=8, le=MIB_MAX)  # less would not hold what is under way between two networks
-    absent_hours: float = Field(default=168, gt=0, le=HOURS_MAX, allow_inf_nan=False)  # then an endpoint that is away holds nothing back
+    record: list[Pattern] = Field(default=[], description="patterns of topics that are kept whether or not somebody subscribed")
+    volatile: list[Pattern] = Field(
+        default=[],
+        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. They do not survive a "
+        "restart",
+    )
+    retention_hours: float = Field(
+        default=168,
+        ge=HOURS_MIN,
+        le=HOURS_MAX,
+        allow_inf_nan=False,
+        description="older records are deleted, unless an endpoint has not had them yet",
+    )
+    retention_mib: int = Field(
+        default=1024, ge=1, le=MIB_MAX, description="of the durable log on disk, all its files together; stronger than every cursor"
+    )
+    volatile_mib: int = Field(  # less would not hold what is under way between two networks
+        default=64, ge=8, le=MIB_MAX, description="of the volatile log in memory"
+    )
+    absent_hours: float = Field(
+        default=168,
+        gt=0,
+        le=HOURS_MAX,
+        allow_inf_nan=False,
+        description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never against "
+        "`retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine tenths are over",
+    )
 
     @property
     def absent_ms(self) -> int:
@@ -133,22 +193,32 @@ class HistorySection(_Section):
 class USubscriptionSection(_Section):
     """Who is asked what somebody wants."""
 
-    static_file: Path | None = None  # topics and subscribers as JSON, in addition to the services
-    answers_for: list[AuthorityPattern] | None = None  # authorities beside its own that the embedded service is the uSubscription of
-    refresh_s: float = Field(default=60, ge=1)  # how often a service is asked again, though its notifications are followed
+    static_file: Path | None = Field(
+        default=None, description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services"
+    )
+    answers_for: list[AuthorityPattern] | None = Field(
+        default=None,
+        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families "
+        "(`*.x`) at home",
+    )
+    refresh_s: float = Field(
+        default=60, ge=1, description="how often a service is asked again, in seconds, though its notifications are followed"
+    )
 
 
 class EgressSection(_Section):
     """How hard a peer is tried."""
 
-    retry_min_ms: int = Field(default=50, ge=1)
-    retry_max_ms: int = Field(default=10_000, ge=1)
+    retry_min_ms: int = Field(default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter")
+    retry_max_ms: int = Field(default=10_000, ge=1, description="longest pause; a network that returns ends it")
 
 
 class ExpressSection(_Section):
     """Requests and responses, in memory until they are sent or their ttl has run out."""
 
-    messages_max: int = Field(default=4_096, ge=1)  # of one peer; a full queue answers RESOURCE_EXHAUSTED
+    messages_max: int = Field(
+        default=4_096, ge=1, description="requests and responses that wait for one endpoint; beyond it RESOURCE_EXHAUSTED"
+    )
 
 
 class DispatchSection(_Section):
@@ -171,51 +241,63 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
-        owners: dict[str, str] = {}
-        for endpoint in self.endpoint:
-            if any(other is not endpoint and other.name == endpoint.name for other in self.endpoint):
-                raise ValueError(f"two endpoints are named {endpoint.name!r}; names must differ")
-            for authority in endpoint.authorities:
-                if authority in owners:
-                    raise ValueError(
-                        f"authority {authority!r} belongs to both endpoint {owners[authority]!r} and {endpoint.name!r}; one network has it"
-                    )
-                owners[authority] = endpoint.name
-        if all(map(uris.is_pattern, owners)):
-            raise ValueError("at least one endpoint must name an authority: the streamer lives there")
-        if self.streamer.authority is not None and self.streamer.authority not in owners:
-            raise ValueError(
-                f"streamer.authority {self.streamer.authority!r} is not an authority of any endpoint; known are {', '.join(owners)}"
-            )
-        names = {endpoint.name for endpoint in self.endpoint}
-        for rule in self.rule:
-            for name in (rule.from_, rule.to):
-                if name not in names:
-                    raise ValueError(f"a rule names endpoint {name!r}, which there is not; known are {', '.join(sorted(names))}")
-            if rule.from_ == rule.to:
-                raise ValueError(f"a rule from {rule.from_!r} to itself would forward in a circle")
-        self._names_hang_together()
-        embedded = [endpoint.name for endpoint in self.endpoint if endpoint.usubscription == "embedded"]
-        if any(name != self.home.name for name in embedded):
-            raise ValueError(
-                f"usubscription = 'embedded' serves authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
-            )
+        mistakes = [*self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
+        if mistakes:
+            raise Incoherent(mistakes)
         return self
 
-    def _names_hang_together(self) -> None:
+    def _mistakes_of_endpoints(self) -> Iterator[tuple[str, Location]]:
+        names: set[str] = set()
+        owners: dict[str, EndpointSection] = {}
+        for index, endpoint in enumerate(self.endpoint):
+            if endpoint.name in names:
+                yield f"two endpoints are named {endpoint.name!r}; names must differ", ("endpoint", index, "name")
+            names.add(endpoint.name)
+            for authority in endpoint.authorities:
+                owner = owners.setdefault(authority, endpoint)
+                if owner is not endpoint:
+                    what = f"authority {authority!r} belongs to both endpoint {owner.name!r} and {endpoint.name!r}; one network has it"
+                    yield what, ("endpoint", index, "authorities")
+            if len(set(endpoint.authorities)) < len(endpoint.authorities):
+                yield f"endpoint {endpoint.name!r} names an authority twice", ("endpoint", index, "authorities")
+        yield from self._mistakes_of_home(list(owners))
+
+    def _mistakes_of_home(self, authorities: list[str]) -> Iterator[tuple[str, Location]]:
+        if all(map(uris.is_pattern, authorities)):
+            yield "at least one endpoint must name an authority: the streamer lives there", ("endpoint", 0, "authorities")
+        elif self.authority not in authorities:
+            what = f"streamer.authority {self.authority!r} is not an authority of any endpoint; known are {', '.join(authorities)}"
+            yield what, ("streamer", "authority")
+        else:
+            serves = f"usubscription = 'embedded' serves authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
+            for index, endpoint in enumerate(self.endpoint):
+                if endpoint.usubscription == "embedded" and endpoint is not self.home:
+                    yield serves, ("endpoint", index, "usubscription")
+            yield from self._mistakes_of_names()
+
+    def _mistakes_of_names(self) -> Iterator[tuple[str, Location]]:
         """Two names for one authority, or one name for two, would be loops and mix-ups while running."""
-        if self.home.suffix:
-            raise ValueError(
-                f"endpoint {self.home.name!r} has the streamer's own authority {self.authority!r}: a suffix is for the networks outside"
-            )
         inside = {authority for endpoint in self.endpoint if not endpoint.suffix for authority in endpoint.authorities}
-        for endpoint in self.endpoint:
-            if endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
-                raise ValueError(f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}")
+        for index, endpoint in enumerate(self.endpoint):
+            place = ("endpoint", index, "suffix")
+            if endpoint.suffix and endpoint is self.home:
+                owns = f"endpoint {endpoint.name!r} has the streamer's own authority {self.authority!r}"
+                yield f"{owns}: a suffix is for the networks outside", place
+            elif endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
+                yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}", place
         if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
-            raise ValueError(
-                f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}: nobody would answer"
-            )
+            what = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}: nobody would answer"
+            yield what, ("usubscription", "answers_for")
+
+    def _mistakes_of_rules(self) -> Iterator[tuple[str, Location]]:
+        names = sorted({endpoint.name for endpoint in self.endpoint})
+        for index, rule in enumerate(self.rule):
+            for key, name in (("from", rule.from_), ("to", rule.to)):
+                if name not in names:
+                    what = f"a rule names endpoint {name!r}, which there is not; known are {', '.join(names)}"
+                    yield what, ("rule", index, key)
+            if rule.from_ == rule.to:
+                yield f"a rule from {rule.from_!r} to itself would forward in a circle", ("rule", index, "to")
 
     @property
     def authority(self) -> str:
@@ -269,16 +351,24 @@ def loads(text: str, name: str = "config") -> Config:
     try:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise invalid(f"{name} is not valid TOML: {error}") from None
+        raise invalid(_not_toml(text, name, str(error))) from None
     mistakes: list[Mistake] = []
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        mistakes += [_explain(text, one["loc"], one) for one in error.errors(include_url=False)]
+        for one in error.errors(include_url=False):
+            mistakes += _explain(text, one["loc"], one)
     mistakes += _settings_mistakes(text, raw)
     if mistakes:
         raise invalid("\n".join(f"{name}:{line}: {what}" for line, what in sorted(set(mistakes))))
     return config
+
+
+def _not_toml(text: str, name: str, said: str) -> str:
+    """tomllib tells the line in words only: "(at line 3, column 7)", or "(at end of document)"."""
+    at = re.search(r" ?\(at (?:line (\d+), column \d+|end of document)\)$", said)
+    line = int(at[1]) if at and at[1] else text.count("\n") + 1
+    return f"{name}:{line}: this is not valid TOML: {said}"
 
 
 def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
@@ -296,12 +386,16 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
         except UStatusError as error:
             mistakes.append((_line(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
         except ValidationError as error:
-            mistakes += [_explain(text, (*where, *one["loc"]), one) for one in error.errors(include_url=False)]
+            for one in error.errors(include_url=False):
+                mistakes += _explain(text, (*where, *one["loc"]), one)
     return mistakes
 
 
-def _explain(text: str, location: tuple[int | str, ...], error: Any) -> Mistake:
-    """Line, and `where: what`, of one mistake."""
+def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
+    """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is wrong."""
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, Incoherent):
+        return [(_line(text, (*location, *at)), what) for what, at in cause.mistakes]
     where = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
         what = f"unknown key {location[-1]!r}"
@@ -309,13 +403,13 @@ def _explain(text: str, location: tuple[int | str, ...], error: Any) -> Mistake:
         what = error["msg"].removeprefix("Value error, ")
         if isinstance(error.get("input"), str | int | float | bool):
             what += f" (got {error['input']!r})"
-    return _line(text, location), f"{where + ': ' if where else ''}{what}"
+    return [(_line(text, location), f"{where + ': ' if where else ''}{what}")]
 
 
-def _line(text: str, location: tuple[int | str, ...]) -> int:
+def _line(text: str, location: Location) -> int:
     """The line on which `location` is written, or the nearest line above it that is; tomllib itself keeps no lines."""
     best, best_depth = 1, 0
-    table: tuple[int | str, ...] = ()
+    table: Location = ()
     counts: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*(\[\[?)\s*([^\]]+?)\s*\]", line):

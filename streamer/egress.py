@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     since: int  # none of them wants what came up to here
     as_is: bool  # every message, unchanged: the fast way
     add_sink: bool  # one copy per target with the streamer's sink
-    drop_sink: bool  # the streamer's sink has done its work
+    drop_sink: bool  # the streamer's sink has done its work
     park: bool  # nobody can say yet who else wants it
 
 

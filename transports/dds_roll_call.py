@@ -231,6 +231,9 @@ def _reader_misfit(qos: Qos, type_name: str) -> str:
         wrong.append("its reader asks for the past (DURABILITY), and our writers are VOLATILE")
     if Policy.DestinationOrder.BySourceTimestamp in qos:
         wrong.append("its reader asks for BY_SOURCE_TIMESTAMP, and our writers have BY_RECEPTION_TIMESTAMP")
+    representation = qos[Policy.DataRepresentation]
+    if representation is not None and not representation.use_cdrv0_representation:
+        wrong.append("its reader takes XCDR2 alone (DATA_REPRESENTATION), and our writers write XCDR1")
     deadline, liveliness = qos[Policy.Deadline], qos[Policy.Liveliness]
     if deadline is not None and deadline.deadline < INFINITE_NS:
         wrong.append("its reader asks for a DEADLINE, and our writers have none")

@@ -16,25 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 import zenoh
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports import zenoh_mapping as mapping
 from transports.inbox import Inbox
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.listeners import Filter, ListenerTable
 from transports.outbox import OK, stopped
 from transports.plugin import TransportPlugin
-from transports.zenoh_sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate, words
+from transports.zenoh_config import ZenohConfig, linked
+from transports.zenoh_sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -50,86 +48,6 @@ UNREAD: Final = "what was sent last may not have been read"
 log = structlog.get_logger()
 T = TypeVar("T")
 Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, payload, attachment, under which key
-
-
-class TlsConfig(BaseModel):
-    """Files in PEM form. `certificate` and `private_key` are our own, for either side of a connection."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    root_ca: Path | None = None
-    certificate: Path | None = None
-    private_key: Path | None = None
-    mutual: bool = Field(default=False, description="demand a certificate of who connects to us")
-    verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
-
-
-class ZenohConfig(BaseModel):
-    """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    mode: Literal["peer", "client", "router"] = "peer"
-    listen: tuple[str, ...] = ()
-    connect: tuple[str, ...] = ()
-    multicast_scouting: bool = Field(default=False, description="find others by UDP multicast")
-    connect_timeout_ms: int = Field(default=5_000, ge=1, description="of `open`; a link that is lost later is looked for without end")
-    stall_ms_max: int = Field(default=60_000, ge=1, description="a peer that reads nothing for so long is cut off")
-    user: str | None = None
-    password: SecretStr | None = None
-    credentials_file: Path | None = Field(default=None, description="lines of user:password that may connect to us")
-    tls: TlsConfig | None = None
-    config_file: Path | None = Field(default=None, description="a Zenoh configuration (JSON5); what is set here goes over it")
-    settings: dict[str, Any] = Field(default_factory=dict, description="Zenoh settings by path, e.g. transport/link/tx/lease; set last")
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if not (self.listen or self.connect or self.multicast_scouting or self.config_file):
-            raise ValueError("a Zenoh endpoint needs listen, connect, multicast_scouting or config_file: it would never meet anybody")
-        if (self.user is None) != (self.password is None):
-            raise ValueError("user and password come together")
-        return self
-
-    def to_zenoh(self) -> zenoh.Config:
-        """Reads config_file. Raises UStatusError(INVALID_ARGUMENT)."""
-        try:
-            config = zenoh.Config.from_file(str(self.config_file)) if self.config_file else zenoh.Config()
-        except zenoh.ZError as error:
-            raise invalid(f"{self.config_file} is not a Zenoh configuration: {words(error)}") from None
-        for path, value in {**self._settings(), **self.settings}.items():
-            try:
-                config.insert_json5(path, json.dumps(value))
-            except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
-                raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
-        return config
-
-    def _settings(self) -> dict[str, Any]:
-        settings: dict[str, Any] = {
-            "mode": self.mode,
-            "scouting/multicast/enabled": self.multicast_scouting,
-            "connect/timeout_ms": self.connect_timeout_ms,
-            "connect/exit_on_failure": True,
-            "transport/link/tx/queue/congestion_control/block/wait_before_close": self.stall_ms_max * 1_000,
-            "transport/shared_memory/enabled": False,  # a process that is killed would leave its segments behind
-        }
-        if not self.config_file or self.listen:
-            settings["listen/endpoints"] = self.listen  # also if empty: Zenoh's default is to listen on all interfaces
-        if self.connect:
-            settings["connect/endpoints"] = self.connect
-        if self.user is not None and self.password is not None:
-            settings |= {"transport/auth/usrpwd/user": self.user, "transport/auth/usrpwd/password": self.password.get_secret_value()}
-        if self.credentials_file is not None:
-            settings["transport/auth/usrpwd/dictionary_file"] = str(self.credentials_file)
-        if self.tls is not None:
-            files = {"root_ca_certificate": self.tls.root_ca}
-            for side in ("connect", "listen"):
-                files |= {f"{side}_certificate": self.tls.certificate, f"{side}_private_key": self.tls.private_key}
-            settings |= {f"transport/link/tls/{name}": str(path) for name, path in files.items() if path is not None}
-            settings["transport/link/tls/enable_mtls"] = self.tls.mutual
-            settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
-        return settings
 
 
 class ZenohTransport(UTransport):
@@ -202,7 +120,7 @@ class ZenohTransport(UTransport):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._on_peer, event.transport, opened)
 
-        session = zenoh.open(self._config.to_zenoh())
+        session = linked(self._config)
         try:
             session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", answer_flush)
             self._events = session.info.declare_transport_events_listener(on_event, history=True)

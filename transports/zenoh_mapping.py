@@ -87,7 +87,7 @@ def complete(attributes: UAttributes, key: str) -> None:
 
 
 def attachment(encoded_attributes: bytes) -> bytes:
-    """dsn~up-transport-zenoh-attributes-mapping~1; the payload goes as it is."""
+    """dsn~up-transport-zenoh-attributes-mapping~1, one behind the other (A-25). The ttl has no other place (A-27)."""
     return VERSION_BYTE + encoded_attributes
 
 

@@ -213,7 +213,7 @@ class ZenohSender:
         if len(self._routes) >= ROUTES_MAX:
             self._routes.clear()
             self._lanes.clear()
-        put = partial(
+        put = partial(  # reliable, blocking, without an encoding
             self._session.put,
             key[0],
             congestion_control=zenoh.CongestionControl.BLOCK,

@@ -44,7 +44,10 @@ class ServiceConfig(BaseModel):
     store: Path = Field(description="the SQLite file; made if it isn't there")
     transport: str = Field(description="name of the transport plugin")
     settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
-    remote_majors: dict[str, int] = Field(default_factory=dict, description="version to speak to a remote authority, if not the client's")
+    remote_majors: dict[str, int] = Field(
+        default_factory=dict,
+        description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the link",
+    )
     remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes")
     audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
 

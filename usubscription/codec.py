@@ -178,7 +178,7 @@ class V3:
         | v3.NotificationsRequest,
         own: str,
     ) -> Key:
-        """Spec-facts 10.2: no wildcards, in type, instance or version either; an empty authority is the local one."""
+        """No wildcards, in type, instance or version either; an empty authority is the local one."""
         if not asked.HasField("topic"):
             raise invalid("the request names no topic")
         topic = asked.topic
@@ -189,7 +189,7 @@ class V3:
 
     @staticmethod
     def _subscriber(request: UMessage, asked: v3.SubscriptionRequest | v3.UnsubscribeRequest | v3.NotificationsRequest, own: str) -> Key:
-        """The caller; or, where an older client names a subscriber of its own authority, that one. Nobody acts for other authorities."""
+        """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other authorities (C-11)."""
         caller = caller_of(request, own)
         if not asked.HasField("subscriber") or not asked.subscriber.HasField("uri"):
             return caller
@@ -270,7 +270,7 @@ class V4:
 
     @staticmethod
     def _topic(asked: v4.SubscribeRequest | v4.UnsubscribeRequest) -> Key:
-        """Spec-facts 10.2: the authority is named, type and resource are specific; instance and version may be wildcards."""
+        """The authority is named, type and resource are specific; instance and version may be wildcards."""
         if not asked.HasField("topic"):
             raise invalid("the request names no topic")
         topic = asked.topic

@@ -443,7 +443,7 @@ class Database:
             self._unused.update((topic, client))
 
     def _reset(self, db: sqlite3.Connection) -> Outcome:
-        """Spec-facts 10.7: everything goes, then everybody who was subscribed or registered is told."""
+        """Everything goes, then everybody who was subscribed or registered is told."""
         self._store_changes(db)  # of earlier events of this batch
         keys: dict[int, Key] = {row[0]: row[1:5] for row in db.execute("SELECT id, authority, ue_id, version, resource FROM uri")}
         registered: dict[int, list[tuple[Key, int]]] = {}

@@ -44,7 +44,7 @@ log = structlog.get_logger()
 
 
 class AnswersFirst(UTransport):
-    """The transport as the RPC servers see it: it notes which responses have left.
+    """The transport as the RPC servers see it: it notes which responses have left, so that what they bring about leaves later (C-23).
 
     Remembered is what is still to leave, not what has left: of that there may be any number before a change asks for it.
     """

@@ -262,7 +262,7 @@ def _read_status(major: int, answer: UPayload) -> Status:
 
 
 def _request(topic: Key, link: Link, own: UUri) -> Message:
-    """Spec-facts 10.6: no expiry; version 3 names itself as subscriber, for services that still read that field."""
+    """No expiry. Version 3 names itself as subscriber, for services that still read that field (C-11)."""
     uri, subscribing = to_uri(topic), link.command is Command.SUBSCRIBE
     if link.major == 4:
         return v4.SubscribeRequest(topic=uri, sample_period=link.sample_period_ms) if subscribing else v4.UnsubscribeRequest(topic=uri)

@@ -252,12 +252,12 @@ class USubscriptionService:
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.registration(request, self._host(request))
-        await self._store.submit(Register(client, codec.major, topic))
+        await self._store.submit(Register(client, codec.major, topic))  # it stays over restarts
         return codec.registered()
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.registration(request, self._host(request))
-        await self._store.submit(Unregister(client, codec.major, topic))
+        await self._store.submit(Unregister(client, codec.major, topic))  # OK, also where there is nothing to end
         return codec.registered()
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:

@@ -368,7 +368,7 @@ class _Machine:
             self._tell(event.subscriber, record, status_changed=known is None or known.status is not status)
 
     def _want(self, event: Subscribe, known: Record | None) -> None:
-        """Ask the remote service, if nobody has yet, or if this subscriber wants more than was asked for."""
+        """Ask the remote service, if nobody has yet, or if this one wants more than was asked for, which makes nobody pending (C-32)."""
         period = event.sample_period_ms or None
         link = self.step.link
         if link.state in (U, UP):

@@ -68,7 +68,7 @@ class Teller:
         self.dropped: Counter[str] = Counter()
 
     def parts(self, stored: StoredChange) -> list[Part]:
-        """Notifications, then the Publish in either version (spec-facts C-18, A-41)."""
+        """Notifications, then the Publish in either version (C-18, A-41)."""
         recipients: dict[str, list[tuple[Key, int]]] = {}
         for client in stored.recipients:
             recipients.setdefault(client[0][0], []).append(client)

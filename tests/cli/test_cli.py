@@ -171,7 +171,7 @@ def test_what_is_wrong_is_said(
 
 
 BAD_CONFIGS: list[tuple[str, list[str]]] = [
-    ("x = [", ["bad.toml is not valid TOML"]),
+    ("x = [", ["bad.toml:1: this is not valid TOML"]),
     ("", ["endpoint: Field required"]),
     (ONE + "colour = 1\n", ["bad.toml:8:", "unknown key 'colour'"]),
     (ONE.replace("[streamer]", "[streamer]\nadmni = 1"), ["bad.toml:3: streamer.admni: unknown key 'admni'"]),

@@ -43,7 +43,7 @@ def test_only_what_was_committed_is_read(tmp_path: Path) -> None:
     commit(directory, "1.compact", files[:2])
     commit(directory, "2", files[2:3])  # the fourth is of a batch that was cut off
     (directory / parquet.METADATA / ".2.crc").touch()
-    assert sorted(parquet.read(directory)["seq"].to_pylist()) == list(range(300))
+    assert sorted(parquet.read(str(directory))["seq"].to_pylist()) == list(range(300))
     moved = tmp_path / "moved"
     shutil.move(directory, moved)
     table = parquet.read(moved, ["seq", "authority", "date"])
@@ -66,7 +66,7 @@ def test_the_picture(tmp_path: Path) -> None:
     assert png.read_bytes().startswith(b"\x89PNG")
     commit(tmp_path, "0", [])
     with pytest.raises(UStatusError, match="nothing to draw"):
-        plot.plot(tmp_path, png)
+        plot.plot(str(tmp_path), str(png))
 
 
 def test_the_command_tells_what_is_wrong_with_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

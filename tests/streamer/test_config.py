@@ -28,6 +28,8 @@ authorities = ["cloud", "backend"]
 settings = { network = "other" }
 """
 
+RULE = '[[rule]]\nfrom = "vehicle"\nto = "cloud"\n'
+
 
 def problem(text: str) -> str:
     with pytest.raises(UStatusError) as caught:
@@ -83,22 +85,46 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "line", "words"),
     [
-        (TWO.replace('"backend"', '"vehicle1"'), "'vehicle1' belongs to both endpoint 'vehicle' and 'cloud'"),
-        (TWO.replace('name = "cloud"', 'name = "vehicle"'), "two endpoints are named 'vehicle'"),
-        (TWO.replace('["vehicle1"]', '["*"]').replace('["cloud", "backend"]', '["*"]'), "belongs to both"),
-        (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), "'mars' is not an authority of any endpoint"),
-        (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', "endpoint 'moon', which there is not"),
-        (TWO + '[[rule]]\nfrom = "vehicle"\nto = "vehicle"\n', "in a circle"),
-        (TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'), "only endpoint 'vehicle' can have it"),
-        ("endpoint = 3", "endpoint"),
-        ("[[endpoint", "not valid TOML"),
-        ("", "endpoint"),
+        (TWO.replace('"backend"', '"vehicle1"'), 12, "'vehicle1' belongs to both endpoint 'vehicle' and 'cloud'"),
+        (TWO.replace('"backend"', '"cloud"'), 12, "endpoint 'cloud' names an authority twice"),
+        (TWO.replace('name = "cloud"', 'name = "vehicle"'), 10, "two endpoints are named 'vehicle'"),
+        (TWO.replace('["vehicle1"]', '["vehicle1", "*"]').replace('["cloud", "backend"]', '["*"]'), 12, "belongs to both"),
+        (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), 2, "'mars' is not an authority of any endpoint"),
+        (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', 16, "endpoint 'moon', which there is not"),
+        (TWO + RULE + '[[rule]]\nfrom = "moon"\nto = "cloud"\n', 18, "endpoint 'moon', which there is not"),
+        (TWO + RULE + '[[rule]]\nto = "vehicle"\nfrom = "vehicle"\n', 18, "in a circle"),
+        (TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'), 11, "only endpoint 'vehicle' can have it"),
+        ('[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n', 4, "at least one endpoint must name an authority"),
+        (TWO.replace('name = "vehicle"', 'name = "vehicle"\nsuffix = "vin1"'), 6, "a suffix is for the networks outside"),
+        (
+            TWO.replace('"backend"', '"vehicle1.vin1"').replace('name = "cloud"', 'name = "cloud"\nsuffix = "vin1"'),
+            11,
+            "suffix 'vin1' of endpoint",
+        ),
+        (
+            TWO.replace('name = "vehicle"', 'name = "vehicle"\nusubscription = "remote"') + '[usubscription]\nanswers_for = ["ecu1"]\n',
+            16,
+            "nobody would answer",
+        ),
+        ("endpoint = 3", 1, "endpoint"),
+        ("[streamer]\n[[endpoint", 2, "not valid TOML"),
+        ('[streamer]\n\ndata_dir = "', 3, "not valid TOML"),
+        ("", 1, "endpoint"),
     ],
 )
-def test_what_does_not_hang_together_is_told(text: str, words: str) -> None:
-    assert words in problem(text)
+def test_what_does_not_hang_together_is_told_with_its_line(text: str, line: int, words: str) -> None:
+    message = problem(text)
+    assert message.startswith(f"up.toml:{line}: "), message
+    assert words in message
+
+
+def test_all_that_does_not_hang_together_is_told_at_once() -> None:
+    """Each mistake once, with the line of what has to be changed, whatever comes before it."""
+    text = TWO.replace('"backend"', '"vehicle1"').replace("[streamer]", "[streamer]\nauthority = 'mars'") + RULE
+    message = problem(text + '[[rule]]\nfrom = "moon"\nto = "mars"\n')
+    assert [line.split(": ")[0].removeprefix("up.toml:") for line in message.splitlines()] == ["2", "13", "19", "20"]
 
 
 def test_every_mistake_is_told_at_once() -> None:

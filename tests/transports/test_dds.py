@@ -14,12 +14,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from cyclonedds.core import Policy, Qos
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
-from cyclonedds.pub import DataWriter, Publisher
-from cyclonedds.sub import DataReader, Subscriber
-from cyclonedds.topic import Topic
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -468,31 +464,6 @@ def test_our_octets_are_those_of_the_generated_type(attributes: bytes, payload: 
     assert theirs.serialize() == ours
     assert Generated.deserialize(ours) == theirs
     assert mapping.unpack(theirs.serialize(use_version_2=True)) == (attributes, payload)
-
-
-async def test_a_foreign_implementation_of_the_type_talks_to_us(tag: str) -> None:
-    """Partition and type are all that it needs; it knows nothing of our announcements."""
-    async with end(tag, "alpha") as alpha:
-        foreign = Participant(DdsConfig(**settings(tag)))
-        topic = Topic(foreign.entity, mapping.TOPIC, Generated)
-        assert topic.typename == mapping.TYPE_NAME
-        qos = Qos(Policy.Reliability.Reliable(1_000_000), Policy.History.KeepAll)
-        partition = mapping.writer_partition(TOPIC, None, "alpha")
-        writer = DataWriter(Publisher(foreign.entity, Qos(Policy.Partition([partition]))), topic, qos)
-        reader = DataReader(Subscriber(foreign.entity, Qos(Policy.Partition(["up/alpha/*"]))), topic, qos)
-        heard = Sink(DEADLINE_S)
-        await alpha.register_listener(TOPIC, heard)
-        message = numbered(0, 1)[0]
-        writer.write(Generated(1, True, list(message.attributes.SerializeToString()), list(message.payload)))
-        await heard.expect(1)
-        assert heard.messages == [message]
-        await alpha.send(message)
-        for _ in range(2):  # its own, and ours
-            sample = await asyncio.to_thread(reader.take_one, timeout=int(DEADLINE_S * 1e9))
-            assert bytes(sample.attributes) == message.attributes.SerializeToString()
-            assert bytes(sample.payload) == message.payload
-        del writer, reader, topic
-        foreign.close()
 
 
 def test_the_configuration_of_cyclone() -> None:

@@ -142,7 +142,7 @@ class Mapping:
             expiry_s = -(-attributes.ttl // 1000)
             if attributes.ttl % 1000:
                 properties.append(("6", str(attributes.ttl)))
-        if attributes.HasField("permission_level"):
+        if attributes.HasField("permission_level"):  # sent where it is set, 0 and OK too, but no empty text (A-18)
             properties.append(("7", str(attributes.permission_level)))
         if attributes.HasField("commstatus"):
             properties.append(("8", str(attributes.commstatus)))
@@ -178,7 +178,7 @@ class Mapping:
         """
         properties = dict(reversed(packet.user_properties))  # of a key that comes twice the first counts (A-24)
         get = properties.get
-        if get("uP", VERSION) != VERSION:
+        if get("uP", VERSION) != VERSION:  # without it the rest has to speak for itself (A-23)
             raise invalid(f"expected uProtocol version {VERSION} in the user property uP, got {get('uP')!r}")
         key = (get("2"), get("3"), get("4"), packet.topic)
         found = self._in.get(key) or self._resolve_in(key)

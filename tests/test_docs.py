@@ -1,0 +1,248 @@
+"""The pages hold: the readings, the links, and the numbers that they take from the code."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import textwrap
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from streamer.config import loads
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve()
+READINGS = ROOT / "docs" / "readings.md"
+SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
+FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "bench", "chaos", "simulation", ".github")
+PRODUCT = ("uprotocol", "storage", "transports", "history", "usubscription", "usubscription_client", "streamer", "spark_ingest")
+TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
+NUMBER = re.compile(r"\b[A-Z]-[0-9]+\b")
+ROW = re.compile(r"^\| ([A-Z]-[0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
+
+
+def pages() -> list[Path]:
+    return [
+        ROOT / "README.md",
+        ROOT / "deploy" / "README.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
+
+
+def used() -> dict[str, set[str]]:
+    """Each number of a reading, and the files that name it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    files = [path for folder in (*FOLDERS, *PRODUCT) for path in (ROOT / folder).rglob("*") if path.suffix in TEXT]
+    for path in [*files, *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
+        if path not in SKIPPED and path.name != "CHANGELOG.md":
+            for number in NUMBER.findall(path.read_text(encoding="utf-8")):
+                found[number].add(path.relative_to(ROOT).as_posix())
+    return found
+
+
+def rows() -> dict[str, str]:
+    """Number of a reading -> its last column."""
+    found = ROW.findall(READINGS.read_text(encoding="utf-8"))
+    assert len({number for number, _ in found}) == len(found), "a number has two rows"
+    return dict(found)
+
+
+def test_every_reading_that_is_named_has_a_row_and_every_row_is_named() -> None:
+    named = used()
+    missing = {number: sorted(files) for number, files in named.items() if number not in rows()}
+    assert not missing, f"docs/readings.md has no row for {missing}"
+    assert not set(rows()) - set(named), "rows that nothing in the project names"
+
+
+def test_a_reading_lives_where_its_row_says() -> None:
+    named = used()
+    for number, cell in rows().items():
+        files = re.findall(r"`([^`]+)`", cell)
+        assert files, f"{number} lives nowhere"
+        assert set(files) <= named[number], f"{number} is not named in {set(files) - named[number]}"
+
+
+def anchors(page: Path) -> set[str]:
+    heads = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        there = (page.parent / name).resolve() if name else page
+        assert there.exists(), f"{page.name} links to {target}, which there is not"
+        assert not anchor or anchor in anchors(there), f"{page.name} links to {target}, and there is no such heading"
+
+
+@pytest.mark.parametrize("page", [page for page in pages() if page not in SKIPPED], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_that_are_named_are_there(page: Path) -> None:
+    """Names with a folder of ours before them, as code or in the text. (DDS topics and keys of Zenoh begin with uprotocol/, too.)"""
+    folders = "|".join(name for name in (*FOLDERS, *PRODUCT) if name != "uprotocol")
+    text = page.read_text(encoding="utf-8")
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w)", text)):
+        assert (ROOT / name).exists() or (page.parent / name).exists(), f"{page.name} names {name}, which there is not"
+
+
+def test_every_page_is_in_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert not [page.name for page in (ROOT / "docs").glob("*.md") if f"docs/{page.name}" not in readme]
+
+
+MIB, KIB = 1 << 20, 1 << 10
+# page, its words with # for the number (each # the next constant), how many units of the constant the number counts, and the constants
+NUMBERS: list[tuple[str, str, float, list[str]]] = [
+    ("architecture", "more than # records behind", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
+    ("architecture", "10 ms per # records", 1, ["streamer.flow:HELD_RECORDS"]),
+    ("architecture", "can't send again, for up to # s", 1, ["streamer.held:HOLD_S"]),
+    ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh:CLOSE_S_MAX"]),
+    ("architecture", "takes up to # messages", 1, ["transports.zenoh:HELD_MESSAGES_MAX"]),
+    ("architecture", "and # MiB of large ones", MIB, ["transports.inbox:BYTES_MAX"]),
+    ("configuration", "for up to # s before something is dropped", 1, ["streamer.held:HOLD_S"]),
+    ("configuration", "the log knows # addresses", 1, ["history.log:STREAMS_MAX"]),
+    ("history", "at most #. The service gives one", 1, ["history.witness:WITNESSES_MAX"]),
+    ("history", "(# records, 768 KiB, 60 s)", 1, ["history.service:POLL_RECORDS_MAX"]),
+    ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service:POLL_BYTES_MAX"]),
+    ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.service:WAIT_MS_MAX"]),
+    ("history", "# ms at least, are left for the way back", 1, ["history.service:TTL_MARGIN_MS"]),
+    ("history", "# polls wait already, # patterns, # of them with wildcards, # consumers", 1, [
+        "history.service:POLLS_WAITING_MAX", "history.matching:PATTERNS_MAX", "history.matching:WILDCARD_PATTERNS_MAX",
+        "history.service:CONSUMERS_MAX",
+    ]),
+    ("history", "one per # topics, of which # may have wildcards", 1, ["history.feed:FEEDS_MAX", "history.matching:WILDCARD_PATTERNS_MAX"]),
+    ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
+    ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
+    ("history", "a file above # MiB is not checked whole", MIB, ["history.opening:CHECK_BYTES_MAX"]),
+    ("history", "Written every # chunks", 1, ["history.store:CHECKPOINT_CHUNKS"]),
+    ("history", "at most # records, in chunks of at most #", 1, [
+        "history.writer:TRANSACTION_RECORDS_MAX", "history.writer:CHUNK_RECORDS_MAX",
+    ]),
+    ("history", "the tail holds at most # MiB", MIB, ["history.log:TAIL_BYTES_MAX"]),
+    ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
+    ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
+    ("history", "(a sixteenth, # to # MiB)", MIB, ["history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX"]),
+    ("history", "(a sixteenth, at most # MiB)", MIB, ["history.connection:TRANSACTION_BYTES_MAX"]),
+    ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
+    ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
+    ("usubscription", "tried again after # s doubling to # s", 1_000, [
+        "usubscription.telling:RETRY_FIRST_MS", "usubscription.telling:RETRY_MAX_MS",
+    ]),
+    ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each answer up to #", 1, [
+        "usubscription.lane:WINDOW_FIRST", "usubscription.lane:WINDOW_MAX",
+    ]),
+    ("usubscription", "with back-off (# s doubling to # s", 1_000, [
+        "usubscription.state:RETRY_FIRST_MS", "usubscription.state:RETRY_MAX_MS",
+    ]),
+    ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.partners:PARTNERS_MAX"]),
+    ("usubscription", "at most # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
+    ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet told", 1, [
+        "usubscription.database:SUBSCRIPTIONS_MAX", "usubscription.database:REGISTRATIONS_MAX",
+        "usubscription.database:REGISTERED_FOR_ALL_MAX", "usubscription.database:OUTBOX_CHANGES_MAX",
+    ]),
+    ("usubscription", "# requests waiting for the store", 1, ["usubscription.store:WAITING_MAX"]),
+    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.index:SUBSCRIBERS_MAX"]),
+    ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
+    ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.paho:UNCLAIMED_MS_MAX"]),
+    ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.intake:UNACKNOWLEDGED_MESSAGES_MAX"]),
+    ("mqtt5", "in order, after # ms to 1 s", 1, ["transports.mqtt5.intake:REDELIVERY_MS_MIN"]),
+    ("mqtt5", "in order, after 5 ms to # s", 1_000, ["transports.mqtt5.intake:REDELIVERY_MS_MAX"]),
+    ("zenoh", "the first batch waits until somebody is known to listen to its first key, for # s at most", 1, [
+        "transports.zenoh_sender:SETTLE_S_MAX",
+    ]),
+    ("zenoh", "# publishes and # MiB of large ones", 1, ["transports.zenoh:HELD_MESSAGES_MAX", "transports.inbox:BYTES_MAX/1048576"]),
+    ("zenoh", "of requests and responses #", 1, ["transports.inbox:MESSAGES_MAX"]),
+    ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, ["transports.zenoh:CLOSE_S_MAX", "transports.zenoh:LEAVE_S_MAX"]),
+    ("zenoh", "is given # s after the last message", 1, ["transports.zenoh_sender:LINGER_S"]),
+    ("zenoh", "publishers declared at once | #, each after # messages", 1, [
+        "transports.zenoh_sender:PUBLISHERS_MAX", "transports.zenoh_sender:PUTS_BEFORE_DECLARED",
+    ]),
+    ("dds-mapping", "KEEP_ALL, # samples", 1, ["transports.dds_link:READER_SAMPLES_MAX"]),
+    ("dds-mapping", "room in writers by # messages", 1, ["transports.dds_writers:WAITING_MESSAGES_MAX"]),
+    ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds_roll_call:SEEN_DEPTH"]),
+    ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds_mapping:LIFESPAN_MS_MIN"]),
+    ("dds-mapping", "nothing new for `discovery_quiet_ms` (#), after # s", 1, [
+        "transports.dds_config:DISCOVERY_QUIET_MS", "transports.dds:DISCOVERY_S_MAX",
+    ]),
+    ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds:SEEN_S"]),
+    ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds:SEEN_S"]),
+    ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds_config:LEASE_MS"]),
+    ("dds-mapping", "at least every # s (Cyclone by itself", 1_000, ["transports.dds_config:ANNOUNCED_MS_MAX"]),
+    ("dds-mapping", "takes up to # samples at a time", 1, ["transports.dds_link:TAKE_SAMPLES_MAX"]),
+    ("dds-mapping", "may stand for up to # addresses", 1, ["transports.dds_config:ADDRESSES_PER_PEER_MAX"]),
+    ("dds-mapping", "or `HOST:PORT`; # at most", 1, ["transports.dds_config:PEERS_MAX"]),
+]  # fmt: skip
+
+
+def constant(name: str) -> float:
+    module, _, rest = name.partition(":")
+    attribute, _, divisor = rest.partition("/")
+    value: float = getattr(importlib.import_module(module), attribute)
+    return value / int(divisor or 1)
+
+
+@pytest.mark.parametrize(("page", "words", "unit", "names"), NUMBERS, ids=[f"{page}: {words[:40]}" for page, words, _, _ in NUMBERS])
+def test_a_number_is_the_codes(page: str, words: str, unit: float, names: list[str]) -> None:
+    pattern = r"\s+".join(re.escape(word).replace(r"\#", r"([\d][\d,.]*\d|\d)") for word in words.split())
+    found = re.search(pattern, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+    assert found is not None, f"docs/{page}.md does not say {words!r} any more: change it here as well"
+    assert [float(text.replace(",", "")) * unit for text in found.groups()] == [constant(name) for name in names]
+
+
+def test_the_pauses_between_two_tries_to_connect_are_the_codes() -> None:
+    said = "after {}, {}, {}, {}, then every {} ms".format(*importlib.import_module("transports.mqtt5.link").RECONNECT_MS)
+
+    assert said in (ROOT / "docs" / "mqtt5.md").read_text(encoding="utf-8")
+
+
+def test_every_metric_and_reason_is_in_the_page() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    table = page.partition("## Metrics")[2]
+    code = (ROOT / "streamer" / "metrics.py").read_text(encoding="utf-8")
+    made = re.findall(r"(Counter|Gauge)MetricFamily\(\s*\"(\w+)\"", code)
+    metrics = {name + "_total" * (kind == "Counter") for kind, name in made}
+    assert len(metrics) > 20
+    assert metrics == set(re.findall(r"`(up_streamer_\w+)`", table))
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "streamer").glob("*.py"))
+    reasons = set(re.findall(r"""dropped\["(\w+)"\]|reason="(\w+)\"""", sources))
+    assert reasons
+    assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+HOME = '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+EXAMPLES: list[tuple[str, str]] = [
+    ("README.md", blocks("README.md")[0]),
+    ("docs/mqtt5.md", HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0])),
+    ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
+    *[
+        (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
+        for folder in ("deploy", "examples/vehicle-cloud")
+        for path in sorted((ROOT / folder).rglob("*.toml"))
+    ],
+]
+
+
+@pytest.mark.parametrize(("where", "text"), EXAMPLES, ids=[where for where, _ in EXAMPLES])
+def test_an_example_is_a_configuration(where: str, text: str) -> None:
+    assert loads(text, where).authority
+
+
+def test_the_example_of_the_service_is_one() -> None:
+    config = importlib.import_module("usubscription.__main__").validate(tomllib.loads(blocks("docs/usubscription.md")[0]), "the page")
+    assert config.authority == "cloud"
+
+
+def test_the_example_of_the_spark_job_is_one(tmp_path: Path) -> None:
+    (tmp_path / "ingest.toml").write_text(blocks("docs/spark.md")[0])
+    assert importlib.import_module("spark_ingest.pipeline").load(tmp_path / "ingest.toml").trigger.available_now

@@ -1,0 +1,148 @@
+"""What a Zenoh transport can be told, Zenoh's own configuration made of it, and the session that it makes.
+
+ZenohConfig (checked when it is read) -> to_zenoh() -> linked(): blocks until somebody of `connect` has answered -> a session
+                                         config_file, then our settings, then `settings`
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any, Final, Literal, Self
+
+import zenoh
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.zenoh_sender import words
+from uprotocol.status import invalid
+
+LINK_POLL_S: Final = 0.01  # how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
+
+
+class TlsConfig(BaseModel):
+    """Files in PEM form. `certificate` and `private_key` are our own, for either side of a connection."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    root_ca: Path | None = Field(default=None, description="whom to trust; without it the authorities that Zenoh comes with")
+    certificate: Path | None = Field(default=None, description="our own, with those that lead to the CA")
+    private_key: Path | None = Field(default=None, description="of our certificate")
+    mutual: bool = Field(
+        default=False,
+        description="demand a certificate of who connects to us. A node that listens shows its own, where it connects, only with this",
+    )
+    verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
+
+
+class ZenohConfig(BaseModel):
+    """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["peer", "client", "router"] = Field(default="peer", description="whom we hear and pass on, see above")
+    listen: tuple[str, ...] = Field(default=(), description="where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one")
+    connect: tuple[str, ...] = Field(
+        default=(), description="whom to connect to: a client to the first that answers, a peer or router to all of them"
+    )
+    multicast_scouting: bool = Field(default=False, description="find others by UDP multicast")
+    connect_timeout_ms: int = Field(
+        default=5_000, ge=1, description="until somebody in `connect` has answered; a link that is lost later is looked for without end"
+    )
+    stall_ms_max: int = Field(
+        default=60_000, ge=1, description="a peer that reads nothing for so long is cut off; until then who sends to it waits"
+    )
+    user: str | None = Field(default=None, description="who we are to whom we connect; needs `password`")
+    password: SecretStr | None = Field(default=None, description="for `user`")
+    credentials_file: Path | None = Field(default=None, description="lines of `user:password` that may connect to us")
+    tls: TlsConfig | None = Field(default=None, description="for endpoints `tls/...` and `quic/...`")
+    config_file: Path | None = Field(
+        default=None,
+        description="a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of `mode`, "
+        "`multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`",
+    )
+    settings: dict[str, Any] = Field(
+        default_factory=dict, description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others"
+    )
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if not (self.listen or self.connect or self.multicast_scouting or self.config_file):
+            raise ValueError("a Zenoh endpoint needs listen, connect, multicast_scouting or config_file: it would never meet anybody")
+        if (self.user is None) != (self.password is None):
+            raise ValueError("user and password come together")
+        return self
+
+    def to_zenoh(self, connect_first: int = 0) -> zenoh.Config:
+        """Reads config_file. Raises UStatusError(INVALID_ARGUMENT).
+
+        A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
+        """
+        try:
+            config = zenoh.Config.from_file(str(self.config_file)) if self.config_file else zenoh.Config()
+        except zenoh.ZError as error:
+            raise invalid(f"{self.config_file} is not a Zenoh configuration: {words(error)}") from None
+        for path, value in {**self._settings(connect_first), **self.settings}.items():
+            try:
+                config.insert_json5(path, json.dumps(value))
+            except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
+                raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
+        return config
+
+    def _settings(self, connect_first: int) -> dict[str, Any]:
+        is_client = self.mode == "client"
+        settings: dict[str, Any] = {
+            "mode": self.mode,
+            "scouting/multicast/enabled": self.multicast_scouting,
+            "connect/timeout_ms": self.connect_timeout_ms // max(len(self.connect), 1) if is_client else -1,
+            "connect/exit_on_failure": is_client,  # a peer or router would need *all* that it connects to
+            "transport/link/tx/queue/congestion_control/block/wait_before_close": self.stall_ms_max * 1_000,
+            "transport/shared_memory/enabled": False,  # a process that is killed would leave its segments behind
+        }
+        if not self.config_file or self.listen:
+            settings["listen/endpoints"] = self.listen  # also if empty: Zenoh's default is to listen on all interfaces
+        if self.connect:
+            settings["connect/endpoints"] = self.connect[connect_first:] + self.connect[:connect_first]
+        if self.user is not None and self.password is not None:
+            settings |= {"transport/auth/usrpwd/user": self.user, "transport/auth/usrpwd/password": self.password.get_secret_value()}
+        if self.credentials_file is not None:
+            settings["transport/auth/usrpwd/dictionary_file"] = str(self.credentials_file)
+        if self.tls is not None:
+            files = {"root_ca_certificate": self.tls.root_ca}
+            for side in ("connect", "listen"):
+                files |= {f"{side}_certificate": self.tls.certificate, f"{side}_private_key": self.tls.private_key}
+            settings |= {f"transport/link/tls/{name}": str(path) for name, path in files.items() if path is not None}
+            shows = self.tls.certificate is not None and not self.listen  # Zenoh has one switch for showing ours and demanding theirs
+            settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
+            settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
+        return settings
+
+
+def linked(config: ZenohConfig) -> zenoh.Session:
+    """A session that is linked, if there is anybody to connect to. Blocks. Raises ZError.
+
+    Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try for each.
+    A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
+    """
+    if config.mode != "client":
+        return _open_node(config)
+    for first in range(1, len(config.connect)):
+        with contextlib.suppress(zenoh.ZError):
+            return zenoh.open(config.to_zenoh(first - 1))
+    return zenoh.open(config.to_zenoh(max(len(config.connect) - 1, 0)))
+
+
+def _open_node(config: ZenohConfig) -> zenoh.Session:
+    deadline = time.monotonic() + config.connect_timeout_ms / 1_000
+    session = zenoh.open(config.to_zenoh())
+    while config.connect and not session.info.transports():
+        if time.monotonic() > deadline:
+            with contextlib.suppress(zenoh.ZError):
+                session.close()  # type: ignore[no-untyped-call]
+            raise zenoh.ZError(f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms")
+        time.sleep(LINK_POLL_S)
+    return session
