@@ -167,15 +167,11 @@ class Streamer:
 
     @staticmethod
     def _transport(config: Config, section: EndpointSection) -> UTransport:
-        named = [authority for authority in section.authorities if authority != uris.WILDCARD_AUTHORITY]
-        authority = config.authority if config.authority in named or not named else named[0]
         try:
-            return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
-        except UStatusError:
-            raise
-        except Exception as error:  # that endpoint's trouble alone
-            log.exception("a transport can't be made", endpoint=section.name, transport=section.transport)
-            return _Unmade(f"transport {section.transport!r} can't be made: {error!r}")
+            return make_transport(config, section)
+        except plugins.NotMade as error:  # that endpoint's trouble alone
+            log.error("a transport can't be made", endpoint=section.name, why=error.message)
+            return _Unmade(error.message)
 
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
@@ -521,6 +517,13 @@ class Streamer:
     async def _publish(self, topic: UUri, told: Message) -> None:
         """On a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(told))
+
+
+def make_transport(config: Config, section: EndpointSection) -> UTransport:
+    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
+    named = [authority for authority in section.authorities if authority != uris.WILDCARD_AUTHORITY]
+    authority = config.authority if config.authority in named or not named else named[0]
+    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
 
 
 class _Unmade(UTransport):

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from streamer import client, cursors, dead_letter
 from streamer import config as configs
-from streamer.app import Streamer, serve
+from streamer.app import Streamer, make_transport, serve
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
@@ -188,6 +188,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _errors():
         loaded = configs.load(config)
+        asyncio.run(_make_transports(loaded))
     endpoints = [
         {
             "name": one.name,
@@ -216,6 +217,12 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
     for waits in unclaimed:
         out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
+
+
+async def _make_transports(config: configs.Config) -> None:
+    """Make each endpoint's transport, which does no I/O, and open none: a constructor may refuse what its settings' model lets through."""
+    for section in config.endpoint:
+        make_transport(config, section)
 
 
 def _unclaimed(config: configs.Config) -> list[cursors.Listed]:
