@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -104,7 +104,7 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
     except ValidationError as error:
         raise invalid(f"transport {name!r}: {explain(error)}") from None
     try:
-        transport = plugin.create(config, local)
+        transport: Any = plugin.create(config, local)  # it is another's: whatever it may be
     except UStatusError:
         raise
     except Exception as error:
@@ -121,12 +121,13 @@ def _mistake(plugin: Any) -> str:
     """What is wrong with what an entry point names; empty if nothing."""
     if not isinstance(plugin, TransportPlugin):
         return f"its entry point must name a transports.plugin.TransportPlugin, such as {_SHAPE}, and names {_shown(plugin)}"
-    if not (isinstance(plugin.config, type) and issubclass(plugin.config, BaseModel)):
-        return f"config must be a pydantic model (a subclass of pydantic.BaseModel, not an instance), and is {_shown(plugin.config)}"
-    if not callable(plugin.create):
-        return f"create must be callable as create(config, local), and is {_shown(plugin.create)}"
-    if not isinstance(plugin.capabilities, Capability):
-        return f"capabilities must be a uprotocol.transport.Capability, and is {_shown(plugin.capabilities)}"
+    config, create, capabilities = cast(tuple[Any, Any, Any], (plugin.config, plugin.create, plugin.capabilities))
+    if not (isinstance(config, type) and issubclass(config, BaseModel)):
+        return f"config must be a pydantic model (a subclass of pydantic.BaseModel, not an instance), and is {_shown(config)}"
+    if not callable(create):
+        return f"create must be callable as create(config, local), and is {_shown(create)}"
+    if not isinstance(capabilities, Capability):
+        return f"capabilities must be a uprotocol.transport.Capability, and is {_shown(capabilities)}"
     return ""
 
 
