@@ -1,0 +1,504 @@
+"""uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
+
+send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
+stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+
+The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room for what it has
+fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
+
+Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the server would first
+hand out what is new, and only after `ack_wait_s` what was on its way: so a consumer that has such messages is left alone for that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+from collections import Counter
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, Final, TypeVar
+
+import nats
+import structlog
+from nats.aio.msg import Msg
+from nats.js import api
+from nats.js.errors import NotFoundError, ServiceUnavailableError
+
+from transports.inbox import Inbox
+from transports.listeners import Filter, ListenerTable, all_of
+from transports.outbox import OK, Outbox, stopped
+from transports.plugin import TransportPlugin
+from up_transport_nats import mapping
+from up_transport_nats.config import NatsConfig
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
+ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and some reserve
+FETCH_MAX: Final = 64  # packets at once
+FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
+INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
+INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
+REQUEST_S: Final = 5.0  # for an answer of the server
+AGAIN_S: Final = 0.2  # before something is tried again
+CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
+
+log = structlog.get_logger()
+T = TypeVar("T")
+Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
+Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
+
+_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+_AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the NATS server is away: try again when the connection is back")
+
+
+def translate(error: BaseException, doing: str) -> UStatusError:
+    """The one place where errors of the library and the system become ours."""
+    said = " ".join(f"{doing}: {error or type(error).__name__}".split())
+    words = said.lower()
+    if isinstance(error, UStatusError):
+        return error
+    if "permissions violation" in words:
+        return UStatusError(UCode.PERMISSION_DENIED, f"{said}; allow it in the server's permissions")
+    if "authorization" in words or "authentication" in words:
+        return UStatusError(UCode.UNAUTHENTICATED, f"{said}: are user, password or token right?")
+    if isinstance(error, (UnicodeError, ValueError, TypeError)):
+        return invalid(f"{said}: is the setting right?")
+    return UStatusError(UCode.UNAVAILABLE, said)
+
+
+class NatsTransport(UTransport):
+    """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
+
+    capabilities = (
+        Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    )
+
+    def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
+        self._config, self._authority = config, local.get_authority()
+        self._session = config.session or mapping.escape(self._authority)
+        self._table = ListenerTable(
+            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._outbox = Outbox()
+        self._open = self._connected = False
+        self._client: nats.NATS | None = None
+        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None while the server is away
+        self._consumers: set[str] = set()  # that the server has for us
+        self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
+        self._held: set[tuple[str, int]] = set()  # (consumer, sequence) in the inbox: if they come again, they are here already
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._complaint: Exception | None = None  # the last thing that the library told of in passing
+        self._full = ""
+        self._connection_callbacks: list[ConnectionCallback] = []
+        self._loss_callbacks: list[LossCallback] = []
+
+    def __repr__(self) -> str:
+        state = "closed" if not self._open else "connected" if self._connected else "away"
+        return f"NatsTransport({self._authority}, {state}, filters={len(self._followers)})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def troubles(self) -> list[str]:
+        return [self._full] if self._full else []
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        self._loss_callbacks.append(callback)
+
+    # The connection.
+
+    async def open(self) -> None:
+        if self._open:
+            return
+        self._inbox: Inbox[Arrived] = Inbox(self._deliver, self._taken, messages_max=INBOX_PACKETS, bytes_max=INBOX_BYTES)
+        client = nats.NATS()
+        try:
+            await self._connect(client)
+            self._client, self._js = client, client.jetstream(timeout=REQUEST_S)
+            await self._ensure_stream()
+        except BaseException as error:
+            self._client = None
+            with contextlib.suppress(Exception):
+                await client.close()
+            if not isinstance(error, Exception):
+                raise  # a cancellation
+            raise translate(error, f"connecting to {', '.join(self._config.servers)}") from None
+        self._open = True
+        self._set_connected(client.is_connected)
+        await self._come_back()  # for listeners that are registered since an earlier `open`
+
+    async def _connect(self, client: nats.NATS) -> None:
+        """The library tries without end: we give up when each server has been tried once."""
+        config, failures, given_up = self._config, [], asyncio.Event()
+
+        async def on_error(error: Exception) -> None:
+            self._complaint = error
+            failures.append(error)
+            if len(failures) >= len(config.servers):
+                given_up.set()
+
+        connecting = asyncio.ensure_future(
+            client.connect(
+                list(config.servers),
+                error_cb=on_error,
+                disconnected_cb=self._on_lost,
+                reconnected_cb=self._on_back,
+                name=self._session,
+                connect_timeout=config.connect_timeout_s,
+                reconnect_time_wait=AGAIN_S,
+                max_reconnect_attempts=-1,
+                ping_interval=config.ping_s,
+                max_outstanding_pings=1,
+                tls=await asyncio.to_thread(config.tls.context) if config.tls else None,
+                **config.login(),
+            )
+        )
+        giving_up = asyncio.ensure_future(given_up.wait())
+        try:
+            done, _ = await asyncio.wait({connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if connecting not in done:
+                raise failures[-1] if failures else TimeoutError(f"no answer within {config.connect_timeout_s} s")
+            await connecting
+        finally:
+            for task in (connecting, giving_up):
+                task.cancel()
+            await asyncio.gather(connecting, giving_up, return_exceptions=True)
+
+    async def _ensure_stream(self) -> None:
+        """Ends that come at once may both make it, which is the same stream. One that is there already stays as its operator made it."""
+        name, config = self._config.network, self._config
+        try:
+            await self._js.stream_info(name)
+        except NotFoundError:
+            await self._js.add_stream(
+                name=name,
+                subjects=[f"{name}.>"],
+                retention=api.RetentionPolicy.INTEREST,  # a packet is kept until every consumer that wants it has acknowledged it
+                discard=api.DiscardPolicy.NEW,  # full: refuse what is new, so that senders feel it
+                storage=api.StorageType.MEMORY if config.stream_in_memory else api.StorageType.FILE,
+                max_bytes=config.stream_mib_max << 20,
+                max_age=config.stream_age_s_max,
+            )
+        except ServiceUnavailableError as error:
+            raise UStatusError(UCode.UNAVAILABLE, f"the server has no JetStream now ({error}): start it with -js") from None
+
+    async def close(self) -> None:
+        """What was answered OK is in the stream. What waits for us stays there, for `session_expiry_s`."""
+        if not self._open:
+            return
+        self._open = False
+        client, self._client = self._client, None
+        assert client is not None
+        followers = [task for task in self._followers.values() if task is not None]
+        for task in followers:
+            task.cancel()
+        self._followers = dict.fromkeys(self._followers)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S_MAX), self._sending, self._registering:
+                await asyncio.gather(*followers, return_exceptions=True)
+                await self._inbox.drained()
+                await asyncio.gather(*self._tasks)
+                if client.is_connected:
+                    await client.flush()
+        self._inbox.close()
+        self._set_connected(False)
+        for task in list(self._tasks):
+            task.cancel()
+        with contextlib.suppress(Exception):
+            await client.close()
+        self._held.clear()
+
+    async def _on_lost(self) -> None:
+        for filter, task in self._followers.items():
+            if task is not None:
+                task.cancel()
+                self._followers[filter] = None
+        self._set_connected(False)
+
+    async def _on_back(self) -> None:
+        self._set_connected(True)
+        self._spawn(self._come_back())
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected == self._connected:
+            return
+        self._connected = connected
+        if connected:
+            self._gone = asyncio.get_running_loop().create_future()
+        elif not self._gone.done():
+            self._gone.set_result(None)
+        for callback in self._connection_callbacks:
+            try:
+                callback(connected)
+            except Exception:
+                log.exception("a connection callback failed", callback=repr(callback))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _request(self, doing: str, work: Awaitable[T]) -> T:
+        """A refusal comes beside the answer, which then never comes."""
+        self._complaint = None
+        try:
+            return await work
+        except NotFoundError:
+            raise
+        except Exception as error:
+            refused = self._complaint is not None and "permissions violation" in str(self._complaint).lower()
+            raise translate(self._complaint if refused and self._complaint else error, doing) from None
+
+    async def _come_back(self) -> None:
+        """There is a connection: the server learns what it missed, until it has it all."""
+        while self._open and self._connected:
+            try:
+                await self._request("looking for the stream", self._ensure_stream())
+                async with self._registering:
+                    for name in list(self._leftover):
+                        await self._forget(name)
+                    for filter in [filter for filter, task in self._followers.items() if task is None]:
+                        await self._follow(filter)
+                return
+            except UStatusError as error:
+                log.warning("the NATS server does not let us listen yet; trying again", authority=self._authority, why=error.message)
+                await asyncio.sleep(AGAIN_S)
+
+    # Sending.
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if not self._open or self._client is None:
+            return stopped([], len(messages), _CLOSED)
+        if not self._connected:
+            return stopped([], len(messages), _AWAY)
+        statuses: list[UStatus] = []
+        lanes: dict[str, list[Packet]] = {}
+        now_ms, bytes_max = self._outbox.now_ms(), self._client.max_payload - ENVELOPE_BYTES
+        for place, message in enumerate(messages):
+            statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
+        async with self._sending:  # batches that are sent at once keep their order
+            await asyncio.gather(*(self._send_lane(route, packets, statuses) for route, packets in lanes.items()))
+        return statuses
+
+    def _pack(self, message: UMessage, place: int, lanes: dict[str, list[Packet]], bytes_max: int) -> UStatus:
+        """Into the last packet of its lane, or a new one. Too large is the message's own fault: INVALID_ARGUMENT, and never tried again."""
+        data = mapping.pack(message)
+        if len(data) > bytes_max:
+            why = f"this server takes messages of {bytes_max} bytes, got {len(data)}: send less, or raise its max_payload"
+            return UStatus(code=UCode.INVALID_ARGUMENT, message=why)
+        lane = lanes.setdefault(mapping.route(message, self._authority), [])
+        if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
+            lane[-1][0].extend(data)
+            lane[-1][1].append(place)
+        else:
+            lane.append((bytearray(data), [place]))
+        return OK
+
+    async def _send_lane(self, route: str, packets: list[Packet], statuses: list[UStatus]) -> None:
+        """One after the other; after one that failed nothing is tried, so that a later try keeps the order."""
+        answers: list[UStatus] = []
+        for data, _places in packets:
+            answers.append(await self._publish(f"{self._config.network}.{route}.{self._session}", bytes(data)))
+            if answers[-1].code:
+                break
+        places = [place for _data, those in packets for place in those]
+        told = [answer for answer, (_data, those) in zip(answers, packets, strict=False) for _place in those]
+        if answers[-1].code:
+            told = stopped(told[: -len(packets[len(answers) - 1][1])], len(places), answers[-1])
+        for place, status in zip(places, told, strict=True):
+            statuses[place] = status
+
+    async def _publish(self, subject: str, data: bytes) -> UStatus:
+        """OK when the stream has it. While the stream is full we wait, for so long: that is how a sender feels slow listeners."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + self._config.full_wait_s
+        while self._connected and self._client is not None:
+            publishing = asyncio.ensure_future(self._js.publish(subject, data, timeout=REQUEST_S))
+            try:
+                await asyncio.wait({publishing, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not publishing.done():
+                    return UStatus(code=UCode.UNAVAILABLE, message="the NATS server went away before it answered: send it again")
+                await self._request("publishing", publishing)
+                self._full = ""
+                return OK
+            except UStatusError as error:
+                if not isinstance(publishing.exception(), ServiceUnavailableError):
+                    return error.status
+                self._full = f"the stream {self._config.network!r} takes nothing ({error.message}): is an end of it too slow, or gone?"
+                if loop.time() >= give_up_at:
+                    return UStatus(code=UCode.UNAVAILABLE, message=self._full)
+            finally:
+                publishing.cancel()
+            await asyncio.sleep(AGAIN_S)
+        return _AWAY if self._open else _CLOSED
+
+    # Listening.
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        """While the server is away it is noted, and the server is asked when it is back."""
+        async with self._registering:
+            self._check_open()
+            filter = self._table.add(source_filter, sink_filter, listener)
+            if filter is None:
+                return
+            self._followers[filter] = None
+            if not self._connected:
+                return
+            try:
+                await self._follow(filter)
+            except UStatusError:
+                if not self._connected:
+                    return  # as if it had been away before
+                self._table.remove(source_filter, sink_filter, listener)
+                self._leave(filter)
+                raise
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        async with self._registering:
+            self._check_open()
+            filter = self._table.remove(source_filter, sink_filter, listener)
+            if filter is None:
+                return
+            name = self._leave(filter)
+            if self._connected:
+                with contextlib.suppress(UStatusError):  # then it is forgotten later, or forgets itself after session_expiry_s
+                    await self._forget(name)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UStatusError.from_status(_CLOSED)
+
+    def _leave(self, filter: Filter) -> str:
+        """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
+        task = self._followers.pop(filter, None)
+        if task is not None:
+            task.cancel()
+        name, _subject = self._consumer(filter)
+        self._consumers.discard(name)
+        self._leftover.add(name)
+        return name
+
+    async def _forget(self, name: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self._request("ending a consumer", self._js.delete_consumer(self._config.network, name))
+        self._leftover.discard(name)
+
+    def _consumer(self, filter: Filter) -> tuple[str, str]:
+        """Its name, the same in each process of this session, and what it lets through."""
+        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self._authority)}.*"
+        return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
+
+    async def _follow(self, filter: Filter) -> None:
+        """Returns when the server keeps for us what matches from here on. Under `_registering`."""
+        network, (name, subject) = self._config.network, self._consumer(filter)
+        if name in self._leftover:
+            await self._forget(name)
+        try:
+            info = await self._request(f"looking for the consumer of {subject}", self._js.consumer_info(network, name))
+        except NotFoundError:
+            if name in self._consumers:
+                self._tell_loss(f"the NATS server has ended our session for {subject}: what came while we were away is gone")
+            made = api.ConsumerConfig(
+                durable_name=name,
+                description=f"{self._session}: {subject}",
+                filter_subject=subject,
+                deliver_policy=api.DeliverPolicy.NEW,
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=self._config.ack_wait_s,
+                max_ack_pending=INBOX_PACKETS + FETCH_MAX,
+                inactive_threshold=self._config.session_expiry_s,
+            )
+            info = await self._request(f"subscribing to {subject}", self._js.add_consumer(network, made))
+        self._consumers.add(name)
+        fetching = await self._request("subscribing", self._js.pull_subscribe_bind(name, stream=network))
+        under_way = bool(info.num_ack_pending)
+        self._followers[filter] = asyncio.ensure_future(self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0))
+
+    def _tell_loss(self, text: str) -> None:
+        log.warning(text, authority=self._authority)
+        for callback in self._loss_callbacks:
+            try:
+                callback(text, None)
+            except Exception:
+                log.exception("a loss callback failed", callback=repr(callback))
+
+    async def _fetch(self, filter: Filter, name: str, fetching: Any, wait_s: float) -> None:
+        """The task of one filter: what waits for room in the inbox fetches nothing more."""
+        try:
+            await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
+            while self._followers.get(filter) is asyncio.current_task():  # the library may swallow a cancellation
+                with contextlib.suppress(TimeoutError):  # nothing has come
+                    for packet in await fetching.fetch(FETCH_MAX, timeout=FETCH_S):
+                        await self._take_in((filter, name, packet))
+        except nats.errors.Error as error:
+            log.warning("a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error))
+            if self._followers.get(filter) is asyncio.current_task():
+                self._followers[filter] = None
+                self._spawn(self._come_back())
+        finally:
+            with contextlib.suppress(Exception):
+                await fetching.unsubscribe()
+
+    async def _take_in(self, arrived: Arrived) -> None:
+        _filter, name, packet = arrived
+        held = (name, packet.metadata.sequence.stream)
+        if packet.subject.rpartition(".")[2] == self._session:  # our own
+            await packet.ack()
+        elif held not in self._held:
+            self._held.add(held)
+            try:
+                await self._inbox.put_on_loop(arrived, len(packet.data))
+            except asyncio.CancelledError:
+                self._held.discard(held)
+                raise
+
+    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
+        pending = []
+        for _, those in itertools.groupby(arrived, key=lambda one: id(one[0])):
+            group = list(those)
+            messages = [message for _filter, _name, packet in group for message in self._unpack(packet)]
+            taking = self._table.deliver(messages, only=group[0][0])
+            if taking is not None:
+                pending.append(taking)
+        return all_of(pending) if pending else None
+
+    def _unpack(self, packet: Msg) -> list[UMessage]:
+        try:
+            messages = mapping.unpack(packet.data)
+        except UStatusError:
+            self.dropped["malformed"] += 1
+            return []
+        route = packet.subject.removeprefix(f"{self._config.network}.").rpartition(".")[0]
+        belonging = mapping.complete(messages, route)
+        self.dropped["misplaced"] += len(messages) - len(belonging)
+        return belonging
+
+    def _taken(self, arrived: list[Arrived], error: BaseException | None) -> None:
+        self._spawn(self._acknowledge(arrived, error))
+
+    async def _acknowledge(self, arrived: list[Arrived], error: BaseException | None) -> None:
+        """What was not taken comes again. So does what the server can't be told of now."""
+        for _filter, name, packet in arrived:
+            self._held.discard((name, packet.metadata.sequence.stream))
+            with contextlib.suppress(nats.errors.Error):
+                await (packet.ack() if error is None else packet.nak(delay=AGAIN_S))
+
+
+PLUGIN: Final = TransportPlugin("nats", NatsConfig, NatsTransport, NatsTransport.capabilities)
