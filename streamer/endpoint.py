@@ -1,6 +1,6 @@
 """Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
 
-authority -> Endpoints.owner -> Endpoint        "*" owns every authority that no other endpoint names
+authority -> Endpoints.owner -> Endpoint        the name itself, else the longest suffix (*.vin123), else "*"; nobody owns ""
 Endpoint.send_batch, open, ... -> transport     whatever a plugin raises becomes a UStatusError here: that endpoint's trouble alone
 """
 
@@ -50,6 +50,12 @@ class Endpoint:
     @property
     def is_wildcard(self) -> bool:
         return uris.WILDCARD_AUTHORITY in self.authorities
+
+    @property
+    def only_authority(self) -> str:
+        """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody knows whom."""
+        first, *others = self.authorities
+        return "" if others or first.startswith(uris.WILDCARD_AUTHORITY) else first
 
     @property
     def needs_sink(self) -> bool:
@@ -178,6 +184,6 @@ class Endpoints:
             pass
         if len(self._cache) >= AUTHORITIES_CACHED_MAX:
             self._cache.clear()
-        found = self._named.get(authority) or self._named.get(uris.WILDCARD_AUTHORITY)
+        found = next((self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named), None)
         self._cache[authority] = found
         return found

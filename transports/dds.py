@@ -28,6 +28,7 @@ from transports.inbox import Inbox
 from transports.listeners import Filter, ListenerTable, all_of
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
 from transports.plugin import TransportPlugin
+from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
@@ -37,6 +38,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 T = TypeVar("T")
+Arrived = tuple[Filter, bytes, str]  # of which reader, the sample, the partition of its writer
 
 DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 SEEN_S: Final = 1.0  # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
@@ -52,7 +54,7 @@ class _Session:
     def __init__(
         self,
         config: DdsConfig,
-        arrived: Callable[[Filter, list[bytes]], None],
+        arrived: Callable[[Filter, list[tuple[bytes, str]]], None],
         changed: Callable[[frozenset[bytes], Seen], None],
     ) -> None:
         with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
@@ -154,7 +156,7 @@ class DdsTransport(UTransport):
             if self._session is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._inbox: Inbox[tuple[Filter, bytes]] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
+            self._inbox: Inbox[Arrived] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
@@ -270,6 +272,8 @@ class DdsTransport(UTransport):
             refusal = self._outbox.refusal(decoded(message), now_ms)
             if refusal is not None:
                 return refusal
+            if stamp is None:
+                message = attrs.completed(decoded(message), self._authority)
             route = route or self._route(decoded(message).attributes, stamp)
         if stamp is not None:
             sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
@@ -298,33 +302,39 @@ class DdsTransport(UTransport):
 
     # receiving
 
-    def _arrived(self, filter: Filter, samples: list[bytes]) -> None:
+    def _arrived(self, filter: Filter, samples: list[tuple[bytes, str]]) -> None:
         """On the readers' thread; waits while the inbox is full."""
-        for sample in samples:
-            self._inbox.put((filter, sample))
+        for sample, partition in samples:
+            self._inbox.put((filter, sample, partition))
 
-    def _deliver(self, items: list[tuple[Filter, bytes]]) -> Awaitable[None] | None:
+    def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
         """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a UMessage."""
         pending: list[Awaitable[None] | None] = []
         encoded: list[tuple[Filter, bytes, bytes]] = []
-        for filter, sample in items:
+        partitions: list[str] = []
+        for filter, sample, partition in items:
             try:
                 attributes, payload = mapping.unpack(sample)
                 if payload and attributes:
                     encoded.append((filter, payload, attributes))
+                    partitions.append(partition)
                     continue
                 message = mapping.decode(sample)
             except UStatusError:
                 self._table.dropped["malformed"] += 1
                 continue
-            pending.append(self._table.deliver_encoded(encoded))
-            encoded = []
+            mapping.complete(message.attributes, partition)
+            pending.append(self._deliver_encoded(encoded, partitions))
+            encoded, partitions = [], []
             pending.append(self._table.deliver([message], only=filter))
-        pending.append(self._table.deliver_encoded(encoded))
+        pending.append(self._deliver_encoded(encoded, partitions))
         waiting = [one for one in pending if one is not None]
         if not waiting:
             return None
         return waiting[0] if len(waiting) == 1 else all_of(waiting)
+
+    def _deliver_encoded(self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]) -> Awaitable[None] | None:
+        return self._table.deliver_encoded(encoded, lambda place, attributes: mapping.complete(attributes, partitions[place]))
 
     # listening
 

@@ -15,6 +15,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
@@ -75,6 +76,15 @@ def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_author
     """
     sink = NO_SINK if sink_filter is None else _segments(sink_filter, local_authority, "*")
     return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
+
+
+def complete(attributes: UAttributes, partition: str) -> None:
+    """Fill in authorities that are missing from the partition of the writer, "" if that is not known: its sender's own stands there."""
+    segments = partition.split("/")
+    if len(segments) != 11 or not attrs.lacks_authority(attributes):
+        return
+    source, sink = (f"[{name}]" if ":" in name else name for name in (segments[1], segments[6]))
+    attrs.complete(attributes, source, source if sink == "{}" else sink)
 
 
 def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:

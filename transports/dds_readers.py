@@ -44,6 +44,7 @@ class _Source:
 
     key: bytes  # GUID; without one, nothing is known of it any more
     participant: bytes
+    partition: str  # "" if it is not known, or there are several
     is_numbered: bool
     lifespan_ns: int
     last_ns: int = 0  # source time stamp of its last sample
@@ -65,14 +66,16 @@ class _Reader:
         with binding:
             found = self.entity.get_matched_publication_data(handle)
         if found is None:  # it has gone already
-            source = _Source(b"", b"", False, INFINITE_NS)
+            source = _Source(b"", b"", "", False, INFINITE_NS)
         else:
             key, qos = found.key.bytes, found.qos
             userdata, lifespan = qos[Policy.Userdata], qos[Policy.Lifespan]
             is_numbered = userdata is not None and userdata.data == mapping.NUMBERED
             lifespan_ns = INFINITE_NS if lifespan is None else lifespan.lifespan
+            partitions = qos[Policy.Partition]
+            partition = partitions.partitions[0] if partitions is not None and len(partitions.partitions) == 1 else ""
             known = self.by_key.pop(key) if key in self.by_key else None
-            source = known or _Source(key, found.participant_key.bytes, is_numbered, lifespan_ns)
+            source = known or _Source(key, found.participant_key.bytes, partition, is_numbered, lifespan_ns)
             source.lifespan_ns = lifespan_ns
             self.by_key[key] = source
         while len(self.by_key) > WRITERS_REMEMBERED_MAX:
@@ -90,7 +93,7 @@ class Readers(ServingThread):
     their age.
     """
 
-    def __init__(self, participant: Participant, arrived: Callable[[Any, list[bytes]], None]) -> None:
+    def __init__(self, participant: Participant, arrived: Callable[[Any, list[tuple[bytes, str]]], None]) -> None:
         super().__init__(participant, "dds-readers")
         self._participant, self._arrived = participant, arrived
         self._readers: dict[int, _Reader] = {}
@@ -132,8 +135,8 @@ class Readers(ServingThread):
                 continue
             self._arrived(reader.owner, fresh)
 
-    def _new(self, reader: _Reader, samples: list[Any]) -> list[bytes]:
-        """The octets of `samples`, each once.
+    def _new(self, reader: _Reader, samples: list[Any]) -> list[tuple[bytes, str]]:
+        """The octets of `samples`, each once, and their writer's partition.
 
         While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that match, also to those
         that have stored it already; and a writer that is found again may repeat what had arrived. A number tells; where there is none,
@@ -158,7 +161,7 @@ class Readers(ServingThread):
                 if missing:
                     self._tell(reader, source, missing, stamp)
             source.last_ns = stamp
-            fresh.append(sample.data)
+            fresh.append((sample.data, source.partition))
         return fresh
 
     def _tell(self, reader: _Reader, source: _Source, missing: int, stamp_ns: int) -> None:

@@ -22,6 +22,7 @@ from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, is_shared, suffix
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener, validate_filters
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -31,6 +32,9 @@ LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one
 ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
 
 log = structlog.get_logger()
+
+Complete = Callable[[int, UAttributes], None]
+"""(place in what arrived, attributes whose source or sink has no authority): fills in what the network knows."""
 
 _Found = list[tuple["Filter", list[UListener]]]
 _NOBODY: Final[list[UListener]] = []
@@ -161,8 +165,13 @@ class ListenerTable:
                         share[1].append(message)
         return self._hand_over(shares)
 
-    def deliver_encoded(self, arrived: Iterable[tuple[Filter | None, bytes, bytes]]) -> Awaitable[None] | None:
+    def deliver_encoded(
+        self, arrived: Iterable[tuple[Filter | None, bytes, bytes]], complete: Complete | None = None
+    ) -> Awaitable[None] | None:
         """The same for networks that bring the attributes encoded: (filter, payload, UAttributes).
+
+        `complete(place, attributes)` is called for what came at that place in `arrived` if source or sink has no authority: the network
+        may say beside the message, in a key or a topic, which host that is.
 
         The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands for all.
 
@@ -176,7 +185,7 @@ class ListenerTable:
         last_encoded = last_payload = b""
         reached: list[Filter | None] = []  # by which filters `last` has come: another one means the same message, one of them a new one
         known: _Known | None = None
-        for filter, payload, encoded in arrived:
+        for place, (filter, payload, encoded) in enumerate(arrived):
             if last is None or known is None or encoded != last_encoded or payload != last_payload or filter in reached:
                 last, last_encoded, last_payload, reached = None, encoded, payload, []
                 mark = suffix(encoded)
@@ -188,7 +197,7 @@ class ListenerTable:
                         last = None
                         continue
                 else:
-                    known, last = self._meet(encoded, payload, mark, now)
+                    known, last = self._meet(encoded, payload, mark, now, place, complete)
                     if known is None or last is None:
                         continue
             reached.append(filter)
@@ -200,14 +209,23 @@ class ListenerTable:
                     share[1].append(last)
         return self._hand_over(shares)
 
-    def _meet(self, encoded: bytes, payload: bytes, mark: bytes | None, now: int) -> tuple[_Known | None, Carried | None]:
-        """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it."""
+    def _meet(
+        self, encoded: bytes, payload: bytes, mark: bytes | None, now: int, place: int, complete: Complete | None
+    ) -> tuple[_Known | None, Carried | None]:
+        """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it.
+
+        One without authorities is completed first: what two hosts send without naming themselves is not one stream.
+        """
         message = UMessage()
         try:
             message.attributes.ParseFromString(encoded)
         except DecodeError:
             self.dropped["malformed"] += 1
             return None, None
+        if complete is not None and attrs.lacks_authority(message.attributes):
+            complete(place, message.attributes)
+            encoded = message.attributes.SerializeToString()
+            mark = suffix(encoded)
         if payload or message.attributes.payload_format:
             message.payload = payload
         found = self._valid(message)

@@ -30,8 +30,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.attributes import is_expired
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -381,6 +381,7 @@ class LocalTransport(UTransport):
                 self.network.room.clear()
                 await self.network.room.wait()
                 now = self._outbox.now_ms()
+            message = attrs.completed(message, self.local.get_authority())  # no key and no topic could say it on arrival
             status = self.network.carry(self, message) if self._connected else self._away()
             if status.code == UCode.UNAVAILABLE:
                 return stopped(statuses, len(messages), status)
@@ -401,7 +402,7 @@ class LocalTransport(UTransport):
         now = self._outbox.now_ms()
         for message in list(self._for_pull):
             attributes = message.attributes
-            if is_expired(attributes, now):
+            if attrs.is_expired(attributes, now):
                 self.dropped["expired"] += 1
                 self._for_pull.remove(message)
             elif wanted.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None):

@@ -36,6 +36,7 @@ from transports.zenoh_sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSende
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -48,7 +49,7 @@ UNREAD: Final = "what was sent last may not have been read"
 
 log = structlog.get_logger()
 T = TypeVar("T")
-Arrived = tuple[Filter, bytes, bytes]  # of which subscriber, payload, attachment
+Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, payload, attachment, under which key
 
 
 class TlsConfig(BaseModel):
@@ -346,15 +347,19 @@ class ZenohTransport(UTransport):
                 dropped["malformed"] += 1
             else:
                 payload, attributes = sample.payload.to_bytes(), attachment.to_bytes()
-                (put_call if is_call(attributes) else put)((filter, payload, attributes), len(payload) + len(attributes))
+                (put_call if is_call(attributes) else put)((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
 
         return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
         version = mapping.VERSION_BYTE
-        ours = [(filter, payload, attachment[1:]) for filter, payload, attachment in arrived if attachment[:1] == version]
+        ours = [one for one in arrived if one[2][:1] == version]
         self.dropped["malformed"] += len(arrived) - len(ours)
-        return self._table.deliver_encoded(ours)
+
+        def complete(place: int, attributes: UAttributes) -> None:
+            mapping.complete(attributes, str(ours[place][3]))
+
+        return self._table.deliver_encoded([(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete)
 
 
 _CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent")

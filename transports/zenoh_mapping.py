@@ -10,9 +10,10 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import invalid
-from uprotocol.v1.uattributes_pb2 import UMessageType, UPriority
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -20,6 +21,7 @@ PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
+_SOURCE_AT, _SINK_AT = 1, 6  # the authorities in a key, whose eleven segments every filter_key asks for
 _TYPE_AT: Final = 21  # in an attachment: after the version and the id (field 1 of UAttributes, 20 bytes)
 _TYPE_TAG: Final = b"\x10"  # field 2, a varint
 _CALLS: Final = (bytes([UMessageType.UMESSAGE_TYPE_REQUEST]), bytes([UMessageType.UMESSAGE_TYPE_RESPONSE]))
@@ -65,6 +67,13 @@ def message_key(message: UMessage, local_authority: str) -> str:
 def filter_key(source: UUri, sink: UUri | None, local_authority: str) -> str:
     """The key expression of a filter; Zenoh's `*` also matches the segment `{}`, so match the UUris after receipt."""
     return f"up/{segments(source, local_authority)}/{segments(sink, local_authority) if sink is not None else NO_SINK}"
+
+
+def complete(attributes: UAttributes, key: str) -> None:
+    """Fill in authorities that are missing: the sender has written its own into the key (spec up-l1/zenoh.adoc)."""
+    segments = key.split("/")
+    source, sink = segments[_SOURCE_AT], segments[_SINK_AT]
+    attrs.complete(attributes, source, source if sink == "{}" else sink)
 
 
 def attachment(encoded_attributes: bytes) -> bytes:

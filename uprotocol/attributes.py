@@ -15,6 +15,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 PUBLISH: Final = UMessageType.UMESSAGE_TYPE_PUBLISH
@@ -79,6 +80,29 @@ def is_streamer_sink(sink: UUri) -> bool:
 
 def streamer_sink(authority: str) -> UUri:
     return uris.pattern(authority)
+
+
+def lacks_authority(attributes: UAttributes) -> bool:
+    """True if source or sink names no authority: the host is meant that the sender is on (spec basics/uri.adoc)."""
+    return not attributes.source.authority_name or (not attributes.sink.authority_name and attributes.HasField("sink"))
+
+
+def complete(attributes: UAttributes, source_authority: str, sink_authority: str | None = None) -> None:
+    """Fill in what authorities are missing. Both mean the sender's host; a network that names the two apart gives the sink's, too."""
+    if attributes.HasField("source") and not attributes.source.authority_name:
+        attributes.source.authority_name = source_authority
+    if attributes.HasField("sink") and not attributes.sink.authority_name:
+        attributes.sink.authority_name = sink_authority if sink_authority is not None else source_authority
+
+
+def completed(message: UMessage, authority: str) -> UMessage:
+    """`message` itself, or a copy with `authority`, the sender's own, where source or sink has none."""
+    if not lacks_authority(message.attributes):
+        return message
+    copy = UMessage()
+    copy.CopyFrom(message)
+    complete(copy.attributes, authority)
+    return copy
 
 
 def validate(attributes: UAttributes) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import re
+from collections.abc import Iterator
 from typing import Final
 
 from uprotocol.status import invalid
@@ -121,6 +122,23 @@ def validate_authority(authority: str) -> None:
 
 def _lower_ipv6(authority: str) -> str:
     return authority.lower() if authority.startswith("[") else authority
+
+
+def owners(authority: str) -> Iterator[str]:
+    """Who may own `authority`, the nearest first: itself, `*.b.c` and `*.c` for a.b.c, `*`. Nobody owns "", which names no host."""
+    if not authority:
+        return
+    yield authority
+    _, dot, rest = authority.partition(".")
+    while dot:
+        yield f"*.{rest}"
+        _, dot, rest = rest.partition(".")
+    yield WILDCARD_AUTHORITY
+
+
+def is_family(authority: str) -> bool:
+    """True for `*.vin123`: every authority that ends so. It says who owns what; a UUri has no such wildcard."""
+    return authority.startswith("*.")
 
 
 def matches(pattern: UUri, candidate: UUri) -> bool:

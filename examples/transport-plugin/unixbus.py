@@ -26,6 +26,7 @@ from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
 from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
+from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -132,7 +133,7 @@ class UnixBusTransport(UTransport):
             if refusal is not None:
                 statuses.append(refusal)
                 continue
-            datagram = message.SerializeToString()
+            datagram = completed(message, self._authority).SerializeToString()  # no key beside the message could name our host
             if len(datagram) > DATAGRAM_BYTES_MAX:
                 why = f"a message has at most {DATAGRAM_BYTES_MAX} bytes here, got {len(datagram)}"
                 statuses.append(UStatus(code=UCode.INVALID_ARGUMENT, message=why))

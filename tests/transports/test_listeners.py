@@ -13,6 +13,7 @@ from transports.conformance.base import Sink, notification, publish, reply, topi
 from transports.conformance.sending import INVALID, every_combination, expired
 from transports.listeners import Filter, ListenerTable
 from transports.outbox import Outbox, stopped
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, is_shared, suffix
@@ -222,3 +223,16 @@ def test_a_failure_of_the_network_stops_the_batch() -> None:
     statuses = stopped([OK], 3, away)
     assert [status.code for status in statuses] == [UCode.OK, UCode.UNAVAILABLE, UCode.UNAVAILABLE]
     assert "not tried" in statuses[2].message
+
+
+def test_what_two_hosts_send_without_naming_themselves_is_not_one_stream() -> None:
+    table, heard = ListenerTable("beta"), Raw(1)
+    listened = table.add(uris.pattern(resource=uris.WILDCARD_RESOURCE), None, heard)
+    nameless = [publish(b"%d" % number, uris.uri("", 0x10AB, 3, 0x9A01)) for number in range(4)]
+    hosts = ["alpha", "gamma", "alpha", "gamma"]
+    assert listened is not None
+    table.deliver_encoded(
+        [wired(listened, message) for message in nameless], lambda place, attributes: attrs.complete(attributes, hosts[place])
+    )
+    assert [message.attributes.source.authority_name for message in heard.messages] == hosts
+    assert heard.payloads == [b"0", b"1", b"2", b"3"]

@@ -341,3 +341,9 @@ def test_an_empty_authority_is_completed_and_the_original_left_alone() -> None:
 
 def test_the_key_is_the_identity() -> None:
     assert uris.key(uris.parse("//a/1/2/3")) == ("a", 1, 2, 3)
+
+
+def test_the_longest_suffix_owns_an_authority() -> None:
+    assert list(uris.owners("a.b.c")) == ["a.b.c", "*.b.c", "*.c", "*"]
+    assert list(uris.owners("a")) == ["a", "*"]
+    assert list(uris.owners("")) == [], "no name, no owner"

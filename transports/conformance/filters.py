@@ -208,6 +208,15 @@ class FilterConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"once"]
         await pair[1].unregister_listener(topic(), heard, reply(BETA))
 
+    @spec("dsn~uri-authority-mapping~1")
+    async def test_an_address_without_authority_means_the_senders_host(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, uris.ANY, uris.ANY)
+        await self.send_all(pair[0], [notification(b"named", topic(""), reply()), notification(b"both", topic(""), reply(""))])
+        assert await self.settle(pair[0], heard) == [b"named", b"both"]
+        addresses = [(message.attributes.source, message.attributes.sink) for message in heard.messages[:2]]
+        assert addresses == [(topic(ALPHA), reply(BETA)), (topic(ALPHA), reply(ALPHA))], "completed by who knows the sender"
+
     async def test_nobody_hears_what_it_sent_itself(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
         own = Sink(self.deadline_s)

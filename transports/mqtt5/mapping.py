@@ -209,19 +209,23 @@ class Mapping:
             raise invalid(f"expected a message type like up-pub.v1 in the user property 2, got {type_name!r}")
         source = uris.parse(_present(source_text, "3 (source)"))
         sink = uris.parse(sink_text) if sink_text is not None else None
+        source, sink = self._completed(source, sink, topic.split("/"))
         self._check_topic(type, source, sink, topic)
         if len(self._in) >= ROUTES_CACHED_MAX:
             self._in.clear()
         found = self._in[key] = _In(type, source, sink)
         return found
 
-    def _check_topic(self, type: int, source: UUri, sink: UUri | None, topic: str) -> None:
-        """An address without authority means the sender's, which the topic tells (A-20)."""
-        segments = topic.split("/")
-        completed = uris.with_authority(source, segments[0])
+    def _completed(self, source: UUri, sink: UUri | None, segments: list[str]) -> tuple[UUri, UUri | None]:
+        """An address without authority means the sender's host, which the sender has written into the topic (A-20)."""
+        has_sink = len(segments) == (2 if self.mode is Mode.OFF_VEHICLE else 10)
+        source = uris.with_authority(source, segments[0])
         if sink is not None:
-            sink = uris.with_authority(sink, segments[len(segments) // 2])
-        expected = self.topic(type, completed, sink)
+            sink = uris.with_authority(sink, segments[len(segments) // 2] if has_sink else segments[0])
+        return source, sink
+
+    def _check_topic(self, type: int, source: UUri, sink: UUri | None, topic: str) -> None:
+        expected = self.topic(type, source, sink)
         if topic != expected:
             raise UStatusError(UCode.PERMISSION_DENIED, f"the addresses belong to topic {expected}, but came on {topic}")
 
