@@ -16,6 +16,7 @@ from typing import Final
 from google.protobuf import proto
 from google.protobuf.message import DecodeError
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import invalid
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -66,8 +67,8 @@ def unpack(payload: bytes) -> list[UMessage]:
     """Raises UStatusError(INVALID_ARGUMENT) for what is no sequence of UMessages."""
     source, messages = io.BytesIO(payload), []
     try:
-        while (message := proto.parse_length_prefixed(UMessage, source)) is not None:
-            messages.append(message)
+        while source.tell() < len(payload):
+            messages.append(proto.parse_length_prefixed(UMessage, source))
     except (DecodeError, ValueError) as error:
         raise invalid(f"expected UMessages, each behind its length, got {len(payload)} bytes: {error}") from None
     if not messages:
@@ -83,9 +84,5 @@ def complete(messages: Sequence[UMessage], where: str) -> list[UMessage]:
     tokens = where.split(".")
     source, sink = unescape(tokens[0]), unescape(tokens[ADDRESS_TOKENS])
     for message in messages:
-        attributes = message.attributes
-        if attributes.HasField("source") and not attributes.source.authority_name:
-            attributes.source.authority_name = source
-        if attributes.HasField("sink") and not attributes.sink.authority_name:
-            attributes.sink.authority_name = sink
+        attrs.complete(message.attributes, source, sink)
     return [message for message in messages if route(message, "") == where]

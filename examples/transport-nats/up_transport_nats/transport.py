@@ -18,13 +18,13 @@ import hashlib
 import itertools
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-import nats
 import structlog
+from nats import errors
 from nats.aio.msg import Msg
-from nats.js import api
-from nats.js.errors import NotFoundError, ServiceUnavailableError
+from nats.js import JetStreamContext, api
+from nats.js.errors import NotFoundError
 
 from transports.inbox import Inbox
 from transports.listeners import Filter, ListenerTable, all_of
@@ -32,7 +32,8 @@ from transports.outbox import OK, Outbox, stopped
 from transports.plugin import TransportPlugin
 from up_transport_nats import mapping
 from up_transport_nats.config import NatsConfig
-from uprotocol.status import UStatusError, invalid
+from up_transport_nats.link import AWAY, Link
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -45,32 +46,14 @@ FETCH_MAX: Final = 64  # packets at once
 FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
 INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
 INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
-REQUEST_S: Final = 5.0  # for an answer of the server
 AGAIN_S: Final = 0.2  # before something is tried again
 CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
 
 log = structlog.get_logger()
-T = TypeVar("T")
 Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
 Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
 
 _CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
-_AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the NATS server is away: try again when the connection is back")
-
-
-def translate(error: BaseException, doing: str) -> UStatusError:
-    """The one place where errors of the library and the system become ours."""
-    said = " ".join(f"{doing}: {error or type(error).__name__}".split())
-    words = said.lower()
-    if isinstance(error, UStatusError):
-        return error
-    if "permissions violation" in words:
-        return UStatusError(UCode.PERMISSION_DENIED, f"{said}; allow it in the server's permissions")
-    if "authorization" in words or "authentication" in words:
-        return UStatusError(UCode.UNAUTHENTICATED, f"{said}: are user, password or token right?")
-    if isinstance(error, (UnicodeError, ValueError, TypeError)):
-        return invalid(f"{said}: is the setting right?")
-    return UStatusError(UCode.UNAVAILABLE, said)
 
 
 class NatsTransport(UTransport):
@@ -87,21 +70,19 @@ class NatsTransport(UTransport):
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
         self._outbox = Outbox()
-        self._open = self._connected = False
-        self._client: nats.NATS | None = None
-        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None while the server is away
+        self._link = Link(config, self._session, self._on_change)
+        self._open = False
+        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
         self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
         self._held: set[tuple[str, int]] = set()  # (consumer, sequence) in the inbox: if they come again, they are here already
         self._tasks: set[asyncio.Task[None]] = set()
         self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
-        self._complaint: Exception | None = None  # the last thing that the library told of in passing
-        self._full = ""
         self._connection_callbacks: list[ConnectionCallback] = []
         self._loss_callbacks: list[LossCallback] = []
 
     def __repr__(self) -> str:
-        state = "closed" if not self._open else "connected" if self._connected else "away"
+        state = "closed" if not self._open else "connected" if self.connected else "away"
         return f"NatsTransport({self._authority}, {state}, filters={len(self._followers)})"
 
     @property
@@ -110,11 +91,11 @@ class NatsTransport(UTransport):
 
     @property
     def connected(self) -> bool:
-        return self._connected
+        return self._link.is_up()
 
     @property
     def troubles(self) -> list[str]:
-        return [self._full] if self._full else []
+        return [self._link.full] if self._link.full else []
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._connection_callbacks.append(callback)
@@ -128,153 +109,66 @@ class NatsTransport(UTransport):
         if self._open:
             return
         self._inbox: Inbox[Arrived] = Inbox(self._deliver, self._taken, messages_max=INBOX_PACKETS, bytes_max=INBOX_BYTES)
-        client = nats.NATS()
-        try:
-            await self._connect(client)
-            self._client, self._js = client, client.jetstream(timeout=REQUEST_S)
-            await self._ensure_stream()
-        except BaseException as error:
-            self._client = None
-            with contextlib.suppress(Exception):
-                await client.close()
-            if not isinstance(error, Exception):
-                raise  # a cancellation
-            raise translate(error, f"connecting to {', '.join(self._config.servers)}") from None
         self._open = True
-        self._set_connected(client.is_connected)
-        await self._come_back()  # for listeners that are registered since an earlier `open`
-
-    async def _connect(self, client: nats.NATS) -> None:
-        """The library tries without end: we give up when each server has been tried once."""
-        config, failures, given_up = self._config, [], asyncio.Event()
-
-        async def on_error(error: Exception) -> None:
-            self._complaint = error
-            failures.append(error)
-            if len(failures) >= len(config.servers):
-                given_up.set()
-
-        connecting = asyncio.ensure_future(
-            client.connect(
-                list(config.servers),
-                error_cb=on_error,
-                disconnected_cb=self._on_lost,
-                reconnected_cb=self._on_back,
-                name=self._session,
-                connect_timeout=config.connect_timeout_s,
-                reconnect_time_wait=AGAIN_S,
-                max_reconnect_attempts=-1,
-                ping_interval=config.ping_s,
-                max_outstanding_pings=1,
-                tls=await asyncio.to_thread(config.tls.context) if config.tls else None,
-                **config.login(),
-            )
-        )
-        giving_up = asyncio.ensure_future(given_up.wait())
         try:
-            done, _ = await asyncio.wait({connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if connecting not in done:
-                raise failures[-1] if failures else TimeoutError(f"no answer within {config.connect_timeout_s} s")
-            await connecting
-        finally:
-            for task in (connecting, giving_up):
-                task.cancel()
-            await asyncio.gather(connecting, giving_up, return_exceptions=True)
-
-    async def _ensure_stream(self) -> None:
-        """Ends that come at once may both make it, which is the same stream. One that is there already stays as its operator made it."""
-        name, config = self._config.network, self._config
-        try:
-            await self._js.stream_info(name)
-        except NotFoundError:
-            await self._js.add_stream(
-                name=name,
-                subjects=[f"{name}.>"],
-                retention=api.RetentionPolicy.INTEREST,  # a packet is kept until every consumer that wants it has acknowledged it
-                discard=api.DiscardPolicy.NEW,  # full: refuse what is new, so that senders feel it
-                storage=api.StorageType.MEMORY if config.stream_in_memory else api.StorageType.FILE,
-                max_bytes=config.stream_mib_max << 20,
-                max_age=config.stream_age_s_max,
-            )
-        except ServiceUnavailableError as error:
-            raise UStatusError(UCode.UNAVAILABLE, f"the server has no JetStream now ({error}): start it with -js") from None
+            await self._link.open()
+        except BaseException:
+            self._open = False
+            raise
+        if not self._open:  # closed meanwhile
+            await self._link.close()
 
     async def close(self) -> None:
         """What was answered OK is in the stream. What waits for us stays there, for `session_expiry_s`."""
         if not self._open:
             return
         self._open = False
-        client, self._client = self._client, None
-        assert client is not None
-        followers = [task for task in self._followers.values() if task is not None]
-        for task in followers:
-            task.cancel()
-        self._followers = dict.fromkeys(self._followers)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_S_MAX), self._sending, self._registering:
-                await asyncio.gather(*followers, return_exceptions=True)
+            async with asyncio.timeout(CLOSE_S_MAX):
+                async with self._sending, self._registering:
+                    await asyncio.gather(*self._stop_following(), return_exceptions=True)
                 await self._inbox.drained()
-                await asyncio.gather(*self._tasks)
-                if client.is_connected:
-                    await client.flush()
+                await asyncio.gather(*self._tasks)  # acknowledgements
         self._inbox.close()
-        self._set_connected(False)
-        for task in list(self._tasks):
+        await self._link.close()
+        for task in (tasks := list(self._tasks)):
             task.cancel()
-        with contextlib.suppress(Exception):
-            await client.close()
+        await asyncio.gather(*tasks, *self._stop_following(), return_exceptions=True)
         self._held.clear()
 
-    async def _on_lost(self) -> None:
-        for filter, task in self._followers.items():
-            if task is not None:
-                task.cancel()
-                self._followers[filter] = None
-        self._set_connected(False)
-
-    async def _on_back(self) -> None:
-        self._set_connected(True)
-        self._spawn(self._come_back())
-
-    def _set_connected(self, connected: bool) -> None:
-        if connected == self._connected:
-            return
-        self._connected = connected
-        if connected:
-            self._gone = asyncio.get_running_loop().create_future()
-        elif not self._gone.done():
-            self._gone.set_result(None)
+    def _on_change(self, up: bool) -> None:
+        if up:
+            self._spawn(self._come_back())
+        else:
+            self._stop_following()
         for callback in self._connection_callbacks:
             try:
-                callback(connected)
+                callback(up)
             except Exception:
                 log.exception("a connection callback failed", callback=repr(callback))
+
+    def _stop_following(self) -> list[asyncio.Task[None]]:
+        following = [task for task in self._followers.values() if task is not None]
+        self._followers = dict.fromkeys(self._followers)
+        for task in following:
+            task.cancel()
+        return following
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _request(self, doing: str, work: Awaitable[T]) -> T:
-        """A refusal comes beside the answer, which then never comes."""
-        self._complaint = None
-        try:
-            return await work
-        except NotFoundError:
-            raise
-        except Exception as error:
-            refused = self._complaint is not None and "permissions violation" in str(self._complaint).lower()
-            raise translate(self._complaint if refused and self._complaint else error, doing) from None
-
     async def _come_back(self) -> None:
         """There is a connection: the server learns what it missed, until it has it all."""
-        while self._open and self._connected:
+        while self._open and self._link.is_up():
             try:
-                await self._request("looking for the stream", self._ensure_stream())
+                await self._link.request("looking for the stream", self._link.ensure_stream())
                 async with self._registering:
                     for name in list(self._leftover):
                         await self._forget(name)
-                    for filter in [filter for filter, task in self._followers.items() if task is None]:
+                    waiting = [filter for filter, task in self._followers.items() if task is None]
+                    for filter in waiting if self._open else []:
                         await self._follow(filter)
                 return
             except UStatusError as error:
@@ -284,13 +178,13 @@ class NatsTransport(UTransport):
     # Sending.
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if not self._open or self._client is None:
+        if not self._open:
             return stopped([], len(messages), _CLOSED)
-        if not self._connected:
-            return stopped([], len(messages), _AWAY)
+        if not self._link.is_up():
+            return stopped([], len(messages), AWAY)
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
-        now_ms, bytes_max = self._outbox.now_ms(), self._client.max_payload - ENVELOPE_BYTES
+        now_ms, bytes_max = self._outbox.now_ms(), self._link.max_payload - ENVELOPE_BYTES
         for place, message in enumerate(messages):
             statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
         async with self._sending:  # batches that are sent at once keep their order
@@ -315,7 +209,7 @@ class NatsTransport(UTransport):
         """One after the other; after one that failed nothing is tried, so that a later try keeps the order."""
         answers: list[UStatus] = []
         for data, _places in packets:
-            answers.append(await self._publish(f"{self._config.network}.{route}.{self._session}", bytes(data)))
+            answers.append(await self._link.publish(f"{self._config.network}.{route}.{self._session}", bytes(data)))
             if answers[-1].code:
                 break
         places = [place for _data, those in packets for place in those]
@@ -324,30 +218,6 @@ class NatsTransport(UTransport):
             told = stopped(told[: -len(packets[len(answers) - 1][1])], len(places), answers[-1])
         for place, status in zip(places, told, strict=True):
             statuses[place] = status
-
-    async def _publish(self, subject: str, data: bytes) -> UStatus:
-        """OK when the stream has it. While the stream is full we wait, for so long: that is how a sender feels slow listeners."""
-        loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + self._config.full_wait_s
-        while self._connected and self._client is not None:
-            publishing = asyncio.ensure_future(self._js.publish(subject, data, timeout=REQUEST_S))
-            try:
-                await asyncio.wait({publishing, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-                if not publishing.done():
-                    return UStatus(code=UCode.UNAVAILABLE, message="the NATS server went away before it answered: send it again")
-                await self._request("publishing", publishing)
-                self._full = ""
-                return OK
-            except UStatusError as error:
-                if not isinstance(publishing.exception(), ServiceUnavailableError):
-                    return error.status
-                self._full = f"the stream {self._config.network!r} takes nothing ({error.message}): is an end of it too slow, or gone?"
-                if loop.time() >= give_up_at:
-                    return UStatus(code=UCode.UNAVAILABLE, message=self._full)
-            finally:
-                publishing.cancel()
-            await asyncio.sleep(AGAIN_S)
-        return _AWAY if self._open else _CLOSED
 
     # Listening.
 
@@ -359,12 +229,12 @@ class NatsTransport(UTransport):
             if filter is None:
                 return
             self._followers[filter] = None
-            if not self._connected:
+            if not self._link.is_up():
                 return
             try:
                 await self._follow(filter)
             except UStatusError:
-                if not self._connected:
+                if not self._link.is_up():
                     return  # as if it had been away before
                 self._table.remove(source_filter, sink_filter, listener)
                 self._leave(filter)
@@ -377,7 +247,7 @@ class NatsTransport(UTransport):
             if filter is None:
                 return
             name = self._leave(filter)
-            if self._connected:
+            if self._link.is_up():
                 with contextlib.suppress(UStatusError):  # then it is forgotten later, or forgets itself after session_expiry_s
                     await self._forget(name)
 
@@ -397,7 +267,7 @@ class NatsTransport(UTransport):
 
     async def _forget(self, name: str) -> None:
         with contextlib.suppress(NotFoundError):
-            await self._request("ending a consumer", self._js.delete_consumer(self._config.network, name))
+            await self._link.request("ending a consumer", self._link.js.delete_consumer(self._config.network, name))
         self._leftover.discard(name)
 
     def _consumer(self, filter: Filter) -> tuple[str, str]:
@@ -411,7 +281,7 @@ class NatsTransport(UTransport):
         if name in self._leftover:
             await self._forget(name)
         try:
-            info = await self._request(f"looking for the consumer of {subject}", self._js.consumer_info(network, name))
+            info = await self._link.request(f"looking for the consumer of {subject}", self._link.js.consumer_info(network, name))
         except NotFoundError:
             if name in self._consumers:
                 self._tell_loss(f"the NATS server has ended our session for {subject}: what came while we were away is gone")
@@ -425,9 +295,9 @@ class NatsTransport(UTransport):
                 max_ack_pending=INBOX_PACKETS + FETCH_MAX,
                 inactive_threshold=self._config.session_expiry_s,
             )
-            info = await self._request(f"subscribing to {subject}", self._js.add_consumer(network, made))
+            info = await self._link.request(f"subscribing to {subject}", self._link.js.add_consumer(network, made))
         self._consumers.add(name)
-        fetching = await self._request("subscribing", self._js.pull_subscribe_bind(name, stream=network))
+        fetching = await self._link.request("subscribing", self._link.js.pull_subscribe_bind(name, stream=network))
         under_way = bool(info.num_ack_pending)
         self._followers[filter] = asyncio.ensure_future(self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0))
 
@@ -439,7 +309,7 @@ class NatsTransport(UTransport):
             except Exception:
                 log.exception("a loss callback failed", callback=repr(callback))
 
-    async def _fetch(self, filter: Filter, name: str, fetching: Any, wait_s: float) -> None:
+    async def _fetch(self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float) -> None:
         """The task of one filter: what waits for room in the inbox fetches nothing more."""
         try:
             await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
@@ -447,7 +317,7 @@ class NatsTransport(UTransport):
                 with contextlib.suppress(TimeoutError):  # nothing has come
                     for packet in await fetching.fetch(FETCH_MAX, timeout=FETCH_S):
                         await self._take_in((filter, name, packet))
-        except nats.errors.Error as error:
+        except errors.Error as error:
             log.warning("a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error))
             if self._followers.get(filter) is asyncio.current_task():
                 self._followers[filter] = None
@@ -497,7 +367,7 @@ class NatsTransport(UTransport):
         """What was not taken comes again. So does what the server can't be told of now."""
         for _filter, name, packet in arrived:
             self._held.discard((name, packet.metadata.sequence.stream))
-            with contextlib.suppress(nats.errors.Error):
+            with contextlib.suppress(errors.Error):
                 await (packet.ack() if error is None else packet.nak(delay=AGAIN_S))
 
 
