@@ -39,7 +39,6 @@ START_S_MAX = 30
 SOURCE, SINK = uris.uri(ALPHA, 0x8001, 1, 0x8001), uris.uri(BETA, 1, 1, 0)
 
 networks = itertools.count()
-sessions = itertools.count()
 
 
 def free_port() -> int:
@@ -106,8 +105,7 @@ class OnNats:
         return {"servers": [f"nats://127.0.0.1:{port}"], "network": self.network, "stream_in_memory": True, "ack_wait_s": 3} | more
 
     def end(self, authority: str, **more: Any) -> NatsTransport:
-        settings = {"session": f"{authority}{next(sessions)}"} | self.settings(authority, **more)
-        return NatsTransport(NatsConfig(**settings), LocalUriProvider(authority, 0x10AB, 3))
+        return NatsTransport(NatsConfig(**self.settings(authority, **more)), LocalUriProvider(authority, 0x10AB, 3))
 
 
 class TestNats(OnNats, TransportConformance):
@@ -297,6 +295,14 @@ class TestOfNatsAlone(OnNats):
             for resource in range(0x8000, 0x8010):
                 await beta.unregister_listener(uris.uri(ALPHA, 1, 1, resource), heard, SINK)
             assert await self.client.jetstream().consumers_info(self.network) == []
+
+    async def test_no_consumer_is_left_by_an_end_without_a_session(self) -> None:
+        stream = self.client.jetstream()
+        for more, left in (({}, 0), ({"session": "beta"}, 1)):
+            async with self.end(BETA, **more) as beta:
+                await beta.register_listener(SOURCE, Sink(10), SINK)
+                assert len(await stream.consumers_info(self.network)) == 1
+            assert len(await stream.consumers_info(self.network)) == left
 
     async def test_a_server_without_jetstream_says_what_to_do(self, tmp_path: Path) -> None:
         with serve(tmp_path, jetstream=False) as port:

@@ -44,9 +44,11 @@ class NatsConfig(BaseModel):
         default="up", pattern=r"^[A-Za-z0-9_-]{1,64}$", description="the JetStream stream, and the first token of subjects"
     )
     session: str | None = Field(
-        default=None, pattern=r"^[A-Za-z0-9_%-]{1,200}$", description="who we are to the server; default: authority"
+        default=None,
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="ours alone: the server keeps what comes for it while no process is there; without it, each `open` to `close` is one",
     )
-    session_expiry_s: float = Field(default=300, ge=1, description="how long the server keeps messages for us while we are away")
+    session_expiry_s: float = Field(default=300, ge=1, description="how long the server keeps it while we are away")
     user: str | None = None
     password: SecretStr | None = None
     token: SecretStr | None = None

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import hashlib
 import itertools
+import secrets
 from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Final
@@ -65,13 +66,14 @@ class NatsTransport(UTransport):
 
     def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
-        self._session = config.session or mapping.escape(self._authority)
+        self._session = config.session or f"{mapping.escape(self._authority)}-{secrets.token_hex(6)}"
         self._table = ListenerTable(
             self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
         self._outbox = Outbox()
         self._link = Link(config, self._session, self._on_change)
-        self._open = False
+        self._open = self._connected = False
+        self._coming_back: asyncio.Task[None] | None = None
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
         self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
@@ -91,7 +93,7 @@ class NatsTransport(UTransport):
 
     @property
     def connected(self) -> bool:
-        return self._link.is_up()
+        return self._connected
 
     @property
     def troubles(self) -> list[str]:
@@ -112,14 +114,17 @@ class NatsTransport(UTransport):
         self._open = True
         try:
             await self._link.open()
+            if self._coming_back is not None:  # it asks for listeners that are registered since an earlier `open`
+                await asyncio.wait({self._coming_back}, timeout=self._config.connect_timeout_s)
         except BaseException:
             self._open = False
+            await self._link.close()
             raise
         if not self._open:  # closed meanwhile
             await self._link.close()
 
     async def close(self) -> None:
-        """What was answered OK is in the stream. What waits for us stays there, for `session_expiry_s`."""
+        """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session has a name."""
         if not self._open:
             return
         self._open = False
@@ -129,6 +134,8 @@ class NatsTransport(UTransport):
                     await asyncio.gather(*self._stop_following(), return_exceptions=True)
                 await self._inbox.drained()
                 await asyncio.gather(*self._tasks)  # acknowledgements
+                if not self._config.session:
+                    await self._forget_all()
         self._inbox.close()
         await self._link.close()
         for task in (tasks := list(self._tasks)):
@@ -137,13 +144,20 @@ class NatsTransport(UTransport):
         self._held.clear()
 
     def _on_change(self, up: bool) -> None:
+        """We are connected when the server has also been asked for all that is registered: who waits for us then misses nothing."""
         if up:
-            self._spawn(self._come_back())
+            self._coming_back = self._spawn(self._come_back())
         else:
             self._stop_following()
+            self._set_connected(False)
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected == self._connected:
+            return
+        self._connected = connected
         for callback in self._connection_callbacks:
             try:
-                callback(up)
+                callback(connected)
             except Exception:
                 log.exception("a connection callback failed", callback=repr(callback))
 
@@ -154,10 +168,11 @@ class NatsTransport(UTransport):
             task.cancel()
         return following
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _come_back(self) -> None:
         """There is a connection: the server learns what it missed, until it has it all."""
@@ -170,6 +185,7 @@ class NatsTransport(UTransport):
                     waiting = [filter for filter, task in self._followers.items() if task is None]
                     for filter in waiting if self._open else []:
                         await self._follow(filter)
+                self._set_connected(self._open and self._link.is_up())
                 return
             except UStatusError as error:
                 log.warning("the NATS server does not let us listen yet; trying again", authority=self._authority, why=error.message)
@@ -180,7 +196,7 @@ class NatsTransport(UTransport):
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         if not self._open:
             return stopped([], len(messages), _CLOSED)
-        if not self._link.is_up():
+        if not self._connected:
             return stopped([], len(messages), AWAY)
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
@@ -269,6 +285,13 @@ class NatsTransport(UTransport):
         with contextlib.suppress(NotFoundError):
             await self._link.request("ending a consumer", self._link.js.delete_consumer(self._config.network, name))
         self._leftover.discard(name)
+        self._consumers.discard(name)
+
+    async def _forget_all(self) -> None:
+        """Nobody will come back for them."""
+        with contextlib.suppress(UStatusError):
+            for name in [*self._consumers, *self._leftover] if self._link.is_up() else []:
+                await self._forget(name)
 
     def _consumer(self, filter: Filter) -> tuple[str, str]:
         """Its name, the same in each process of this session, and what it lets through."""
