@@ -54,17 +54,17 @@ class Match:
 
 
 class Matches:
-    def __init__(self, logs: Iterable[Log], local_authority: str) -> None:
-        self._logs, self._local_authority = list(logs), local_authority
+    def __init__(self, logs: Iterable[Log]) -> None:
+        self._logs = list(logs)
         self._cached: dict[Key, dict[Log, Match]] = {}
 
-    def of(self, topics: Sequence[UUri]) -> dict[Log, Match]:
-        """A match for each log. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
+    def of(self, topics: Sequence[UUri], caller: str) -> dict[Log, Match]:
+        """A match for each log; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
         if len(topics) > PATTERNS_MAX:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards")
         patterns: dict[tuple[str, int, int, int], UUri] = {}
         for topic in topics:
-            pattern = uris.with_authority(topic, self._local_authority)
+            pattern = uris.with_authority(topic, caller)
             uris.validate(pattern)
             if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
                 raise invalid(f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF")

@@ -118,7 +118,7 @@ class HistoryService:
         self._server = InMemoryRpcServer(transport, own, drain_ms_max=drain_ms_max)
         self._logs = list(logs)
         self._by_incarnation = {log.incarnation: log for log in self._logs}
-        self._matches = Matches(self._logs, local.get_authority())
+        self._matches = Matches(self._logs)
         self._polls_waiting_max, self._poll_bytes_max, self._now_ms = polls_waiting_max, poll_bytes_max, now_ms
         self._waiting: set[_Waiting] = set()
         self._reading = asyncio.Semaphore(POLLS_READING_MAX)
@@ -153,7 +153,7 @@ class HistoryService:
 
     async def _describe(self, request: UMessage) -> DescribeResponse:
         asked = UPayload.of(request).unpack(DescribeRequest)
-        matches = self._matches.of(asked.topics)
+        matches = self._matches.of(asked.topics, request.attributes.source.authority_name)
         response = DescribeResponse()
         for log in self._logs:
             response.logs.append(
@@ -204,7 +204,7 @@ class HistoryService:
         ttl = request.attributes.ttl
         left = ttl - max(0, self._now_ms() - uuids.time_ms(request.attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
         return _Poll(
-            self._matches.of(asked.topics),
+            self._matches.of(asked.topics, request.attributes.source.authority_name),
             _positions(asked.positions),
             witness.checked(asked.positions),
             _positions(asked.until),

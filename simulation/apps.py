@@ -98,14 +98,17 @@ class Hearer:
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         for message in messages:
-            self._world.checker.heard(self.name, message)
+            inside = UMessage()
+            inside.CopyFrom(message)
+            inside.attributes.source.CopyFrom(self._world.inside(message.attributes.source))
+            self._world.checker.heard(self.name, inside)
 
 
 class Subscriber:
     """One client of a uSubscription service, whose wishes are drawn. The last one on each topic is what must hold in the end."""
 
-    def __init__(self, world: Any, transport: LocalTransport, name: str, authority: str, version: int) -> None:
-        self._world, self.name, self.version, self.authority = world, name, version, authority
+    def __init__(self, world: Any, transport: LocalTransport, name: str, authority: str, version: int, network: str) -> None:
+        self._world, self.name, self.version, self.authority, self._network = world, name, version, authority, network
         self._transport = transport
         self.local = transport.local
         self.client = USubscriptionClient(transport, transport.local, authority, version, call_ms=CALL_MS, probe_ms=1_000)
@@ -126,7 +129,11 @@ class Subscriber:
 
     def _changed(self, change: Subscription) -> None:
         if uris.key(change.subscriber) == uris.key(self.uri):
-            self._world.checker.told(self.name, change.topic, change.status)
+            self._world.checker.told(self.name, self._world.inside(change.topic), change.status)
+
+    def _named(self, topic: UUri) -> UUri:
+        named: UUri = self._world.named(self._network, topic)
+        return named
 
     async def wish(self, topic: UUri, wanted: bool) -> None:
         """Until the service has said yes."""
@@ -136,9 +143,9 @@ class Subscriber:
             while not self._world.given_up:
                 try:
                     if wanted:
-                        status = await self.client.subscribe(topic)
+                        status = await self.client.subscribe(self._named(topic))
                     else:
-                        await self.client.unsubscribe(topic)
+                        await self.client.unsubscribe(self._named(topic))
                         status = Status.UNSUBSCRIBED
                 except UStatusError as error:
                     if error.code in FINAL:
@@ -159,11 +166,12 @@ class Subscriber:
         async with lock:
             wish = self._world.checker.wishes(self.name, topic, last)
             commands = [last, not last, last]
-            self.client._subscribed.pop(uris.key(topic), None)  # it would say again, after a reconnect, what we take back behind its back
+            # it would say again, after a reconnect, what we take back behind its back
+            self.client._subscribed.pop(uris.key(self._named(topic)), None)
             rpc = InMemoryRpcClient(self._transport, self.local)
             await rpc.open()
             try:
-                calls = [asyncio.ensure_future(self._raw(rpc, topic, subscribe)) for subscribe in commands]
+                calls = [asyncio.ensure_future(self._raw(rpc, self._named(topic), subscribe)) for subscribe in commands]
                 results = await asyncio.gather(*calls, return_exceptions=True)
             finally:
                 await rpc.close()
@@ -202,6 +210,7 @@ class Foreign:
             await self._server.register_request_handler(method, handler)
 
     async def set(self, topic: UUri, subscriber: UUri, subscribed: bool) -> None:
+        topic = self._world.named("cloud", topic)
         known = self.subscribers.setdefault(uris.key(topic), {})
         if subscribed:
             known[uris.key(subscriber)] = subscriber

@@ -47,6 +47,8 @@ from uprotocol.v1.uuid_pb2 import UUID
 from usubscription.service import USubscriptionService
 from usubscription_client.wire import Status
 
+OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
+SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
@@ -99,6 +101,8 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
         self.kind = self.dice.choice(KINDS)
         self.tasks: list[asyncio.Task[Any]] = []
+        has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without  # no draw of the others' dice
+        self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
 
     # -- time, notes
 
@@ -115,6 +119,19 @@ class World:
     @property
     def digest(self) -> str:
         return self._digest.hexdigest()
+
+    # -- names, which the checker knows as they are inside the vehicle
+
+    def named(self, network: str, uri: UUri) -> UUri:
+        """As who is on that network writes it."""
+        if not self.suffix or network not in OUTSIDE or uri.authority_name not in ("vin1", "mcu1"):
+            return uri
+        return uris.uri(f"{uri.authority_name}.{self.suffix}", uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+    def inside(self, uri: UUri) -> UUri:
+        if not self.suffix or uri.authority_name not in (f"vin1.{self.suffix}", f"mcu1.{self.suffix}"):
+            return uri
+        return uris.uri(uri.authority_name.partition(".")[0], uri.ue_id, uri.ue_version_major, uri.resource_id)
 
     # -- the geography, for the checker
 
@@ -172,7 +189,7 @@ class World:
         remote = "none" if self.kind == "static" else "remote"
         return {
             "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
-            "endpoint": [endpoint("vehicle", "embedded"), endpoint("mcu", "none"), endpoint("cloud", remote)],
+            "endpoint": [endpoint("vehicle", "embedded"), endpoint("mcu", "none"), endpoint("cloud", remote) | {"suffix": self.suffix}],
             "history": {},
             "usubscription": {"static_file": str(self.folder / "static.json")},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
@@ -183,9 +200,10 @@ class World:
             settings = {"network": f"{self.seed}/{name}", "session": f"C-{name}"}
             return {"name": name, "transport": "local", "authorities": authorities, "usubscription": mode, "settings": settings}
 
+        vehicles = [self.named("cloud", uris.uri(name)).authority_name for name in ("vin1", "mcu1")]
         return {
             "streamer": {"authority": "hub", "data_dir": str(self.folder / "C")},
-            "endpoint": [endpoint("hub", ["hub"], "embedded"), endpoint("cloud", ["vin1", "mcu1"], "none")],
+            "endpoint": [endpoint("hub", ["hub"], "embedded"), endpoint("cloud", vehicles, "none")],
             "history": {},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
         }
@@ -216,7 +234,7 @@ class World:
         if network == "vehicle" and self.kind != "static":
             topics += WISHED_HUB
         for topic in topics:
-            await transport.register_listener(uris.parse(topic), hearer)
+            await transport.register_listener(self.named(network, uris.parse(topic)), hearer)
         if network == "cloud":
             await transport.register_listener(uris.ANY, hearer, uris.parse(SINK))
 
@@ -254,7 +272,8 @@ class World:
 
     async def _subscriber(self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9101)
-        subscriber = Subscriber(self, transport, hearer, authority, version)
+        service = self.named(network, uris.uri(authority)).authority_name
+        subscriber = Subscriber(self, transport, hearer, service, version, network)
         await subscriber.open()
         self.subscribers[hearer] = (subscriber, [uris.parse(topic) for topic in topics], machine)
 
@@ -405,7 +424,7 @@ class World:
             states = {row.topic: Status(row.status) for row in rows if row.subscriber == uris.key(subscriber.uri)}
             for topic in topics:
                 want = self.checker.wants.get((hearer, uris.key(topic)))
-                state = states.get(uris.key(topic))
+                state = states.get(uris.key(self.named("hub", topic) if name == "C" else topic))
                 wanted = want is not None and want.wanted and not want.refused
                 if wanted and state is None:
                     wrong.append(

@@ -71,16 +71,41 @@ def _backoff(config: Config, runtime: Runtime) -> Backoff:
     return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
 
 
+def transports_of(config: Config) -> dict[str, UTransport]:
+    """One for each endpoint by name; nothing is opened."""
+    return {one.name: _transport(config, one) for one in config.endpoint}
+
+
+def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
+    made = transports if transports is not None else transports_of(config)
+    return Endpoints(Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint)
+
+
+def make_transport(config: Config, section: EndpointSection) -> UTransport:
+    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
+    named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
+    authority = config.authority if config.authority in named or not named else named[0]
+    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+
+
+def _transport(config: Config, section: EndpointSection) -> UTransport:
+    try:
+        return make_transport(config, section)
+    except plugins.NotMade as error:  # that endpoint's trouble alone
+        log.error("a transport can't be made", endpoint=section.name, why=error.message)
+        return _Unmade(error.message)
+
+
 class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
     def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL) -> None:
         self.config, self.logs, self._runtime = config, logs, runtime
-        self.endpoints = Endpoints(Endpoint(one.name, one.authorities, transports[one.name]) for one in config.endpoint)
+        self.endpoints = endpoints_of(config, transports)
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
-        self.hosted = HostedTransport(self.home, self.endpoints, config.authority)
+        self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for)
         self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish, runtime=runtime)
         self.usubscription = self._embedded_service()
         self.interest = Interest(self._interest_sources(), lambda: tuple(one.newest_seq for one in logs))
@@ -141,7 +166,7 @@ class Streamer:
             raise UStatusError(
                 UCode.FAILED_PRECONDITION, f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can"
             ) from None
-        transports = {one.name: cls._transport(config, one) for one in config.endpoint}
+        transports = transports_of(config)
         history = config.history
         retention_ms = int(history.retention_hours * 3_600_000)
         durable = await Log.open(
@@ -165,14 +190,6 @@ class Streamer:
             await durable.close()
             raise
 
-    @staticmethod
-    def _transport(config: Config, section: EndpointSection) -> UTransport:
-        try:
-            return make_transport(config, section)
-        except plugins.NotMade as error:  # that endpoint's trouble alone
-            log.error("a transport can't be made", endpoint=section.name, why=error.message)
-            return _Unmade(error.message)
-
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
             return None
@@ -180,6 +197,7 @@ class Streamer:
             self.hosted,
             self.config.authority,
             self.config.streamer.data_dir / "usubscription.db",
+            also=self.config.answers_for,
             runtime=self._runtime,
             drain_ms_max=DRAIN_MS_MAX,
         )
@@ -205,7 +223,7 @@ class Streamer:
                             runtime=self._runtime,
                         )
                         for authority in section.authorities
-                        if authority != uris.WILDCARD_AUTHORITY
+                        if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
                     ]
         if config.usubscription.static_file is not None:
             sources.append(StaticFile(config.usubscription.static_file))
@@ -273,6 +291,8 @@ class Streamer:
             start(pump.run(), f"pump {pump.peer.name}")
         start(self.claims.watch(), "claims")
         self.ready.set()
+        for note in self.notes():
+            log.warning("a note", note=note)
         log.info("ready", authority=self.config.authority, endpoints=[endpoint.name for endpoint in self.endpoints])
 
     async def _keep_open(self, endpoint: Endpoint, tried: asyncio.Event) -> None:
@@ -495,6 +515,10 @@ class Streamer:
             problems.append("starting")
         return problems
 
+    def notes(self) -> list[str]:
+        """What somebody may want to know though nothing is wrong."""
+        return self.endpoints.notes()
+
     def stats(self) -> dict[str, Any]:
         """Counters as plain data."""
         return {
@@ -517,13 +541,6 @@ class Streamer:
     async def _publish(self, topic: UUri, told: Message) -> None:
         """On a topic of core.ustreamer."""
         await self.hosted.send(UMessageBuilder.publish(topic).with_id(uuids.new()).pack(told))
-
-
-def make_transport(config: Config, section: EndpointSection) -> UTransport:
-    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
-    named = [authority for authority in section.authorities if authority != uris.WILDCARD_AUTHORITY]
-    authority = config.authority if config.authority in named or not named else named[0]
-    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
 
 
 class _Unmade(UTransport):

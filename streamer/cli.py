@@ -30,11 +30,12 @@ from rich.table import Table
 
 from streamer import client, cursors, dead_letter
 from streamer import config as configs
-from streamer.app import Streamer, make_transport, serve
+from streamer.app import Streamer, endpoints_of, make_transport, serve
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -188,7 +189,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _errors():
         loaded = configs.load(config)
-        asyncio.run(_make_transports(loaded))
+        made = asyncio.run(_make_transports(loaded))
     endpoints = [
         {
             "name": one.name,
@@ -200,10 +201,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
-    unclaimed = _unclaimed(loaded)
+    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded, made).notes()
     if as_json:
         told = {waits.endpoint: waits.records for waits in unclaimed}
-        print(json.dumps({"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told}))
+        found = {"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told, "notes": notes}
+        print(json.dumps(found))
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
     for column in ("endpoint", "transport", "authorities", "uSubscription"):
@@ -215,14 +217,15 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for rule in loaded.rules:
         limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
         out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+    for note in notes:
+        out.print(f"note: {note}", markup=False, soft_wrap=True)
     for waits in unclaimed:
         out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
 
 
-async def _make_transports(config: configs.Config) -> None:
-    """Make each endpoint's transport, which does no I/O, and open none: a constructor may refuse what its settings' model lets through."""
-    for section in config.endpoint:
-        make_transport(config, section)
+async def _make_transports(config: configs.Config) -> dict[str, UTransport]:
+    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings' model lets through."""
+    return {section.name: make_transport(config, section) for section in config.endpoint}
 
 
 def _unclaimed(config: configs.Config) -> list[cursors.Listed]:

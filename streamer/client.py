@@ -68,7 +68,7 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
             settings["mode"] = "client"
     for own in ("client_id", "clean_start", "session_expiry_s"):
         settings.pop(own, None)
-    named = [one for one in section.authorities if one != uris.WILDCARD_AUTHORITY]
+    named = [one for one in section.authorities if not uris.is_pattern(one)]
     if authority is None and not named:
         raise invalid(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
     return Network(section.transport, authority or named[0], settings, entity)

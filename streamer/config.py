@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from streamer import names
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -34,6 +35,24 @@ def _authority(text: str) -> str:
     return text
 
 
+def _authority_pattern(text: str) -> str:
+    """An authority, `*`, or a family like `*.vin123`."""
+    if uris.is_family(text):
+        _authority(text[2:])
+        if uris.is_pattern(text[2:]):
+            raise ValueError(f"{text!r} has more than one *; expected a name behind the *.")
+        return text
+    return _authority(text)
+
+
+def _suffix(text: str) -> str:
+    if text:
+        _authority(text)
+    if uris.is_pattern(text) or text.startswith((".", "[")):
+        raise ValueError(f"expected what stands behind the dot, such as vin123 for ecu1.vin123, got {text!r}")
+    return text
+
+
 def _pattern(text: str) -> str:
     try:
         uris.parse(text)
@@ -51,6 +70,8 @@ def _host_port(text: str) -> str:
 
 Mistake = tuple[int, str]  # the line on which it is, and what it is
 Authority = Annotated[str, AfterValidator(_authority)]
+AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
+Suffix = Annotated[str, AfterValidator(_suffix)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
 
 
@@ -76,7 +97,8 @@ class EndpointSection(_Section):
 
     name: str = Field(pattern=NAME)
     transport: str
-    authorities: list[Authority] = Field(min_length=1)  # "*": every authority that no other endpoint names
+    authorities: list[AuthorityPattern] = Field(min_length=1)  # "*": every authority that no other endpoint names; "*.vin123": a family
+    suffix: Suffix | None = None  # off the vehicle: there our authority NAME is called NAME.suffix; "": it is told apart as it is
     usubscription: Literal["embedded", "remote", "none"] | None = None  # default: embedded at home, remote elsewhere, none for "*"
     settings: dict[str, Any] = {}
 
@@ -112,6 +134,7 @@ class USubscriptionSection(_Section):
     """Who is asked what somebody wants."""
 
     static_file: Path | None = None  # topics and subscribers as JSON, in addition to the services
+    answers_for: list[AuthorityPattern] | None = None  # authorities beside its own that the embedded service is the uSubscription of
     refresh_s: float = Field(default=60, ge=1)  # how often a service is asked again, though its notifications are followed
 
 
@@ -149,7 +172,7 @@ class Config(_Section):
                         f"authority {authority!r} belongs to both endpoint {owners[authority]!r} and {endpoint.name!r}; one network has it"
                     )
                 owners[authority] = endpoint.name
-        if not any(authority != uris.WILDCARD_AUTHORITY for authority in owners):
+        if all(map(uris.is_pattern, owners)):
             raise ValueError("at least one endpoint must name an authority: the streamer lives there")
         if self.streamer.authority is not None and self.streamer.authority not in owners:
             raise ValueError(
@@ -162,6 +185,7 @@ class Config(_Section):
                     raise ValueError(f"a rule names endpoint {name!r}, which there is not; known are {', '.join(sorted(names))}")
             if rule.from_ == rule.to:
                 raise ValueError(f"a rule from {rule.from_!r} to itself would forward in a circle")
+        self._names_hang_together()
         embedded = [endpoint.name for endpoint in self.endpoint if endpoint.usubscription == "embedded"]
         if any(name != self.home.name for name in embedded):
             raise ValueError(
@@ -169,12 +193,36 @@ class Config(_Section):
             )
         return self
 
+    def _names_hang_together(self) -> None:
+        """Two names for one authority, or one name for two, would be loops and mix-ups while running."""
+        if self.home.suffix:
+            raise ValueError(
+                f"endpoint {self.home.name!r} has the streamer's own authority {self.authority!r}: a suffix is for the networks outside"
+            )
+        inside = {authority for endpoint in self.endpoint if not endpoint.suffix for authority in endpoint.authorities}
+        for endpoint in self.endpoint:
+            if endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
+                raise ValueError(f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}")
+        if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
+            raise ValueError(
+                f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}: nobody would answer"
+            )
+
     @property
     def authority(self) -> str:
         """The streamer's own authority."""
         if self.streamer.authority is not None:
             return self.streamer.authority
-        return next(a for endpoint in self.endpoint for a in endpoint.authorities if a != uris.WILDCARD_AUTHORITY)
+        return next(a for endpoint in self.endpoint for a in endpoint.authorities if not uris.is_pattern(a))
+
+    @property
+    def answers_for(self) -> frozenset[str]:
+        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no other one."""
+        if self.usubscription_of(self.home) != "embedded":
+            return frozenset()
+        if self.usubscription.answers_for is not None:
+            return frozenset(self.usubscription.answers_for)
+        return frozenset(filter(uris.is_family, self.home.authorities))
 
     @property
     def home(self) -> EndpointSection:
@@ -186,7 +234,8 @@ class Config(_Section):
             return endpoint.usubscription
         if endpoint is self.home:
             return "embedded"
-        return "none" if uris.WILDCARD_AUTHORITY in endpoint.authorities else "remote"
+        nobody = uris.WILDCARD_AUTHORITY in endpoint.authorities or all(map(uris.is_pattern, endpoint.authorities))
+        return "none" if nobody else "remote"
 
     @property
     def rules(self) -> list[RuleSection]:

@@ -6,12 +6,14 @@ Endpoint.send_batch, open, ... -> transport     whatever a plugin raises becomes
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, TypeVar
 
 import structlog
 
+from streamer.names import Names, Twins, untold
 from transports.outbox import stopped
 from uprotocol import uri as uris
 from uprotocol.status import OK, RETRYABLE, UStatusError
@@ -34,15 +36,20 @@ class FaultError(UStatusError):
 class Endpoint:
     """One network. Counters say what passed: `received`, `forwarded` messages, `dropped` by reason.
 
+    Out there our authority NAME is called NAME.suffix. A `suffix` of "" says that it needs none, None that nobody has thought of it.
+
     A plugin that raises anything but UStatusError has a fault: it is counted in `faults` and told by `fault` until the next call goes
     well, and the call answers UNAVAILABLE, so that it is tried again.
     """
 
-    def __init__(self, name: str, authorities: Iterable[str], transport: UTransport) -> None:
-        self.name = name
+    names: Names | None = None  # set by `Endpoints`: what our other authorities are called out there, if not as they are inside
+
+    def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
+        self.name, self.suffix = name, suffix
         self.faults, self.fault = 0, ""
         self.authorities = frozenset(authorities)
         self.transport = transport
+        self.twins = Twins(lambda: asyncio.get_running_loop().time())
         self.received = 0
         self.forwarded = 0
         self.dropped: Counter[str] = Counter()
@@ -71,10 +78,15 @@ class Endpoint:
         await self._guarded(self.transport.close)
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
-        await self._guarded(self.transport.register_listener, source_filter, listener, sink_filter)
+        await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
 
     async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
-        await self._guarded(self.transport.unregister_listener, source_filter, listener, sink_filter)
+        await self._guarded(self.transport.unregister_listener, *self._filters(source_filter, listener, sink_filter))
+
+    def _filters(self, source: UUri, listener: UListener, sink: UUri | None) -> tuple[UUri, UListener, UUri | None]:
+        if self.names is None:
+            return source, listener, sink
+        return self.names.filter(source), listener, None if sink is None else self.names.filter(sink)
 
     async def send(self, message: Any) -> None:
         """Raises UStatusError."""
@@ -97,6 +109,8 @@ class Endpoint:
         return await self._send_one_by_one(messages)
 
     async def _send(self, messages: Sequence[Any]) -> list[UStatus]:
+        if self.names is not None:
+            messages = [self.names.leave(message) for message in messages]
         statuses = await self._guarded(self.transport.send_batch, messages)
         if len(statuses) != len(messages):
             raise self._failed(f"{len(messages)} messages were answered by {len(statuses)} statuses")
@@ -169,6 +183,24 @@ class Endpoints:
         self._by_name = {endpoint.name: endpoint for endpoint in endpoints}
         self._named = {authority: endpoint for endpoint in self for authority in endpoint.authorities}
         self._cache: dict[str, Endpoint | None] = {}
+        for endpoint in self:
+            endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
+
+    def notes(self) -> list[str]:
+        """What may go wrong with names, in plain sentences."""
+        notes = [f"endpoint {endpoint.name}: {note}" for endpoint in self for note in endpoint.twins.notes()]
+        for outside in self:
+            inside = {authority for other in self if other is not outside and not other.suffix for authority in other.authorities}
+            if outside.needs_sink and (names := untold(outside.suffix, inside)):
+                notes.append(
+                    f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our {', '.join(names)}; "
+                    f'set suffix = "VIN" ({names[0]} is then {names[0]}.VIN there), or suffix = "" if no other gateway has such names'
+                )
+        return notes
+
+    def _is_inside(self, authority: str) -> bool:
+        owner = None if uris.is_pattern(authority) else self.owner(authority)
+        return owner is not None and not owner.suffix
 
     def __iter__(self) -> Iterator[Endpoint]:
         return iter(self._by_name.values())

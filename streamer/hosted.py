@@ -9,13 +9,14 @@ it by the ordinary walk, and nothing else in the streamer treats it specially.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Final, Protocol
 
 from streamer.endpoint import Endpoint, Endpoints
 from transports.listeners import ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import message as messages_
+from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
@@ -23,6 +24,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
+
+USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
 
 
 class Walk(Protocol):
@@ -39,8 +42,9 @@ class HostedTransport(UTransport):
     walk: Walk
     entities_changed: Callable[[], Awaitable[None]]
 
-    def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str) -> None:
-        self._home, self._endpoints, self.authority = home, endpoints, authority
+    def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str, also: Iterable[str] = ()) -> None:
+        """`also`: other authorities, or families of them, for which the uSubscription in this process answers."""
+        self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._table = ListenerTable(authority)
         self._entities: dict[int, int] = {}  # ue_id -> registrations
 
@@ -51,13 +55,16 @@ class HostedTransport(UTransport):
     def dropped(self) -> dict[str, int]:
         return self._table.dropped
 
-    @property
-    def entities(self) -> list[int]:
-        """ue_ids whose messages end in this process."""
-        return list(self._entities)
+    def sinks(self) -> list[UUri]:
+        """Filters of what is for services in this process; a family of authorities needs one for all of them."""
+        also = {uris.WILDCARD_AUTHORITY if uris.is_pattern(authority) else authority for authority in self._also}
+        sinks = [uris.pattern(self.authority, entity) for entity in self._entities]
+        return sinks + [uris.pattern(authority, USUBSCRIPTION) for authority in sorted(also) if USUBSCRIPTION in self._entities]
 
     def owns(self, sink: UUri) -> bool:
-        return sink.ue_id in self._entities and sink.authority_name == self.authority
+        if sink.ue_id not in self._entities:
+            return False
+        return sink.authority_name == self.authority or (sink.ue_id == USUBSCRIPTION and uris.is_one_of(sink.authority_name, self._also))
 
     def deliver(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
         """What has come for hosted services."""
@@ -105,13 +112,16 @@ class HostedTransport(UTransport):
             await self._home.send(message)
         elif self.owns(attributes.sink):
             taken = self._table.deliver([message])
-        elif self._endpoints.owner(attributes.sink.authority_name) is self._home:
-            await self._home.send(message)
+        elif (network := self._endpoints.owner(attributes.sink.authority_name)) is not None and network is self._network(attributes.source):
+            await network.send(message)
             return
         else:
             taken = self.walk.on_receive_batch([message])
         if taken is not None:
             await taken
+
+    def _network(self, source: UUri) -> Endpoint | None:
+        return self._home if source.authority_name == self.authority else self._endpoints.owner(source.authority_name)
 
     async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
         if sink_filter is None:

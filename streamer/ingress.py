@@ -22,12 +22,13 @@ from streamer.express import Express
 from streamer.flow import Flow
 from streamer.held import Held
 from streamer.hosted import HostedTransport
+from streamer.names import carried_by
 from streamer.rules import Rules
 from streamer.view import Version, View
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, decoded
+from uprotocol.encoded import Carried, EncodedMessage, Readdressed, decoded
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -60,6 +61,8 @@ class Route:
     peer: Endpoint | None = None
     reason: str = ""  # of DROP; empty: none of our business, not counted
     source: bytes = b""  # as it is on the wire
+    is_answer: bool = False  # a response
+    inside: Callable[[Carried], Carried] | None = None  # gives a message the addresses that it has inside; None: it has them
 
 
 class IdWindow:
@@ -163,12 +166,16 @@ class Ingress:
             route = routes.get(key)
             if route is None or route.version != version:
                 route = self._resolve(key, message, version)
+            if route.inside is not None:
+                message = route.inside(message)
             if route.lane is Lane.DROP:
                 self._drop(route, decoded(message))
                 continue
             if not take(_id(message) + route.source):
                 duplicates += 1
                 continue
+            if route.is_answer:
+                endpoint.twins.answered(message.attributes)
             if route.log is not None:
                 append = appends.get(route.log)
                 if append is None:
@@ -243,26 +250,48 @@ class Ingress:
     def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
+        attributes = message.attributes
+        source, sink = self._inside(attributes)
         try:
-            route = self._decide(message.attributes, version)
+            route = self._decide(attributes, source, sink, version)
         except UStatusError as error:  # the log knows too many topics: the others must not suffer
             log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
             route = Route(version, Lane.DROP, reason="topics_full")
-        route.source = message.attributes.source.SerializeToString()
+        route.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
+        route.source = source.SerializeToString()
+        readdressed = None
+        if source != attributes.source or (sink is not None and sink != attributes.sink):
+            readdressed = Readdressed(source, sink)
+            route.inside = readdressed.of
+        names = self.endpoint.names
+        if names is not None and not self._trusted and (readdressed is not None or carried_by(attributes) is not None):
+            route.inside = functools.partial(names.arrived, readdressed)
         self._routes[key] = route
         return route
 
-    def _decide(self, attributes: UAttributes, version: Version) -> Route:
-        source = UUri()
-        source.CopyFrom(attributes.source)
-        if not source.authority_name:
+    def _inside(self, attributes: UAttributes) -> tuple[UUri, UUri | None]:
+        """Source and sink as they are called inside: with authority, and by the names of this gateway."""
+        addresses = [attributes.source, *([attributes.sink] if attributes.HasField("sink") else [])]
+        names = None if self._trusted else self.endpoint.names
+        inside = []
+        for address in addresses:
+            copy = UUri()
+            copy.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
+            if names is not None:
+                copy.authority_name = names.inward(copy.authority_name)
+            inside.append(copy)
+        return inside[0], inside[1] if len(inside) > 1 else None
+
+    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None, version: Version) -> Route:
+        if not source.authority_name or (sink is not None and not sink.authority_name):
             return Route(version, Lane.DROP, reason="no_authority")
-        if self._endpoints.owner(source.authority_name) is not self.endpoint:
+        names = None if self._trusted else self.endpoint.names
+        if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
+            return Route(version, Lane.DROP, reason="inside_name")  # every vehicle has one: it may mean any of them
+        if not self._trusted and self._endpoints.owner(source.authority_name) is not self.endpoint:
             log.warning("dropped: the source's authority is not of this network", endpoint=self.endpoint.name, source=uris.format(source))
             return Route(version, Lane.DROP, reason="spoofed")
-        sink = UUri()
-        if attributes.HasField("sink"):
-            sink.CopyFrom(attributes.sink)
+        if sink is not None:
             return self._decide_addressed(attributes.type, source, sink, version)
         return self._decide_published(source, version)
 
@@ -319,9 +348,9 @@ class Ingress:
     def _wanted(self, topics: Sequence[UUri], all_publishes: bool) -> dict[Any, Filter]:
         """The filters, without those that another one covers: a network may deliver once for each filter."""
         sinks = [uris.pattern(authority) for authority in self._sink_authorities()]
-        home = self._hosted.authority
-        if not any(sink.authority_name in (uris.WILDCARD_AUTHORITY, home) for sink in sinks):
-            sinks += [uris.pattern(home, entity) for entity in self._hosted.entities]
+        known = {sink.authority_name for sink in sinks}
+        if uris.WILDCARD_AUTHORITY not in known:
+            sinks += [filter for filter in self._hosted.sinks() if filter.authority_name not in known]
         wanted: dict[Any, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
         if Capability.PUBLISH_WITHOUT_SINK not in self.endpoint.transport.capabilities:
             return wanted  # publishes carry the streamer's sink here
@@ -340,11 +369,11 @@ class Ingress:
     def _sink_authorities(self) -> set[str]:
         peers = [self._endpoints[name] for name in self._rules.egresses(self.endpoint.name)]
         authorities = {authority for peer in peers for authority in peer.authorities}
-        return {uris.WILDCARD_AUTHORITY} if uris.WILDCARD_AUTHORITY in authorities else authorities
+        return {uris.WILDCARD_AUTHORITY} if any(map(uris.is_pattern, authorities)) else authorities
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
         """`pattern`, limited to the authorities that live here."""
-        if self.endpoint.is_wildcard and pattern.authority_name == uris.WILDCARD_AUTHORITY:
+        if pattern.authority_name == uris.WILDCARD_AUTHORITY and any(map(uris.is_pattern, self.endpoint.authorities)):
             return [pattern]
         authorities = self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
         return [

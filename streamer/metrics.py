@@ -37,7 +37,11 @@ class StreamerCollector(Collector):
         faults = CounterMetricFamily(
             "up_streamer_transport_faults", "Calls in which a transport raised what it may not", labels=["endpoint"]
         )
+        twins = CounterMetricFamily(
+            "up_streamer_answered_twice", "Second answers to one request: two hosts go by one name", labels=["endpoint"]
+        )
         for endpoint in self._streamer.endpoints:
+            twins.add_metric([endpoint.name], endpoint.twins.answers)
             received.add_metric([endpoint.name], endpoint.received)
             forwarded.add_metric([endpoint.name], endpoint.forwarded)
             for reason, count in self._streamer.dropped(endpoint).items():
@@ -46,7 +50,7 @@ class StreamerCollector(Collector):
             express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
             faults.add_metric([endpoint.name], endpoint.faults)
             troubles.add_metric([endpoint.name], len(endpoint.troubles))
-        yield from (received, forwarded, dropped, connected, express, faults, troubles)
+        yield from (received, forwarded, dropped, connected, express, faults, troubles, twins)
 
     def _pumps(self) -> Iterator[Metric]:
         labels = ["endpoint", "log"]

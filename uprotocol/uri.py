@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import ipaddress
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Final
 
 from uprotocol.status import invalid
@@ -134,6 +134,16 @@ def owners(authority: str) -> Iterator[str]:
         yield f"*.{rest}"
         _, dot, rest = rest.partition(".")
     yield WILDCARD_AUTHORITY
+
+
+def is_one_of(authority: str, patterns: Container[str]) -> bool:
+    """True if `patterns` (names, families, `*`) have an owner of `authority`."""
+    return any(owner in patterns for owner in owners(authority))
+
+
+def is_pattern(authority: str) -> bool:
+    """True for `*` and for a family."""
+    return authority.startswith(WILDCARD_AUTHORITY)
 
 
 def is_family(authority: str) -> bool:

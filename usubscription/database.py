@@ -22,12 +22,13 @@ import structlog
 
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk, Mark
+from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.handled import Handled
 from usubscription.reader import Reader, StoredChange, read_link, write_change
 from usubscription.schema import StoreFile, explain
-from usubscription.state import Change, Event, Key, Link, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
+from usubscription.state import Change, Event, Key, Link, Moved, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
@@ -101,7 +102,12 @@ class Released:
     number: int
 
 
-StoreEvent = Event | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Bring topics whose authority this service answers for, or does not any more, to the right place: once after a start."""
+
+
+StoreEvent = Settle | Event | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
 
 
 @dataclass(slots=True)
@@ -128,8 +134,10 @@ class Database:
         outbox_changes_max: int = OUTBOX_CHANGES_MAX,
         majors: dict[str, int] | None = None,
         disk: Disk = REAL_DISK,
+        also: Iterable[str] = (),
     ) -> None:
         self.path, self.authority, self._disk = Path(path), authority, disk
+        self._own = frozenset((authority, *also))
         self._subscriptions_max, self._outbox_max = subscriptions_max, outbox_changes_max
         self._majors = majors or {}
         self._ids: dict[Key, int] = {}
@@ -269,6 +277,8 @@ class Database:
                 return Outcome()
             case Reset():
                 return self._reset(db)
+            case Settle():
+                return self._settle(db, now_ms)
             case Subscribe() if self._count >= self._subscriptions_max:
                 return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._count} subscriptions are stored, which is the limit")
         return self._step(db, event, now_ms)
@@ -286,12 +296,12 @@ class Database:
         return done
 
     def _step(self, db: sqlite3.Connection, event: Event, now_ms: int) -> Outcome:
-        remote = event.topic[0] != self.authority
+        remote = not uris.is_one_of(event.topic[0], self._own)
         creates = isinstance(event, Subscribe | Orphaned)
         topic = self._id(db, event.topic) if creates else self._find(db, event.topic)
         if topic is None:
             return Outcome()
-        link = self._link(db, topic) if remote else Link()
+        link = self._link(db, topic) if remote or isinstance(event, Moved) else Link()
         records = _StoredRecords(self, db, topic)
         done = step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
         if done.link.command is not None and done.link.generation != link.generation:
@@ -307,6 +317,18 @@ class Database:
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             self._unused.add(topic)  # perhaps: the sweep looks
         return outcome
+
+    def _settle(self, db: sqlite3.Connection, now_ms: int) -> Outcome:
+        """What it changes is in the outbox."""
+        rows = db.execute(
+            """SELECT u.authority, u.ue_id, u.version, u.resource, l.topic IS NOT NULL FROM uri u LEFT JOIN link l ON l.topic = u.id
+               WHERE l.topic IS NOT NULL OR EXISTS (SELECT 1 FROM subscription s WHERE s.topic = u.id)"""
+        ).fetchall()
+        for *topic, is_linked in rows:
+            if uris.is_one_of(topic[0], self._own) == bool(is_linked):
+                self._step(db, Moved((topic[0], topic[1], topic[2], topic[3])), now_ms)
+        db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (" ".join(sorted(self._own)),))
+        return Outcome()
 
     def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, *, known: bool) -> None:
         who = self._id(db, subscriber)

@@ -7,7 +7,7 @@ Networks keep the order of what comes through one filter, but not between filter
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import structlog
@@ -27,8 +27,10 @@ log = structlog.get_logger()
 class Gate(UTransport):
     """The transport as the parts of the service see it. Their listeners have sinks of the service itself, and never keep it waiting."""
 
-    def __init__(self, inner: UTransport, authority: str) -> None:
-        self._inner, self._sink = inner, uris.pattern(authority, ENTITY_TYPE)
+    def __init__(self, inner: UTransport, authority: str, also: Collection[str] = ()) -> None:
+        """`also`: other authorities, or families of them, that the service is addressed by."""
+        self._inner, self._own = inner, frozenset((authority, *also))
+        self._sink = uris.pattern(uris.WILDCARD_AUTHORITY if also else authority, ENTITY_TYPE)
         self.capabilities = inner.capabilities
         self._listeners: dict[tuple[int, int], list[tuple[UUri, UListener]]] = {}
 
@@ -75,6 +77,8 @@ class Gate(UTransport):
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
             attributes = message.attributes
+            if len(self._own) > 1 and not uris.is_one_of(attributes.sink.authority_name, self._own):
+                continue  # another service's
             for source, listener in self._listeners.get(_key(attributes.sink), ()):
                 if uris.matches(source, attributes.source):
                     shares.setdefault(id(listener), (listener, []))[1].append(message)

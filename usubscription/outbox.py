@@ -14,7 +14,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 import structlog
@@ -93,8 +93,8 @@ class AnswersFirst(UTransport):
 class Pump:
     """Sends what is in the outbox. `sent` is the number of the last change that was told; `dropped` counts messages by reason."""
 
-    def __init__(self, transport: UTransport, authority: str, store: Store, answers: AnswersFirst) -> None:
-        self._teller, self._store, self._answers = Teller(transport, authority), store, answers
+    def __init__(self, transport: UTransport, authority: str, store: Store, answers: AnswersFirst, also: Collection[str] = ()) -> None:
+        self._teller, self._store, self._answers = Teller(transport, authority, also), store, answers
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
         self._behind = True  # there may be more in the store than is waiting here
         self._news = asyncio.Event()

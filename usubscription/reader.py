@@ -140,6 +140,11 @@ class Reader:
         (authority,) = self._db.execute("SELECT value FROM meta WHERE key = 'authority'").fetchone()
         return str(authority)
 
+    def answers_for(self) -> set[str]:
+        """The authorities, or families of them, whose topics are kept as the service's own."""
+        row = self._db.execute("SELECT value FROM meta WHERE key = 'answers_for'").fetchone()
+        return set(row[0].split()) if row is not None else {self.authority()}
+
     def data_version(self) -> int:
         """Differs after every commit of somebody else."""
         return self._number("PRAGMA data_version")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
-from usubscription.database import Database, Outcome, Probe, Register, Reset, Unregister
+from usubscription.database import Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.entry import DRAIN_MS_MAX, CommandEntry, Method
 from usubscription.gate import Gate
 from usubscription.lane import REPEAT_FIRST_MS
@@ -66,22 +66,25 @@ class USubscriptionService:
         random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,
+        also: Iterable[str] = (),
     ) -> None:
-        """`v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
-        self.authority, self._drain_ms_max = authority, drain_ms_max
+        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them.
+
+        `v3_only_extends` False: version 3's expiry as today's text has it, where a repeated Subscribe may shorten it."""
+        self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._codecs: dict[int, V3 | V4] = {**CODECS, 3: V3(only_extends=v3_only_extends)}
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
-        gate = Gate(transport, authority)
+        gate = Gate(transport, authority, self.also)
         self._answers = AnswersFirst(gate)
         self._store = Store(
-            Database(path, authority, majors=remote_majors, disk=runtime.disk),
+            Database(path, authority, also=self.also, majors=remote_majors, disk=runtime.disk),
             committed=self._committed,
             answered=self._answered,
             now_ms=now_ms,
             runtime=runtime,
         )
-        self._pump = Pump(transport, authority, self._store, self._answers)
+        self._pump = Pump(transport, authority, self._store, self._answers, self.also)
         self._remote = Remote(
             gate,
             authority,
@@ -171,6 +174,8 @@ class USubscriptionService:
     async def _go_on(self) -> None:
         if self.trouble is None:
             try:
+                if await self._store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
+                    await self._store.submit(Settle())
                 self._pump.start()
                 await self._remote.start()
             except UStatusError:
@@ -229,26 +234,33 @@ class USubscriptionService:
         return handler
 
     def _command(self, major: int, name: str) -> Method:
-        codec, own = self._codecs[major], self.authority
-        sink = LocalUriProvider(own, ENTITY_TYPE, major).get_resource(codec.methods[name])
+        codec, host = self._codecs[major], self._host
+        sink = LocalUriProvider(self.authority, ENTITY_TYPE, major).get_resource(codec.methods[name])
         if name == "subscribe":
             return Method(
                 f"{name}_v{major}",
                 sink,
-                lambda request: codec.subscribe(request, own),
+                lambda request: codec.subscribe(request, host(request)),
                 lambda topic, outcome: codec.subscribed(topic, outcome.answer),
             )
         return Method(
-            f"{name}_v{major}", sink, lambda request: (codec.unsubscribe(request, own), None), lambda _, outcome: codec.unsubscribed()
+            f"{name}_v{major}",
+            sink,
+            lambda request: (codec.unsubscribe(request, host(request)), None),
+            lambda _, outcome: codec.unsubscribed(),
         )
 
+    def _host(self, request: UMessage) -> str:
+        """The host that the caller is on: what an address without authority in its request means."""
+        return request.attributes.source.authority_name or self.authority
+
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self.authority)
+        client, topic = codec.registration(request, self._host(request))
         await self._store.submit(Register(client, codec.major, topic))
         return codec.registered()
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self.authority)
+        client, topic = codec.registration(request, self._host(request))
         await self._store.submit(Unregister(client, codec.major, topic))
         return codec.registered()
 
@@ -258,7 +270,7 @@ class USubscriptionService:
         return codec.reset()
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
-        asked, now_ms = codec.fetch(request, self.authority), self._now_ms()
+        asked, now_ms = codec.fetch(request, self._host(request)), self._now_ms()
 
         def fetch(reader: Reader) -> Message:
             if codec.major == 4:  # has no pages
@@ -268,7 +280,7 @@ class USubscriptionService:
         return await self._store.read(fetch, lane=LONG)
 
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
-        asked, now_ms = V3_CODEC.fetch_subscribers(request, self.authority), self._now_ms()
+        asked, now_ms = V3_CODEC.fetch_subscribers(request, self._host(request)), self._now_ms()
         topic = asked.topic
         assert topic is not None
 

@@ -133,7 +133,14 @@ class Orphaned:
     major: int
 
 
-Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The topic is of this service now, or not any more: it answers for other authorities than before."""
+
+    topic: Key
+
+
+Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Moved
 
 
 class Change(NamedTuple):
@@ -312,6 +319,8 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
         case Lost():
             if link.command is None:
                 machine.move(L.LOST)
+        case Moved():
+            machine.place()
         case Orphaned():
             if link.state is U:
                 machine.step.link = link._replace(major=event.major)
@@ -387,6 +396,18 @@ class _Machine:
         self._tell(subscriber, known._replace(status=status), tell_subscriber=tell_subscriber)
         if self.remote and not self.records.has_others(subscriber):
             self.move(L.UNWANT)
+
+    def place(self) -> None:
+        """Pending ones stand at once where we answer for the topic ourselves; elsewhere its own service has to be asked."""
+        link = self.step.link
+        if not self.remote:
+            if link.state is SP:
+                self.step.link = link._replace(command=None)
+                self.move(L.NOTIFIED_SUBSCRIBED)
+            self.step.link = Link()
+        elif link.state is U and any(True for _ in self.records.items()):
+            self.step.link = link._replace(state=S)
+            self.move(L.LOST)
 
     def expire(self, subscriber: Key) -> None:
         known = self.records.get(subscriber)

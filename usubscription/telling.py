@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -56,8 +56,9 @@ class Part(NamedTuple):
 class Teller:
     """Makes and sends. `sent` and `dropped` count messages."""
 
-    def __init__(self, transport: UTransport, authority: str) -> None:
-        self._transport = transport
+    def __init__(self, transport: UTransport, authority: str, also: Collection[str] = ()) -> None:
+        """`also`: authorities, or families of them, whose clients know this service under their own one."""
+        self._transport, self._also = transport, also
         topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
         common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
         self._notifications = {major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()}
@@ -92,6 +93,8 @@ class Teller:
         made = []
         for client, major in recipients:
             message = _message(self._notifications[major], payloads[major])
+            if self._also and uris.is_one_of(client[0], self._also):
+                message.attributes.source.authority_name = client[0]
             sink = message.attributes.sink
             sink.authority_name, sink.ue_id, sink.ue_version_major, sink.resource_id = client
             made.append(message)

@@ -46,6 +46,7 @@ class InterestSource(Protocol):
 
     name: str
     scope: str  # the authority whose clients and topics it knows; the wildcard: all
+    also: Collection[str]  # other authorities, or families of them, whose topics it knows
     positions: Callable[[], Positions]  # where the logs are in which subscriptions count; set by the union
 
     @property
@@ -260,6 +261,9 @@ class EmbeddedService(Protocol):
 
     authority: str
 
+    @property
+    def also(self) -> Collection[str]: ...
+
     async def subscriptions(self) -> Sequence[Any]:
         """Rows with topic, subscriber (keys), status, expires_ms, sample_period_ms."""
         ...
@@ -276,7 +280,7 @@ class EmbeddedInterest(TableSource):
 
     def __init__(self, service: EmbeddedService, memory: Path | None = None, runtime: Runtime = REAL) -> None:
         super().__init__(service.authority)
-        self._service = service
+        self._service, self.also = service, service.also
         self._memory = (
             InterestMemory(memory, self._table.one_of_each_authority, runtime.disk, delay_s=EMBEDDED_SAVE_DELAY_S)
             if memory is not None
@@ -377,7 +381,8 @@ class Interest:
         undecided = [source for source in self.sources if not source.decided(topic)]
         if any(not source.can_list for source in undecided):
             self._ask_soon(topic)
-        return [source.scope for source in undecided]
+        authority = topic.authority_name
+        return [authority if uris.is_one_of(authority, source.also) else source.scope for source in undecided]
 
     def _ask_soon(self, topic: UUri) -> None:
         key = uris.key(topic)

@@ -204,6 +204,7 @@ class TableSource:
 
     def __init__(self, name: str, scope: str | None = None) -> None:
         self.name, self.scope = name, scope if scope is not None else name
+        self.also: Collection[str] = ()
         self.positions: Callable[[], Positions] = tuple
         self._table = InterestTable(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR)
 

@@ -255,6 +255,7 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
             ],
             "rules": [],
             "unclaimed": {},
+            "notes": [],
         }
     ]
 

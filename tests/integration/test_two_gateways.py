@@ -28,6 +28,7 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.wire import Status
 
@@ -57,12 +58,16 @@ class Stage:
     zenoh: dict[str, int] = field(default_factory=dict)
     gateways: dict[str, Child] = field(default_factory=dict)
 
-    async def start(self, name: str) -> None:
-        """Start the gateway `name` from its example, with ports and folders of this test."""
+    async def start(self, name: str, example: str = "", **other: str) -> None:
+        """Start the gateway `name` from an example (its own), with ports and folders of this test, and words in place of `other` ones."""
         self.zenoh.setdefault(name, free_port())
-        text = (EXAMPLE / f"{name}.toml").read_text()
+        text = (EXAMPLE / f"{example or name}.toml").read_text()
+        for word, instead in other.items():
+            text = text.replace(f'"{word}', f'"{instead}')
         text = re.sub(r"tcp/127.0.0.1:\d+", f"tcp/127.0.0.1:{self.zenoh[name]}", text)
-        text = text.replace("port = 1883", f"port = {self.broker.port}").replace(f'"{name}-data"', f'"{self.folder}/{name}-data"')
+        text = text.replace("port = 1883", f"port = {self.broker.port}").replace(
+            f'"{example or name}-data"', f'"{self.folder}/{name}-data"'
+        )
         text = re.sub(r'admin = "127.0.0.1:\d+"', 'admin = "127.0.0.1:0"', text)
         path = self.folder / f"{name}.toml"
         path.write_text(text)
@@ -80,6 +85,12 @@ class Stage:
         local = LocalUriProvider(authority, APP, 1)
         settings: dict[str, Any] = {"host": self.broker.host, "port": self.broker.port, "mode": "off-vehicle"}
         return await self.stack.enter_async_context(plugins.create("mqtt5", settings, local)), local
+
+
+@pytest.fixture
+async def empty(tmp_path: Path, own_broker: Broker) -> AsyncIterator[Stage]:
+    async with AsyncExitStack() as stack:
+        yield Stage(own_broker, tmp_path, stack)
 
 
 @pytest.fixture
@@ -195,3 +206,45 @@ async def test_a_method_that_nobody_serves_ends_with_an_answer(stage: Stage) -> 
         with pytest.raises(UStatusError) as caught:
             await client.invoke_method(uris.parse("//vehicle1/8001/1/99"), UPayload(), CallOptions(timeout_ms=1_000))
     assert caught.value.code == UCode.DEADLINE_EXCEEDED
+
+
+async def test_two_vehicles_that_both_have_an_ecu1(empty: Stage) -> None:
+    """Ten requests "lock the doors" to one of them are served ten times in it, and never in the other one (docs/names.md)."""
+    served = {"vin1": 0, "vin2": 0}
+    vehicles: dict[str, UTransport] = {}
+    await empty.start("cloud")
+    for vin in served:
+        await empty.start(vin, "vehicle", **{"vehicle1-gateway": f"{vin}-gateway", "vehicle1": "ecu1", '" # vehicle1': f'{vin}" #'})
+        vehicles[vin], local = await empty.app(vin, "ecu1")
+
+        def lock(_: UMessage, vin: str = vin) -> UPayload:
+            served[vin] += 1
+            return raw(f"{vin} is locked")
+
+        server = InMemoryRpcServer(vehicles[vin], local)
+        await server.register_request_handler(0x0001, lock)
+        empty.stack.push_async_callback(server.close)
+    cloud, cloud_local = await empty.app("cloud", "backend")
+    caller = InMemoryRpcClient(cloud, cloud_local)
+    await caller.open()
+    for _ in range(10):
+        answer = await caller.invoke_method(uris.uri("ecu1.vin1", APP, 1, 1), raw("lock"), CallOptions(timeout_ms=WAIT_S * 1000))
+        assert answer.data == b"vin1 is locked"
+    assert served == {"vin1": 10, "vin2": 0}
+    heard = Sink(WAIT_S)
+    topic = uris.parse("//ecu1.vin2/8001/1/8001")
+    await cloud.register_listener(topic, heard)
+    async with USubscriptionClient(cloud, cloud_local) as client:
+        await subscribe(client, topic)
+        for vin, vehicle in vehicles.items():
+            await vehicle.send(UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw(f"of {vin}")))
+        await heard.expect_payload(b"of vin2")
+        await empty.gateways["vin2"].kill()
+        await vehicles["vin2"].close()
+        await empty.start("vin2", "vehicle", **{"vehicle1-gateway": "vin2-gateway", "vehicle1": "ecu1", '" # vehicle1': 'vin2" #'})
+        again, _ = await empty.app("vin2", "ecu1")
+        await again.send(UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw("of vin2 again")))
+        await heard.expect_payload(b"of vin2 again")
+    assert heard.payloads == [b"of vin2", b"of vin2 again"]
+    assert {message.attributes.source.authority_name for message in heard.messages} == {"ecu1.vin2"}
+    await caller.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,3 +97,30 @@ def test_the_docs_say_how_long_the_broker_bears_an_outage() -> None:
     assert f"here {most / 1e9:.1f} GB" in (ROOT / config).read_text()
     assert f"max_queued_messages {messages} " in docs
     assert "bears 266 s of 7,500 messages/s" in (ROOT / "deploy/README.md").read_text().replace("\n  ", " ")
+
+
+@pytest.mark.broker
+async def test_the_access_rules_for_names_with_the_vehicle_behind_them(make_broker: Callable[..., Broker]) -> None:
+    """The script of docs/names.md."""
+    (script,) = re.findall(r"```sh\n(.*?)```", (ROOT / "docs/names.md").read_text(), re.DOTALL)
+    made = await asyncio.to_thread(
+        subprocess.run, ["sh", "-c", script.replace("> vehicles.acl", "")], capture_output=True, text=True, check=True
+    )
+    acl = f"{made.stdout}user backend\ntopic read +/backend\ntopic write backend/+\n"
+    broker = make_broker(users={name: name for name in ("vin1", "vin2", "backend")}, acl=acl)
+    heard, hears = Heard(), Heard()
+    async with end(broker, "backend") as backend:
+        await backend.register_listener(uris.ANY, heard, uris.pattern("backend"))
+        for source, code in (("ecu1.vin2", UCode.PERMISSION_DENIED), ("vin1", UCode.PERMISSION_DENIED), ("mcu1.vin1", UCode.OK)):
+            message = UMessageBuilder.publish(uris.parse(f"//{source}/8001/1/8001")).build()
+            message.attributes.sink.CopyFrom(uris.pattern("backend"))
+            async with end(broker, "vin1") as vehicle:  # anew: mosquitto 2.0.11 hangs up on whom it has refused something
+                (status,) = await vehicle.send_batch([message])
+            assert status.code == code, source
+        assert (await asyncio.wait_for(heard.messages.get(), DEADLINE_S)).attributes.source.authority_name == "mcu1.vin1"
+        async with end(broker, "vin1") as vehicle:
+            for name in ("ecu1.vin2", "ecu1.vin1"):
+                await vehicle.register_listener(uris.ANY, hears, uris.pattern(name))
+            for name in ("ecu1.vin2", "ecu1.vin1"):
+                await backend.send(UMessageBuilder.notification(uris.parse("//backend/1/1/8001"), uris.parse(f"//{name}/1/1/0")).build())
+            assert (await asyncio.wait_for(hears.messages.get(), DEADLINE_S)).attributes.sink.authority_name == "ecu1.vin1"

@@ -1,0 +1,263 @@
+"""Names: what the authorities of this gateway are called on the network of an endpoint.
+
+inside: ecu1 --leave--> ecu1.vin123 outside        in source and sink, and in what core.usubscription and core.ustreamer carry
+inside: ecu1 <-arrive-- ecu1.vin123 outside        ecu1 alone means nobody of ours out there
+
+Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle's name, which only the gateway knows: everything inside it
+(rules, log, subscriptions, history) goes by the inside names, so a vehicle's own uEntities never learn of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import structlog
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.encoded import Carried, EncodedMessage, Readdressed, Stamp, decoded
+from uprotocol.uoptions_pb2 import method_id, notification_topic, publish_topic, service_id, service_version_major
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+ANSWERS_MAX: Final = 16_384  # of which the request is remembered: some seconds of a busy cloud gateway
+TWINS_MAX: Final = 1_000  # authorities that are told of; more of them say nothing new
+TWINS_TOLD_S: Final = 3_600.0  # after the last second answer
+STREAMS_CACHED_MAX: Final = 65_536  # stamps of what leaves; the cache starts anew when it is full
+DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
+
+log = structlog.get_logger()
+
+Key = tuple[int, int, int, bool]  # entity type, major version, resource, True for a response
+Rename = Callable[[str], str]
+
+
+def _described(service: ServiceDescriptor) -> Iterator[tuple[Key, type[Message]]]:
+    options = service.GetOptions().Extensions
+    entity, major = options[service_id], options[service_version_major]
+    for method in service.methods:
+        number = method.GetOptions().Extensions[method_id]
+        yield (entity, major, number, False), GetMessageClass(method.input_type)
+        yield (entity, major, number, True), GetMessageClass(method.output_type)
+    for topic in (*options[publish_topic], *options[notification_topic]):
+        yield (entity, major, topic.id, False), GetMessageClass(service.file.message_types_by_name[topic.message])
+
+
+_V4_METHODS: Final[dict[int, tuple[type[Message], type[Message]]]] = {  # the specification describes no service here
+    1: (v4.SubscribeRequest, v4.SubscribeResponse),
+    2: (v4.UnsubscribeRequest, v4.UnsubscribeResponse),
+    3: (v4.FetchSubscriptionsRequest, v4.FetchSubscriptionsResponse),
+}
+CARRIED: Final[dict[Key, type[Message]]] = {
+    **dict(_described(ustreamer_pb2.DESCRIPTOR.services_by_name["uStreamer"])),
+    **dict(_described(v3.DESCRIPTOR.services_by_name["uSubscription"])),
+    **{(0, 4, number, is_response): types[is_response] for number, types in _V4_METHODS.items() for is_response in (False, True)},
+    (0, 4, 0x8000, False): v4.Subscription,
+}
+"""What the core services carry, all of which may have addresses in it."""
+
+
+class Names:
+    """The names of one endpoint's network: an authority that `is_inside` ends in `.suffix` there."""
+
+    def __init__(self, suffix: str, is_inside: Callable[[str], bool]) -> None:
+        self._end, self.is_inside = f".{suffix}", is_inside
+        self._leaving: dict[Stamp, Readdressed | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Names(*{self._end})"
+
+    def outward(self, authority: str) -> str:
+        return authority + self._end if self.is_inside(authority) else authority
+
+    def inward(self, authority: str) -> str:
+        inside = authority.removesuffix(self._end)
+        return inside if inside != authority and self.is_inside(inside) else authority
+
+    def filter(self, address: UUri) -> UUri:
+        """`address` as who is outside writes it."""
+        return _renamed(address, self.outward)
+
+    def leave(self, message: Carried) -> Carried:
+        """`message` as it goes out."""
+        if type(message) is not EncodedMessage:
+            return _translated(_readdressed(message.attributes, self.outward), message, self.outward)
+        stamp = message.stamp
+        if stamp not in self._leaving:
+            if len(self._leaving) >= STREAMS_CACHED_MAX:
+                self._leaving.clear()
+            self._leaving[stamp] = _readdressed(stamp.attributes, self.outward)
+        return _translated(self._leaving[stamp], message, self.outward)
+
+    def arrived(self, readdressed: Readdressed | None, message: Carried) -> Carried:
+        """`message`, which has come from outside, as it is inside; `readdressed` gives it its addresses."""
+        return _translated(readdressed, message, self.inward)
+
+
+def _readdressed(attributes: UAttributes, rename: Rename) -> Readdressed | None:
+    """None if the addresses stay as they are."""
+    source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
+    if rename(source.authority_name) == source.authority_name and (sink is None or rename(sink.authority_name) == sink.authority_name):
+        return None
+    return Readdressed(_renamed(source, rename), None if sink is None else _renamed(sink, rename))
+
+
+def _renamed(address: UUri, rename: Rename) -> UUri:
+    copy = UUri()
+    copy.CopyFrom(address)
+    copy.authority_name = rename(address.authority_name)
+    return copy
+
+
+def carried_by(attributes: UAttributes) -> type[Message] | None:
+    """What the payload is if it is a core service's."""
+    is_response = attributes.type == attrs.RESPONSE
+    address = attributes.sink if attributes.type == attrs.REQUEST else attributes.source
+    if is_response and attributes.commstatus:
+        return None  # a UStatus
+    return CARRIED.get((address.ue_id & 0xFFFF, address.ue_version_major, address.resource_id, is_response))
+
+
+def _translated(readdressed: Readdressed | None, message: Carried, rename: Rename, depth: int = 0) -> Carried:
+    attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
+    kind = carried_by(attributes)
+    if readdressed is not None:
+        message = readdressed.of(message)
+    if kind is None or not message.payload or depth >= DEPTH_MAX:
+        return message
+    payload = _payload(kind, attributes.payload_format, message.payload, rename, depth)
+    if payload == message.payload:
+        return message
+    copy = UMessage()
+    copy.CopyFrom(decoded(message))
+    copy.payload = payload
+    return copy
+
+
+def _payload(kind: type[Message], format: int, payload: bytes, rename: Rename, depth: int) -> bytes:
+    """The payload under other names; as it is, if it is not what it should be: that is for its receiver to say."""
+    message, wrapper = kind(), AnyMessage()
+    wrapped = format in (UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY)
+    try:
+        if wrapped:
+            wrapper.ParseFromString(payload)
+            if not wrapper.Unpack(message):
+                return payload
+        elif format == UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF:
+            message.ParseFromString(payload)
+        else:
+            return payload
+    except DecodeError:
+        return payload
+    if not _rename_all(message, rename, depth):
+        return payload
+    if wrapped:
+        wrapper.value = message.SerializeToString()
+        return wrapper.SerializeToString()
+    return message.SerializeToString()
+
+
+def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
+    """Every address in `message`, at any depth; True if one has changed."""
+    if isinstance(message, UUri):
+        name = rename(message.authority_name)
+        changed = name != message.authority_name
+        message.authority_name = name
+        return changed
+    if isinstance(message, UMessage):
+        renamed = _inner(message, rename, depth)
+        changed = renamed is not message
+        if changed:
+            message.CopyFrom(renamed)
+        return changed
+    changed = False
+    if isinstance(message, ustreamer_pb2.RecordBatch):
+        for place, record in enumerate(message.message):
+            inner = UMessage.FromString(record)
+            renamed = _inner(inner, rename, depth)
+            if renamed is not inner:
+                message.message[place] = renamed.SerializeToString()
+                changed = True
+        return changed
+    for field, value in message.ListFields():
+        if field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue  # no map of these services has addresses
+        parts: Any = value if field.is_repeated else (value,)
+        for part in parts:
+            changed |= _rename_all(part, rename, depth)
+    return changed
+
+
+def _inner(message: UMessage, rename: Rename, depth: int) -> UMessage:
+    return decoded(_translated(_readdressed(message.attributes, rename), message, rename, depth + 1))
+
+
+class Twins:
+    """Two hosts that go by one name, told by two answers to one request: nobody else on a network says who sent what."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock` in seconds."""
+        self._clock = clock
+        self._young: dict[bytes, bytes] = {}  # request -> its answer, in two generations, so that forgetting is cheap
+        self._old: dict[bytes, bytes] = {}
+        self.heard: dict[str, float] = {}  # authority -> when it last answered twice
+        self.answers = 0  # second ones
+
+    def answered(self, attributes: UAttributes) -> None:
+        """A response has come."""
+        request, answer = attributes.reqid.SerializeToString(), attributes.id.SerializeToString()
+        first = self._young.get(request) or self._old.get(request)
+        if first is None:
+            self._young[request] = answer
+            if len(self._young) >= ANSWERS_MAX // 2:
+                self._old, self._young = self._young, {}
+        elif first != answer:
+            self.answers += 1
+            self._twice(attributes.source.authority_name)
+
+    def _twice(self, authority: str) -> None:
+        if authority not in self.heard:
+            log.warning("two hosts go by one name: a request was answered twice", authority=authority)
+            if len(self.heard) >= TWINS_MAX:
+                del self.heard[next(iter(self.heard))]
+        self.heard[authority] = self._clock()
+
+    def notes(self) -> list[str]:
+        """One sentence for each that was heard within the hour."""
+        names = [name for name, at in self.heard.items() if self._clock() - at < TWINS_TOLD_S]
+        advice = "requests to it are served twice; give each gateway a suffix of its own"
+        return [f"two hosts go by the name {name!r}: {advice}" for name in names]
+
+
+def untold(suffix: str | None, inside: Iterable[str]) -> list[str]:
+    """Which of the names `inside` may be another vehicle's as well, on a network outside whose `suffix` is that."""
+    if suffix is not None:
+        return []
+    return sorted(name for name in inside if "." not in name and ":" not in name and not uris.is_pattern(name))
+
+
+def mistakes(suffix: str, inside: set[str], outside: set[str]) -> list[str]:
+    """Why `suffix` can't be put behind the names `inside` on a network where `outside` live."""
+    found = []
+    for name in sorted(inside):
+        if name == uris.WILDCARD_AUTHORITY:
+            continue
+        if name.endswith(f".{suffix}"):
+            found.append(f"authority {name!r} ends in .{suffix} already: name it without, or leave the suffix away")
+        elif f"{name}.{suffix}" in outside:
+            found.append(f"authority {name!r} is called {name}.{suffix!s} there, and that is somebody else's name on that network")
+        elif len(name) + len(suffix) + 1 > uris.AUTHORITY_LENGTH_MAX:
+            found.append(f"authority {name!r} and its suffix are longer than {uris.AUTHORITY_LENGTH_MAX} characters")
+        elif name.startswith("["):
+            found.append(f"authority {name!r} is an IP address, which takes no suffix: give the host a name")
+    families = [pattern for pattern in uris.owners(f"x.{suffix}") if uris.is_family(pattern) and pattern in outside]
+    return found + [f"{pattern} belongs to that network, and our own names end in .{suffix} there" for pattern in families]
