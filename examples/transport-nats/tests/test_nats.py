@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
 import shutil
 import socket
 import subprocess
@@ -303,6 +304,26 @@ class TestOfNatsAlone(OnNats):
                 await beta.register_listener(SOURCE, Sink(10), SINK)
                 assert len(await stream.consumers_info(self.network)) == 1
             assert len(await stream.consumers_info(self.network)) == left
+
+    async def test_the_permissions_of_the_readme_are_enough_and_not_more(self, tmp_path: Path) -> None:
+        readme = (Path(__file__).parents[1] / "README.md").read_text()
+        (block,) = re.findall(r"^    authorization.*?^$", readme, re.MULTILINE | re.DOTALL)
+        with_admin = block.replace("users: [", 'users: [ { user: admin, password: "..." },')
+        with serve(tmp_path, with_admin) as port:
+            common: dict[str, Any] = {"servers": [f"nats://127.0.0.1:{port}"], "network": "up", "password": "..."}
+            async with self.end(ALPHA, **common, user="admin") as admin, self.end("vehicle1", **common, user="vehicle1") as vehicle:
+                there, back = Sink(10), Sink(10)
+                topic, home = uris.uri("vehicle1", 0x8001, 1, 0x8001), uris.uri("vehicle1", 1, 1, 0)
+                await admin.register_listener(topic, there)
+                await vehicle.register_listener(SOURCE, back, home)
+                publish = UMessageBuilder.publish(topic).build()
+                await sent(vehicle, [publish])
+                await there.expect(1)
+                await sent(admin, [notification(b"back", SOURCE, home)])
+                await back.expect_payload(b"back")
+                (status,) = await vehicle.send_batch([notification(b"as somebody else", SOURCE, SINK)])
+                assert status.code == UCode.PERMISSION_DENIED
+                await vehicle.unregister_listener(SOURCE, back, home)
 
     async def test_a_server_without_jetstream_says_what_to_do(self, tmp_path: Path) -> None:
         with serve(tmp_path, jetstream=False) as port:

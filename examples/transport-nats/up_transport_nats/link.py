@@ -56,6 +56,7 @@ class Link:
         self._up = False
         self._down = asyncio.Event()  # the opposite, for who waits
         self._refusal = ""  # the server tells of a missing permission beside the answer, which then never comes
+        self._refused: dict[str, asyncio.Future[str]] = {}  # by subject: who publishes there now
         self.full = ""  # why the stream takes nothing now
 
     def is_up(self) -> bool:
@@ -93,6 +94,9 @@ class Link:
         async def on_error(error: Exception) -> None:
             if "permissions violation" in str(error).lower():
                 self._refusal = str(error)
+                for subject, refused in self._refused.items():
+                    if f'"{subject.lower()}"' in self._refusal.lower() and not refused.done():
+                        refused.set_result(self._refusal)
             if self._client is None:
                 failures.append(error)
                 tries = TRIES_IF_RESET if isinstance(error, (ConnectionResetError, BrokenPipeError, UnexpectedEOF)) else 1
@@ -187,21 +191,25 @@ class Link:
         while self._up:
             publishing = asyncio.ensure_future(self._js.publish(subject, data, timeout=REQUEST_S))
             lost = asyncio.ensure_future(self._down.wait())
+            refused = self._refused[subject] = loop.create_future()
             try:
-                await asyncio.wait({publishing, lost}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({publishing, lost, refused}, return_when=asyncio.FIRST_COMPLETED)
+                if refused.done():
+                    return translate(Exception(refused.result()), "publishing").status
                 if not publishing.done():
                     return UStatus(code=UCode.UNAVAILABLE, message="the NATS server went away before it answered: send it again")
-                await self.request("publishing", publishing)
-                self.full = ""
-                return OK
-            except UStatusError as error:
-                if not isinstance(publishing.exception(), ServiceUnavailableError):
-                    return error.status
-                self.full = f"the stream {self._config.network!r} takes nothing ({error.message}): is an end of it too slow, or gone?"
-                if loop.time() >= give_up_at:
-                    return UStatus(code=UCode.UNAVAILABLE, message=self.full)
+                error = publishing.exception()
             finally:
+                del self._refused[subject]
                 publishing.cancel()
                 lost.cancel()
+            if error is None:
+                self.full = ""
+                return OK
+            if not isinstance(error, ServiceUnavailableError):
+                return translate(error, "publishing").status
+            self.full = f"the stream {self._config.network!r} takes nothing ({error}): is an end of it too slow, or gone?"
+            if loop.time() >= give_up_at:
+                return UStatus(code=UCode.UNAVAILABLE, message=self.full)
             await asyncio.sleep(FULL_EVERY_S)
         return AWAY

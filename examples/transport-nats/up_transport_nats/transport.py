@@ -73,6 +73,7 @@ class NatsTransport(UTransport):
         self._outbox = Outbox()
         self._link = Link(config, self._session, self._on_change)
         self._open = self._connected = False
+        self._is_connected = asyncio.Event()  # the same, for who waits
         self._coming_back: asyncio.Task[None] | None = None
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
@@ -155,6 +156,7 @@ class NatsTransport(UTransport):
         if connected == self._connected:
             return
         self._connected = connected
+        (self._is_connected.set if connected else self._is_connected.clear)()
         for callback in self._connection_callbacks:
             try:
                 callback(connected)
@@ -335,6 +337,7 @@ class NatsTransport(UTransport):
     async def _fetch(self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float) -> None:
         """The task of one filter: what waits for room in the inbox fetches nothing more."""
         try:
+            await self._is_connected.wait()  # who gets a message may send
             await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
             while self._followers.get(filter) is asyncio.current_task():  # the library may swallow a cancellation
                 with contextlib.suppress(TimeoutError):  # nothing has come
