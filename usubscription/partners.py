@@ -27,7 +27,7 @@ class Partners:
 
     def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
         self.path, self._disk = path, disk
-        self._known: dict[Partner, None] = {}
+        self._known: dict[Partner, int] = {}  # and with which change it came
         self._changes = self._saved = 0
         self._saving: asyncio.Task[None] | None = None
 
@@ -44,7 +44,7 @@ class Partners:
         """A file that can't be read is told and replaced: the links in the store name those that count most."""
         try:
             text = await asyncio.to_thread(self.path.read_text)
-            self._known = {(str(authority), int(major)): None for authority, major in json.loads(text)}
+            self._known = {(str(authority), int(major)): 0 for authority, major in json.loads(text)}
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError) as error:
@@ -52,19 +52,18 @@ class Partners:
 
     async def remember(self, partner: Partner) -> None:
         """Completes when it is on disk, or can't be: that is told, and holds no command."""
-        if partner in self._known:
-            return
-        self._known[partner] = None
-        if len(self._known) > PARTNERS_MAX:
-            del self._known[next(iter(self._known))]
-        self._changes += 1
-        mine = self._changes
+        mine = self._known.get(partner)
+        if mine is None:
+            self._changes += 1
+            mine = self._known[partner] = self._changes
+            if len(self._known) > PARTNERS_MAX:
+                del self._known[next(iter(self._known))]
         while self._saved < mine:
             await asyncio.shield(self._save())
 
     def forget(self, partner: Partner) -> None:
         """On disk with the next save: until then it is asked once more after a restart."""
-        if self._known.pop(partner, 0) is None:
+        if self._known.pop(partner, None) is not None:
             self._changes += 1
 
     async def close(self) -> None:
