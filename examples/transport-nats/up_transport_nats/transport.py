@@ -383,7 +383,8 @@ class NatsTransport(UTransport):
             return []
         route = packet.subject.removeprefix(f"{self._config.network}.").rpartition(".")[0]
         belonging = mapping.complete(messages, route)
-        self.dropped["misplaced"] += len(messages) - len(belonging)
+        if len(belonging) < len(messages):
+            self.dropped["misplaced"] += len(messages) - len(belonging)
         return belonging
 
     def _taken(self, arrived: list[Arrived], error: BaseException | None) -> None:
