@@ -83,16 +83,19 @@ def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None
     return Endpoints(Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint)
 
 
-def _transport(config: Config, section: EndpointSection) -> UTransport:
+def make_transport(config: Config, section: EndpointSection) -> UTransport:
+    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
     named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
     authority = config.authority if config.authority in named or not named else named[0]
+    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+
+
+def _transport(config: Config, section: EndpointSection) -> UTransport:
     try:
-        return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
-    except UStatusError:
-        raise
-    except Exception as error:  # that endpoint's trouble alone
-        log.exception("a transport can't be made", endpoint=section.name, transport=section.transport)
-        return _Unmade(f"transport {section.transport!r} can't be made: {error!r}")
+        return make_transport(config, section)
+    except plugins.NotMade as error:  # that endpoint's trouble alone
+        log.error("a transport can't be made", endpoint=section.name, why=error.message)
+        return _Unmade(error.message)
 
 
 class Streamer:

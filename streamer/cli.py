@@ -32,11 +32,12 @@ from rich.table import Table
 from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
 from streamer import paused as pauses
-from streamer.app import Streamer, endpoints_of, serve
+from streamer.app import Streamer, endpoints_of, make_transport, serve
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -190,6 +191,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _errors():
         loaded = configs.load(config)
+        made = asyncio.run(_make_transports(loaded))
     endpoints = [
         {
             "name": one.name,
@@ -201,7 +203,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
-    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded).notes()
+    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded, made).notes()
     with _errors():
         paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:
@@ -225,6 +227,11 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
     for pause in paused:
         out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
+
+
+async def _make_transports(config: configs.Config) -> dict[str, UTransport]:
+    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings' model lets through."""
+    return {section.name: make_transport(config, section) for section in config.endpoint}
 
 
 def _unclaimed(config: configs.Config) -> list[cursors.Listed]:

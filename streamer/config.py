@@ -382,7 +382,7 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
             continue
         where = ("endpoint", index, "settings")
         try:
-            plugins.load(transport).config.model_validate(settings)
+            plugins.configure(transport, settings)
         except UStatusError as error:
             mistakes.append((_line(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
         except ValidationError as error:

@@ -1,7 +1,8 @@
-"""Foreign thread -> event loop: bounded, one wake-up per batch, acknowledged last.
+"""Network -> listeners: bounded, one wake-up per batch, acknowledged last. For libraries with threads, and for those on the event loop.
 
-network thread: put(item, size) -> items -> loop: deliver(batch) -> awaitable done -> taken(batch)
-                waits while full, by messages or bytes   up to BATCH_MAX         in the order of arrival
+library's thread: put(item, size)               -> items -> loop: deliver(batch) -> awaitable done -> taken(batch)
+task on the loop: await put_on_loop(item, size)             up to BATCH_MAX         in the order of arrival
+                  both wait while full, by messages or bytes, and whoever waits reads nothing
 
 A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must pass meanwhile,
 give them an inbox of their own, and let the one for publishes grow while its consumer holds what it has (`held_messages_max`).
@@ -35,7 +36,7 @@ log = structlog.get_logger()
 
 
 class Inbox(Generic[T]):
-    """One per network connection. `put` may be called from any thread; all else happens on the loop.
+    """One per network connection. `put` may be called from any thread but the loop's; all else happens on the loop.
 
     `deliver(items)` may return an awaitable; the next batch does not wait for it, but `taken(items, error)` is called in the order of
     arrival, with None when the awaitable completed and with the exception when it failed (the network must not be told then).
@@ -69,6 +70,7 @@ class Inbox(Generic[T]):
         self._bytes = 0  # their sum
         self._room = threading.Condition()
         self._waiting = False
+        self._waiters: set[asyncio.Future[None]] = set()  # of put_on_loop
         self._closed = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -80,17 +82,39 @@ class Inbox(Generic[T]):
         """From any thread but the loop's. Waits while the inbox is full, so that a slow consumer is felt by the sender."""
         if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
             self._wait_for_room()
-        if size_bytes > SMALL_BYTES and not self._closed:
-            with self._room:
-                self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
-                self._bytes += size_bytes
-        self._items.append(item)
+        self._add(item, size_bytes)
         if not self._awake and not self._closed:
             self._awake = True
             try:
                 self._loop.call_soon_threadsafe(self._drain)
             except RuntimeError:  # the loop has ended: nobody will ever read this
                 self._closed = True
+
+    async def put_on_loop(self, item: T, size_bytes: int = 0) -> None:
+        """The same for a task on the loop. Returns without a switch of tasks where there is room; each task's order is kept."""
+        while self._is_full() and not self._closed:
+            self._waiting = True
+            room: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.add(room)
+            again = self._loop.call_later(HELD_S, _wake, room)  # as a thread does: nobody tells that the oldest batch is held by now
+            try:
+                await room
+            finally:
+                again.cancel()
+                self._waiters.discard(room)
+        self._add(item, size_bytes)
+        if not self._awake and not self._closed:
+            self._awake = True
+            self._loop.call_soon(self._drain)
+
+    def _add(self, item: T, size_bytes: int) -> None:
+        if self._closed:
+            return
+        if size_bytes > SMALL_BYTES:
+            with self._room:
+                self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
+                self._bytes += size_bytes
+        self._items.append(item)
 
     def _is_full(self) -> bool:
         held = self._loop.time() - self._oldest_at > HELD_S
@@ -111,6 +135,11 @@ class Inbox(Generic[T]):
             with self._room:
                 self._waiting = False
                 self._room.notify_all()
+            self._wake_tasks()
+
+    def _wake_tasks(self) -> None:
+        for room in self._waiters:
+            _wake(room)
 
     def _drain(self) -> None:
         """Hand over one batch, and come back for the next after everybody else on the loop had a turn."""
@@ -182,10 +211,16 @@ class Inbox(Generic[T]):
             await asyncio.sleep(0)
 
     def close(self) -> None:
-        """Drop what waits and release the threads that wait for room. May be called twice."""
+        """Drop what waits and release who waits for room. May be called twice."""
         self._closed = True
         self._items.clear()
         with self._room:
             self._sizes.clear()
             self._bytes = 0
             self._room.notify_all()
+        self._wake_tasks()
+
+
+def _wake(room: asyncio.Future[None]) -> None:
+    if not room.done():
+        room.set_result(None)

@@ -2,14 +2,20 @@
 
 [project.entry-points."up_streamer.transports"]
 mynet = "my_package.mynet:PLUGIN"                    # PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)
+
+name -> entry point -> import -> a TransportPlugin?      settings -> config -> create -> a UTransport?
+        NOT_FOUND      FAILED_PRECONDITION               INVALID_ARGUMENT      FAILED_PRECONDITION
+
+What a foreign plugin does wrong is one sentence that names it and its package, never a traceback of ours.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final
+from typing import Any, Final, Self, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -18,6 +24,22 @@ from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
 GROUP: Final = "up_streamer.transports"
+ERROR_CHARACTERS_MAX: Final = 300  # of somebody else's exception in a sentence of ours
+
+_SHAPE: Final = 'PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)'
+
+
+class Unusable(UStatusError):
+    """A plugin that is installed does not work here: FAILED_PRECONDITION, with one line that names it, its package and what to do."""
+
+    @classmethod
+    def of(cls, point: EntryPoint, why: str) -> Self:
+        package = _package(point)
+        return cls(UCode.FAILED_PRECONDITION, f"transport {point.name!r}{f' of the package {package}' if package else ''} {why}")
+
+
+class NotMade(Unusable):
+    """Its constructor failed, and not with a UStatusError: the trouble of that one endpoint."""
 
 
 @dataclass(frozen=True)
@@ -39,29 +61,107 @@ def names() -> dict[str, EntryPoint]:
 
 
 def load(name: str) -> TransportPlugin:
-    """Import the plugin `name`. Raises NOT_FOUND for an unknown name, FAILED_PRECONDITION if a package that it needs is missing."""
+    """Import the plugin `name`.
+
+    Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is missing, its
+    import fails, or what the entry point names is no whole TransportPlugin.
+    """
     point = names().get(name)
     if point is None:
         raise UStatusError(UCode.NOT_FOUND, f"there is no transport {name!r}; installed are {', '.join(sorted(names())) or 'none'}")
     try:
         plugin = point.load()
-    except ImportError as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"transport {name!r} needs a package that is not installed ({error}): try pip install 'up-streamer[{name}]'",
-        ) from error
-    assert isinstance(plugin, TransportPlugin), f"{point.value} is not a TransportPlugin"
+    except ModuleNotFoundError as error:
+        raise Unusable.of(point, f"needs a module that is not installed ({error}): {_remedy(point, error)}") from error
+    except Exception as error:  # it is the plugin's import, so it may be anything
+        raise Unusable.of(point, f"can't be imported from {point.value!r}: {_said(error)}; {_ask(point)}") from error
+    if mistake := _mistake(plugin):
+        raise Unusable.of(point, f"is wrong: {mistake}; {_ask(point)}")
+    assert isinstance(plugin, TransportPlugin)
     return plugin
 
 
-def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> UTransport:
-    """A closed transport from its name and its settings. Raises as `load`, and INVALID_ARGUMENT for settings that don't fit."""
+def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, BaseModel]:
+    """The plugin `name`, and its configuration. Raises as `load`, and pydantic's ValidationError for settings that don't fit."""
     plugin = load(name)
     try:
-        config = plugin.config.model_validate(dict(settings))
+        return plugin, plugin.config.model_validate(dict(settings))
+    except (ValidationError, UStatusError):
+        raise
+    except Exception as error:  # a validator of the plugin's
+        point = names()[name]
+        raise Unusable.of(point, f"fails to check its settings: {_said(error)}; change them, or {_ask(point)}") from error
+
+
+def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> UTransport:
+    """A closed transport from its name and its settings.
+
+    Raises as `load`, INVALID_ARGUMENT for settings that don't fit, what UStatusError the plugin's constructor raises, and NotMade for
+    anything else that it does.
+    """
+    try:
+        plugin, config = configure(name, settings)
     except ValidationError as error:
         raise invalid(f"transport {name!r}: {explain(error)}") from None
-    return plugin.create(config, local)
+    try:
+        transport: Any = plugin.create(config, local)  # it is another's: whatever it may be
+    except UStatusError:
+        raise
+    except Exception as error:
+        point = names()[name]
+        raise NotMade.of(point, f"can't be made from its settings: {_said(error)}; change them, or {_ask(point)}") from error
+    if not isinstance(transport, UTransport):
+        point = names()[name]
+        what = f"its create must answer a uprotocol.transport.UTransport, and answers {_shown(transport)}"
+        raise NotMade.of(point, f"is wrong: {what}; {_ask(point)}")
+    return transport
+
+
+def _mistake(plugin: Any) -> str:
+    """What is wrong with what an entry point names; empty if nothing."""
+    if not isinstance(plugin, TransportPlugin):
+        return f"its entry point must name a transports.plugin.TransportPlugin, such as {_SHAPE}, and names {_shown(plugin)}"
+    config, create, capabilities = cast(tuple[Any, Any, Any], (plugin.config, plugin.create, plugin.capabilities))
+    if not (isinstance(config, type) and issubclass(config, BaseModel)):
+        return f"config must be a pydantic model (a subclass of pydantic.BaseModel, not an instance), and is {_shown(config)}"
+    if not callable(create):
+        return f"create must be callable as create(config, local), and is {_shown(create)}"
+    if not isinstance(capabilities, Capability):
+        return f"capabilities must be a uprotocol.transport.Capability, and is {_shown(capabilities)}"
+    return ""
+
+
+def _package(point: EntryPoint) -> str:
+    return str(point.dist.name) if point.dist is not None else ""
+
+
+def _remedy(point: EntryPoint, error: ModuleNotFoundError) -> str:
+    """What to install: an extra only where the package of the plugin has one of that name."""
+    package = _package(point)
+    extras: list[str] = []
+    if point.dist is not None:
+        with contextlib.suppress(Exception):  # metadata that can't be read is no reason to say nothing
+            extras = point.dist.metadata.get_all("Provides-Extra") or []
+    if point.name in extras:
+        return f"try pip install '{package}[{point.name}]'"
+    top = (error.name or point.module).partition(".")[0]
+    if top == point.module.partition(".")[0]:
+        return f"its own module is not there, so the package is not whole: install {package or 'it'} again"
+    return f"install what provides {top!r}, as the documentation of {package or 'that plugin'} says"
+
+
+def _ask(point: EntryPoint) -> str:
+    return f"ask the maker of {_package(point) or point.value}, who finds the rules in docs/writing-a-transport.md"
+
+
+def _said(error: Exception) -> str:
+    """One line of it, of bounded length."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    return words if len(words) <= ERROR_CHARACTERS_MAX else words[: ERROR_CHARACTERS_MAX - 3] + "..."
+
+
+def _shown(value: Any) -> str:
+    return f"the class {value.__name__}" if isinstance(value, type) else f"an instance of {type(value).__name__}"
 
 
 def explain(error: ValidationError) -> str:

@@ -1,0 +1,401 @@
+"""uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
+
+send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
+stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+
+The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room for what it has
+fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
+
+Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the server would first
+hand out what is new, and only after `ack_wait_s` what was on its way: so a consumer that has such messages is left alone for that long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Coroutine, Sequence
+from typing import Any, Final
+
+import structlog
+from nats import errors
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext, api
+from nats.js.errors import NotFoundError
+
+from transports.inbox import Inbox
+from transports.listeners import Filter, ListenerTable, all_of
+from transports.outbox import OK, Outbox, stopped
+from transports.plugin import TransportPlugin
+from up_transport_nats import mapping
+from up_transport_nats.config import NatsConfig
+from up_transport_nats.link import AWAY, Link
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
+ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and some reserve
+FETCH_MAX: Final = 64  # packets at once
+FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
+INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
+INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
+AGAIN_S: Final = 0.2  # before something is tried again
+CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
+
+log = structlog.get_logger()
+Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
+Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
+
+_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+
+
+class NatsTransport(UTransport):
+    """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
+
+    capabilities = (
+        Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    )
+
+    def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
+        self._config, self._authority = config, local.get_authority()
+        self._session = config.session or f"{mapping.escape(self._authority)}-{secrets.token_hex(6)}"
+        self._table = ListenerTable(
+            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._outbox = Outbox()
+        self._link = Link(config, self._session, self._on_change)
+        self._open = self._connected = False
+        self._is_connected = asyncio.Event()  # the same, for who waits
+        self._coming_back: asyncio.Task[None] | None = None
+        self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
+        self._consumers: set[str] = set()  # that the server has for us
+        self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
+        self._held: set[tuple[str, int]] = set()  # (consumer, sequence) in the inbox: if they come again, they are here already
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._connection_callbacks: list[ConnectionCallback] = []
+        self._loss_callbacks: list[LossCallback] = []
+
+    def __repr__(self) -> str:
+        state = "closed" if not self._open else "connected" if self.connected else "away"
+        return f"NatsTransport({self._authority}, {state}, filters={len(self._followers)})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    @property
+    def troubles(self) -> list[str]:
+        return [self._link.full] if self._link.full else []
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._connection_callbacks.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        self._loss_callbacks.append(callback)
+
+    # The connection.
+
+    async def open(self) -> None:
+        if self._open:
+            return
+        self._inbox: Inbox[Arrived] = Inbox(self._deliver, self._taken, messages_max=INBOX_PACKETS, bytes_max=INBOX_BYTES)
+        self._open = True
+        try:
+            await self._link.open()
+            if self._coming_back is not None:  # it asks for listeners that are registered since an earlier `open`
+                await asyncio.wait({self._coming_back}, timeout=self._config.connect_timeout_s)
+        except BaseException:
+            self._open = False
+            await self._link.close()
+            raise
+        if not self._open:  # closed meanwhile
+            await self._link.close()
+
+    async def close(self) -> None:
+        """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session has a name."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S_MAX):
+                async with self._sending, self._registering:
+                    await asyncio.gather(*self._stop_following(), return_exceptions=True)
+                await self._inbox.drained()
+                await asyncio.gather(*self._tasks)  # acknowledgements
+                if not self._config.session:
+                    await self._forget_all()
+        self._inbox.close()
+        await self._link.close()
+        for task in (tasks := list(self._tasks)):
+            task.cancel()
+        await asyncio.gather(*tasks, *self._stop_following(), return_exceptions=True)
+        self._held.clear()
+
+    def _on_change(self, up: bool) -> None:
+        """We are connected when the server has also been asked for all that is registered: who waits for us then misses nothing."""
+        if up:
+            self._coming_back = self._spawn(self._come_back())
+        else:
+            self._stop_following()
+            self._set_connected(False)
+
+    def _set_connected(self, connected: bool) -> None:
+        if connected == self._connected:
+            return
+        self._connected = connected
+        (self._is_connected.set if connected else self._is_connected.clear)()
+        for callback in self._connection_callbacks:
+            try:
+                callback(connected)
+            except Exception:
+                log.exception("a connection callback failed", callback=repr(callback))
+
+    def _stop_following(self) -> list[asyncio.Task[None]]:
+        following = [task for task in self._followers.values() if task is not None]
+        self._followers = dict.fromkeys(self._followers)
+        for task in following:
+            task.cancel()
+        return following
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _come_back(self) -> None:
+        """There is a connection: the server learns what it missed, until it has it all."""
+        while self._open and self._link.is_up():
+            try:
+                await self._link.request("looking for the stream", self._link.ensure_stream())
+                async with self._registering:
+                    for name in list(self._leftover):
+                        await self._forget(name)
+                    waiting = [filter for filter, task in self._followers.items() if task is None]
+                    for filter in waiting if self._open else []:
+                        await self._follow(filter)
+                self._set_connected(self._open and self._link.is_up())
+                return
+            except UStatusError as error:
+                log.warning("the NATS server does not let us listen yet; trying again", authority=self._authority, why=error.message)
+                await asyncio.sleep(AGAIN_S)
+
+    # Sending.
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if not self._open:
+            return stopped([], len(messages), _CLOSED)
+        if not self._connected:
+            return stopped([], len(messages), AWAY)
+        statuses: list[UStatus] = []
+        lanes: dict[str, list[Packet]] = {}
+        now_ms, bytes_max = self._outbox.now_ms(), self._link.max_payload - ENVELOPE_BYTES
+        for place, message in enumerate(messages):
+            statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
+        async with self._sending:  # batches that are sent at once keep their order
+            await asyncio.gather(*(self._send_lane(route, packets, statuses) for route, packets in lanes.items()))
+        return statuses
+
+    def _pack(self, message: UMessage, place: int, lanes: dict[str, list[Packet]], bytes_max: int) -> UStatus:
+        """Into the last packet of its lane, or a new one. Too large is the message's own fault: INVALID_ARGUMENT, and never tried again."""
+        data = mapping.pack(message)
+        if len(data) > bytes_max:
+            why = f"this server takes messages of {bytes_max} bytes, got {len(data)}: send less, or raise its max_payload"
+            return UStatus(code=UCode.INVALID_ARGUMENT, message=why)
+        lane = lanes.setdefault(mapping.route(message, self._authority), [])
+        if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
+            lane[-1][0].extend(data)
+            lane[-1][1].append(place)
+        else:
+            lane.append((bytearray(data), [place]))
+        return OK
+
+    async def _send_lane(self, route: str, packets: list[Packet], statuses: list[UStatus]) -> None:
+        """One after the other; after one that failed nothing is tried, so that a later try keeps the order."""
+        answers: list[UStatus] = []
+        for data, _places in packets:
+            answers.append(await self._link.publish(f"{self._config.network}.{route}.{self._session}", bytes(data)))
+            if answers[-1].code:
+                break
+        places = [place for _data, those in packets for place in those]
+        told = [answer for answer, (_data, those) in zip(answers, packets, strict=False) for _place in those]
+        if answers[-1].code:
+            told = stopped(told[: -len(packets[len(answers) - 1][1])], len(places), answers[-1])
+        for place, status in zip(places, told, strict=True):
+            statuses[place] = status
+
+    # Listening.
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        """While the server is away it is noted, and the server is asked when it is back."""
+        async with self._registering:
+            self._check_open()
+            filter = self._table.add(source_filter, sink_filter, listener)
+            if filter is None:
+                return
+            self._followers[filter] = None
+            if not self._link.is_up():
+                return
+            try:
+                await self._follow(filter)
+            except UStatusError:
+                if not self._link.is_up():
+                    return  # as if it had been away before
+                self._table.remove(source_filter, sink_filter, listener)
+                self._leave(filter)
+                raise
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        async with self._registering:
+            self._check_open()
+            filter = self._table.remove(source_filter, sink_filter, listener)
+            if filter is None:
+                return
+            name = self._leave(filter)
+            if self._link.is_up():
+                with contextlib.suppress(UStatusError):  # then it is forgotten later, or forgets itself after session_expiry_s
+                    await self._forget(name)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UStatusError.from_status(_CLOSED)
+
+    def _leave(self, filter: Filter) -> str:
+        """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
+        task = self._followers.pop(filter, None)
+        if task is not None:
+            task.cancel()
+        name, _subject = self._consumer(filter)
+        self._consumers.discard(name)
+        self._leftover.add(name)
+        return name
+
+    async def _forget(self, name: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            await self._link.request("ending a consumer", self._link.js.delete_consumer(self._config.network, name))
+        self._leftover.discard(name)
+        self._consumers.discard(name)
+
+    async def _forget_all(self) -> None:
+        """Nobody will come back for them."""
+        with contextlib.suppress(UStatusError):
+            for name in [*self._consumers, *self._leftover] if self._link.is_up() else []:
+                await self._forget(name)
+
+    def _consumer(self, filter: Filter) -> tuple[str, str]:
+        """Its name, the same in each process of this session, and what it lets through."""
+        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self._authority)}.*"
+        return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
+
+    async def _follow(self, filter: Filter) -> None:
+        """Returns when the server keeps for us what matches from here on. Under `_registering`."""
+        network, (name, subject) = self._config.network, self._consumer(filter)
+        if name in self._leftover:
+            await self._forget(name)
+        try:
+            info = await self._link.request(f"looking for the consumer of {subject}", self._link.js.consumer_info(network, name))
+        except NotFoundError:
+            if name in self._consumers:
+                self._tell_loss(f"the NATS server has ended our session for {subject}: what came while we were away is gone")
+            made = api.ConsumerConfig(
+                durable_name=name,
+                description=f"{self._session}: {subject}",
+                filter_subject=subject,
+                deliver_policy=api.DeliverPolicy.NEW,
+                ack_policy=api.AckPolicy.EXPLICIT,
+                ack_wait=self._config.ack_wait_s,
+                max_ack_pending=INBOX_PACKETS + FETCH_MAX,
+                inactive_threshold=self._config.session_expiry_s,
+            )
+            info = await self._link.request(f"subscribing to {subject}", self._link.js.add_consumer(network, made))
+        self._consumers.add(name)
+        fetching = await self._link.request("subscribing", self._link.js.pull_subscribe_bind(name, stream=network))
+        under_way = bool(info.num_ack_pending)
+        self._followers[filter] = asyncio.ensure_future(self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0))
+
+    def _tell_loss(self, text: str) -> None:
+        log.warning(text, authority=self._authority)
+        for callback in self._loss_callbacks:
+            try:
+                callback(text, None)
+            except Exception:
+                log.exception("a loss callback failed", callback=repr(callback))
+
+    async def _fetch(self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float) -> None:
+        """The task of one filter: what waits for room in the inbox fetches nothing more."""
+        try:
+            await self._is_connected.wait()  # who gets a message may send
+            await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
+            while self._followers.get(filter) is asyncio.current_task():  # the library may swallow a cancellation
+                with contextlib.suppress(TimeoutError):  # nothing has come
+                    for packet in await fetching.fetch(FETCH_MAX, timeout=FETCH_S):
+                        await self._take_in((filter, name, packet))
+        except errors.Error as error:
+            log.warning("a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error))
+            if self._followers.get(filter) is asyncio.current_task():
+                self._followers[filter] = None
+                self._spawn(self._come_back())
+        finally:
+            with contextlib.suppress(Exception):
+                await fetching.unsubscribe()
+
+    async def _take_in(self, arrived: Arrived) -> None:
+        _filter, name, packet = arrived
+        held = (name, packet.metadata.sequence.stream)
+        if packet.subject.rpartition(".")[2] == self._session:  # our own
+            await packet.ack()
+        elif held not in self._held:
+            self._held.add(held)
+            try:
+                await self._inbox.put_on_loop(arrived, len(packet.data))
+            except asyncio.CancelledError:
+                self._held.discard(held)
+                raise
+
+    def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
+        pending = []
+        for _, those in itertools.groupby(arrived, key=lambda one: id(one[0])):
+            group = list(those)
+            messages = [message for _filter, _name, packet in group for message in self._unpack(packet)]
+            taking = self._table.deliver(messages, only=group[0][0])
+            if taking is not None:
+                pending.append(taking)
+        return all_of(pending) if pending else None
+
+    def _unpack(self, packet: Msg) -> list[UMessage]:
+        try:
+            messages = mapping.unpack(packet.data)
+        except UStatusError:
+            self.dropped["malformed"] += 1
+            return []
+        route = packet.subject.removeprefix(f"{self._config.network}.").rpartition(".")[0]
+        belonging = mapping.complete(messages, route)
+        if len(belonging) < len(messages):
+            self.dropped["misplaced"] += len(messages) - len(belonging)
+        return belonging
+
+    def _taken(self, arrived: list[Arrived], error: BaseException | None) -> None:
+        self._spawn(self._acknowledge(arrived, error))
+
+    async def _acknowledge(self, arrived: list[Arrived], error: BaseException | None) -> None:
+        """What was not taken comes again. So does what the server can't be told of now."""
+        for _filter, name, packet in arrived:
+            self._held.discard((name, packet.metadata.sequence.stream))
+            with contextlib.suppress(errors.Error):
+                await (packet.ack() if error is None else packet.nak(delay=AGAIN_S))
+
+
+PLUGIN: Final = TransportPlugin("nats", NatsConfig, NatsTransport, NatsTransport.capabilities)
