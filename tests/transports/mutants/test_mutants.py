@@ -1,0 +1,5 @@
+from tests.transports.mutants.harness import HubConformance
+
+
+class TestHub(HubConformance):
+    pass
