@@ -91,7 +91,8 @@ class UTransport(abc.ABC):
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
 
-        It may also return before there is a connection, and connect by itself later. After a failure it may be called again.
+        It may also return before there is a connection, and connect by itself later. After a failure it may be called again, and nothing
+        is left of the one that failed. On one that is open, or being opened, it changes nothing.
         """
 
     async def close(self) -> None:

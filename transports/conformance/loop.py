@@ -69,7 +69,7 @@ class LoopConformance(TransportHarness):
         await pair[1].close()
         await self.stays_quiet("close", ROUNDS, OPENING_S_MAX, play)
 
-    async def test_an_fails_to_open_does_not_block_the_loop(self, ends: Ends) -> None:
+    async def test_an_open_in_vain_does_not_block_the_loop(self, ends: Ends) -> None:
         end = ends.keep(await self.make_unreachable(ALPHA))
 
         async def play() -> Heartbeat:
@@ -144,7 +144,7 @@ class LoopConformance(TransportHarness):
         await self.send_all(end, [notification(b"back", topic(BETA), reply(ALPHA))])
         await end.close()
 
-    async def test_an_fails_to_open_leaves_no_thread_and_no_task(self, ends: Ends) -> None:
+    async def test_an_open_in_vain_leaves_no_thread_and_no_task(self, ends: Ends) -> None:
         """Nobody need call `close` after it."""
         end = ends.keep(await self.make_unreachable(ALPHA))
         await self._fails_to_open(end)
