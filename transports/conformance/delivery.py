@@ -113,6 +113,16 @@ class DeliveryConformance(TransportHarness):
         for source in sources:
             assert [int(m.payload) for m in heard.messages if m.attributes.source == source] == list(range(SENT_AT_ONCE))
 
+    async def test_batches_of_one_stream_keep_the_order_of_the_calls(self, pair: Pair) -> None:
+        """As one sends who answers each batch that arrives, without waiting for the answer before."""
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        messages = self.traffic(4 * SENT_AT_ONCE)
+        parts = [messages[start : start + SENT_AT_ONCE] for start in range(0, len(messages), SENT_AT_ONCE)]
+        await asyncio.gather(*(self.send_all(pair[0], part) for part in parts))
+        await heard.expect(len(messages))
+        assert numbers(heard) == list(range(len(messages)))
+
     async def test_both_directions_at_once(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
         there = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))

@@ -141,9 +141,13 @@ class Hub:
         self.away.discard(authority)
 
     def inject(self, body: bytes) -> None:
-        """To everybody who listens to anything, whatever it is."""
+        """To everybody who wants it, whatever it is; what has no address is wanted by all."""
+        try:
+            address = UMessage.FromString(body).attributes if body else None
+        except DecodeError:
+            address = None
         for session in self.sessions.values():
-            session.give(None, body)
+            session.give(address, body)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -288,6 +292,8 @@ class HubTransport(UTransport):
         | Capability.PUBLISH_WITHOUT_SINK
     )
 
+    retry_s = RETRY_S
+
     def __init__(self, config: HubConfig, local: LocalUriProvider) -> None:
         self._port, self._authority = config.port, local.get_authority()
         self._table = ListenerTable(
@@ -363,7 +369,7 @@ class HubTransport(UTransport):
                 await self._read(reader)
             self.lost()
             while True:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self.retry_s)
                 with contextlib.suppress(UStatusError):
                     reader = await self._connect()
                     break

@@ -1,5 +1,34 @@
+"""The conformance suite catches what it is there to catch: it passes a good plugin, and fails it for each fault."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.transports.mutants.faults import MUTANTS
 from tests.transports.mutants.harness import HubConformance
+from tests.transports.mutants.hub import HubTransport
+from tests.transports.mutants.matrix import IN_TIME_S, SOON_S, cases, verdict
+
+CAUGHT_OF_50_MIN = 45
+CASES = cases()
+CAUGHT = {name: mutant for name, mutant in MUTANTS.items() if mutant.caught_by}
 
 
 class TestHub(HubConformance):
-    pass
+    """The good plugin, with all of pytest around it."""
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_the_suite_catches(name: str) -> None:
+    mutant = CAUGHT[name]
+    assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), f"{mutant.caught_by} passes a plugin of which is true: {mutant.says}"
+
+
+@pytest.mark.parametrize("case", sorted({mutant.caught_by for mutant in CAUGHT.values()}))
+def test_what_catches_a_fault_passes_the_good_plugin(case: str) -> None:
+    assert verdict(HubTransport, CASES[case], IN_TIME_S) == ""
+
+
+def test_enough_are_caught() -> None:
+    assert len(MUTANTS) >= 50
+    assert len(CAUGHT) * 50 >= len(MUTANTS) * CAUGHT_OF_50_MIN
