@@ -9,7 +9,7 @@ import sys
 
 from tests.transports.mutants.faults import MUTANTS, Mutant
 from tests.transports.mutants.hub import HubTransport
-from tests.transports.mutants.matrix import SOON_S, cases, caught_by, verdict
+from tests.transports.mutants.matrix import IN_TIME_S, cases, caught_by, verdict
 
 NAMED_MAX = 2  # tests that the table names for each fault
 
@@ -22,7 +22,7 @@ def row(mutant: Mutant, tests: list[str]) -> str:
 
 def main(word: str = "") -> None:
     for name, case in cases().items():
-        if why := verdict(HubTransport, case, SOON_S):
+        if why := verdict(HubTransport, case, IN_TIME_S):
             print(f"The good plugin fails {name}: {why}", file=sys.stderr)
     mutants = [mutant for mutant in MUTANTS.values() if word in mutant.name]
     caught = 0
