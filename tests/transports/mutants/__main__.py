@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
+from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.faults import MUTANTS, Mutant
-from tests.transports.mutants.hub import HubTransport
 from tests.transports.mutants.matrix import IN_TIME_S, cases, caught_by, verdict
 
 NAMED_MAX = 2  # tests that the table names for each fault

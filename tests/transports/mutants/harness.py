@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest_asyncio
 
-from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub, HubConfig, HubTransport
+from tests.transports.mutants.end import HubConfig, HubTransport
+from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub
 from transports.conformance import TransportConformance
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -62,4 +63,4 @@ class HubConformance(TransportConformance):
         self.hub.mend(authority)
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
-        return "tests.transports.mutants.hub:PLUGIN", {"port": self.hub.port}
+        return "tests.transports.mutants.end:PLUGIN", {"port": self.hub.port}

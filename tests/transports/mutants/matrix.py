@@ -15,13 +15,14 @@ from typing import Any, Final
 import pytest
 import structlog
 
-from tests.transports.mutants.faults import TEST_OVER, Mutant
+from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.harness import HubConformance
-from tests.transports.mutants.hub import Hub, HubTransport
+from tests.transports.mutants.hub import Hub
+from tests.transports.mutants.mutant import TEST_OVER, Mutant
 from transports.conformance.base import Ends
 
 IN_TIME_S: Final = 10.0  # for a good plugin, on a slow machine
-SOON_S: Final = 1.0  # for one that is expected to fail: nothing more comes of waiting longer
+SOON_S: Final = 0.6  # for one that is expected to fail: nothing more comes of waiting longer
 PATIENT: Final = {"test_two_processes"}  # to start a process takes longer
 CASE_DEADLINES: Final = 12  # of one case: it waits for several things, one after the other
 LEAVING_S: Final = 5.0  # for what a mutant does not end by itself

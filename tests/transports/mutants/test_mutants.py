@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.faults import MUTANTS
 from tests.transports.mutants.harness import HubConformance
-from tests.transports.mutants.hub import HubTransport
 from tests.transports.mutants.matrix import IN_TIME_S, SOON_S, cases, verdict
 
 CAUGHT_OF_50_MIN = 45
