@@ -1,6 +1,7 @@
-"""python -m tests.transports.mutants [WORD]: every fault against every test, as a table; or only those with that word in their name.
+"""The table of faults, and the proof of all of it.
 
-Minutes in all. The good plugin comes first: what fails for it says nothing about a fault, and is told.
+python -m tests.transports.mutants                 the table of docs/conformance.md: each fault, and the test that must catch it
+python -m tests.transports.mutants --all [WORD]    runs every fault, or those with that word in their name, against every test: minutes
 """
 
 from __future__ import annotations
@@ -8,31 +9,36 @@ from __future__ import annotations
 import sys
 
 from tests.transports.mutants.end import HubTransport
-from tests.transports.mutants.faults import MUTANTS, Mutant
+from tests.transports.mutants.faults import MUTANTS
 from tests.transports.mutants.matrix import IN_TIME_S, cases, caught_by, verdict
 
-NAMED_MAX = 2  # tests that the table names for each fault
+
+def row(says: str, tests: list[str]) -> str:
+    return f"| {says} | {', '.join(f'`{name}`' for name in tests) or 'nothing'} |"
 
 
-def row(mutant: Mutant, tests: list[str]) -> str:
-    named = ", ".join(f"`{name.removeprefix('test_')}`" for name in tests[:NAMED_MAX]) or "nothing"
-    more = f" and {len(tests) - NAMED_MAX} more" if len(tests) > NAMED_MAX else ""
-    return f"| {mutant.says} | {named}{more} |"
+def table() -> list[str]:
+    head = ["| fault | must be caught by |", "|---|---|"]
+    mutants = sorted(MUTANTS.values(), key=lambda mutant: not mutant.caught_by)
+    return head + [row(mutant.says, [mutant.caught_by] if mutant.caught_by else []) for mutant in mutants]
 
 
-def main(word: str = "") -> None:
+def run_all(word: str = "") -> None:
+    """The good plugin comes first: what fails for it says nothing about a fault."""
     for name, case in cases().items():
         if why := verdict(HubTransport, case, IN_TIME_S):
             print(f"The good plugin fails {name}: {why}", file=sys.stderr)
     mutants = [mutant for mutant in MUTANTS.values() if word in mutant.name]
     caught = 0
-    print("| fault | caught by |\n|---|---|")
     for mutant in mutants:
         tests = caught_by(mutant)
         caught += bool(tests)
-        print(row(mutant, tests), flush=True)
-    print(f"\n{caught} of {len(mutants)} faults are caught.")
+        print(row(mutant.says, tests), flush=True)
+    print(f"{caught} of {len(mutants)} faults are caught.")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["--all"]:
+        run_all(*sys.argv[2:])
+    else:
+        print("\n".join(table()))
