@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -28,6 +29,8 @@ AWAY_S: Final = 0.3  # time for some attempts to connect
 ROUNDS: Final = 5
 BATCH_ROUNDS: Final = 30
 AWAY_ROUNDS: Final = 2
+RESTING_S: Final = 0.1
+RESTING_SHARE_MAX: Final = 0.2  # of one processor, for all of the process; what polls takes all that it gets
 LIFETIMES: Final = 3  # so that what is left behind by each is told from what a library makes once
 
 
@@ -107,6 +110,28 @@ class LoopConformance(TransportHarness):
             return heart
 
         await self.stays_quiet("a network that is away", AWAY_ROUNDS, AWAY_S_MAX, play)
+
+    async def test_waiting_costs_no_processor(self, pair: Pair) -> None:
+        """Nothing to do is nothing done: no thread that polls."""
+        await self.rests("two ends that have nothing to do")
+
+    async def test_a_network_that_is_away_costs_no_processor(self, pair: Pair) -> None:
+        changes = Changes(pair[1])
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        await self.rests("an end whose network is away")
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+
+    async def rests(self, who: str) -> None:
+        shares = []
+        for _ in range(ROUNDS):
+            began, used_s = time.monotonic(), time.process_time()
+            await asyncio.sleep(RESTING_S)
+            shares.append((time.process_time() - used_s) / (time.monotonic() - began))
+            if shares[-1] <= RESTING_SHARE_MAX:
+                return
+        raise AssertionError(f"{who} took {min(shares):.0%} of a processor, at most {RESTING_SHARE_MAX:.0%} are allowed")
 
     async def test_listeners_and_callbacks_run_on_the_loop(self, ends: Ends, pair: Pair) -> None:
         """Every other test looks at its listeners' thread as well."""

@@ -114,6 +114,22 @@ class OpenInVainLeavesATask(HubTransport):
             raise
 
 
+@fault("a thread looks for messages without a pause", "test_waiting_costs_no_processor")
+class Polls(HubTransport):
+    async def open(self) -> None:
+        await super().open()
+        threading.Thread(target=self.poll, daemon=True).start()
+
+    def poll(self) -> None:
+        while self._open and not TEST_OVER.is_set():
+            pass
+
+
+@fault("while the network is away it tries to connect without a pause", "test_a_network_that_is_away_costs_no_processor")
+class RetriesWithoutPause(HubTransport):
+    retry_s = 0.0
+
+
 # The connection.
 
 

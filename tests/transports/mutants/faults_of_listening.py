@@ -218,8 +218,3 @@ class Leaks(HubTransport):
         kept: list[bytes] = self.__dict__.setdefault("kept", [])
         kept.append(super().encode(message))
         return kept[-1]
-
-
-@fault("while the network is away it tries to connect without a pause", "")
-class RetriesWithoutPause(HubTransport):
-    retry_s = 0.0
