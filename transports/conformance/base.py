@@ -326,6 +326,11 @@ class TransportHarness:
         if capability not in self.capabilities:
             pytest.skip(f"the plugin does not declare {capability}")
 
+    def needs_hook(self, name: str) -> None:
+        """For tests that would prepare a lot before they skip."""
+        if getattr(type(self), name) is getattr(TransportHarness, name):
+            pytest.skip(f"this plugin's class has no {name} hook")
+
     async def listen(
         self, pair: Sequence[UTransport], source: UUri, sink: UUri | None = None, listener: Sink | None = None, *, reachable: bool = True
     ) -> Sink:

@@ -52,6 +52,7 @@ class ReturningConformance(TransportHarness):
     async def test_a_batch_that_is_cut_off_ends_there_and_goes_on_later(self, pair: Pair) -> None:
         """Its listener takes nothing at first, so that where senders feel that, the batch is on its way when the network goes."""
         self.needs(Capability.PUSH)
+        self.needs_hook("break_network")
         alpha, beta = pair
         heard = Gated(self.deadline_s)
         heard.gate.set()
