@@ -10,6 +10,7 @@ skips what needs it, and says so.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import warnings
@@ -196,7 +197,7 @@ class Ends:
 
     def __init__(self, harness: TransportHarness) -> None:
         self._harness = harness
-        self._made: list[UTransport] = []
+        self._made = contextlib.AsyncExitStack()
 
     async def __call__(self, authority: str, **limits: int) -> UTransport:
         """A closed end of `make_end`."""
@@ -204,7 +205,7 @@ class Ends:
 
     def keep(self, end: UTransport) -> UTransport:
         """Close this one too: it is of another hook."""
-        self._made.append(end)
+        self._made.push_async_callback(end.close)
         return end
 
     async def pair(self) -> tuple[UTransport, UTransport]:
@@ -215,8 +216,8 @@ class Ends:
         return alpha, beta
 
     async def close(self) -> None:
-        while self._made:
-            await self._made.pop().close()
+        """All of them, whatever one of them raises."""
+        await self._made.aclose()
 
 
 class TransportHarness:
