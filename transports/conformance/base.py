@@ -121,7 +121,7 @@ def payloads(messages: Sequence[UMessage]) -> list[bytes]:
 
 
 class Sink:
-    """A listener that collects, and knows how to wait; made on the event loop, where it must be called too. Probes are counted apart."""
+    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted apart."""
 
     def __init__(self, deadline_s: float) -> None:
         self.messages: list[UMessage] = []
@@ -129,7 +129,8 @@ class Sink:
         self.strange_threads: set[str] = set()  # those that have called it, and are not the loop's
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()
-        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._thread = threading.get_ident()
+        self._waiting_on: asyncio.AbstractEventLoop | None = None
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None:
         if message.payload == PROBE:
@@ -139,9 +140,15 @@ class Sink:
         if threading.get_ident() == self._thread:
             self._changed.set()
         else:
-            self.strange_threads.add(threading.current_thread().name)
-            self._loop.call_soon_threadsafe(self._changed.set)
+            self._called_by_a_stranger()
         return None
+
+    def _called_by_a_stranger(self) -> None:
+        self.strange_threads.add(threading.current_thread().name)
+        if self._waiting_on is None:
+            self._changed.set()
+        else:
+            self._waiting_on.call_soon_threadsafe(self._changed.set)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -168,6 +175,7 @@ class Sink:
         await self._until(holds, what, self._deadline_s)
 
     async def _until(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
+        self._waiting_on = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
                 while not holds():
