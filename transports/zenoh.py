@@ -67,6 +67,7 @@ class ZenohTransport(UTransport):
         self._sending: SenderThread | None = None
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on it
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
+        self._opening = asyncio.Lock()  # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
         self._connection_callbacks: list[ConnectionCallback] = []
@@ -95,8 +96,11 @@ class ZenohTransport(UTransport):
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT for settings."""
-        if self._session is not None:
-            return
+        async with self._opening:
+            if self._session is None:
+                await self._open()
+
+    async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX)
         self._calls: Inbox[Arrived] = Inbox(self._deliver)

@@ -91,7 +91,8 @@ class UTransport(abc.ABC):
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
 
-        It may also return before there is a connection, and connect by itself later. After a failure it may be called again.
+        It may also return before there is a connection, and connect by itself later. After a failure it may be called again, and nothing
+        is left of the one that failed. On one that is open, or being opened, it changes nothing.
         """
 
     async def close(self) -> None:
@@ -136,7 +137,7 @@ class UTransport(abc.ABC):
 
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Send in order; one status for each message, OK when the network has taken it (MQTT: PUBACK).
+        """Send in order, also in the order of the calls; one status for each message, OK when the network has taken it (MQTT: PUBACK).
 
         An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
         network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so that a later try keeps the order. The

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import paho.mqtt.client as paho
@@ -50,11 +50,12 @@ def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:
 class Mqtt5Conformance(TransportConformance):
     mode: Mode
     flood_messages = 5_000  # Receive Maximum is 2,048
+    slows_senders = False  # mosquitto keeps that many and more for a slow end
 
     @pytest_asyncio.fixture(autouse=True)
-    async def network(self, broker: Broker) -> AsyncIterator[None]:
+    async def network(self, broker: Broker, make_broker: Callable[..., Broker]) -> AsyncIterator[None]:
         """Each end has a link of its own to the broker, which a test can cut."""
-        self.broker = broker
+        self.broker, self.make_broker = broker, make_broker
         self.proxies: dict[str, TcpProxy] = {}
         yield
         for proxy in self.proxies.values():
@@ -68,6 +69,12 @@ class Mqtt5Conformance(TransportConformance):
 
     async def make_unreachable(self, authority: str) -> UTransport:
         return Mqtt5Transport(Mqtt5Config(port=1, mode=self.mode), LocalUriProvider(authority, 0x10AB, 3))
+
+    async def make_refused(self, authority: str) -> UTransport:
+        """No make_deaf: mosquitto takes every subscription, and an access file only keeps messages back."""
+        broker = self.make_broker(users={"friend": "secret"})
+        config = Mqtt5Config(port=broker.port, mode=self.mode, username="stranger", password="secret")
+        return Mqtt5Transport(config, LocalUriProvider(authority, 0x10AB, 3))
 
     def normalise(self, message: UMessage) -> UMessage:
         if not message.attributes.ttl:

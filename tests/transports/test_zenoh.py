@@ -39,6 +39,7 @@ class TestZenoh(TransportConformance):
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     discovery = True
     routes_streamed_publish = False
+    flood_messages = 50_000  # a receiver holds 32,768
 
     @pytest_asyncio.fixture(autouse=True)
     async def _network(self) -> AsyncIterator[None]:

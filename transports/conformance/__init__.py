@@ -7,8 +7,8 @@
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
 base.py     the hooks that a plugin's class overrides, and the listener that waits
-sending.py  filters.py  listening.py  delivery.py  connection.py  errors.py      the tests, by what they are about
-peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut
+sending.py  filters.py  listening.py  delivery.py  pressure.py  connection.py  returning.py  loop.py  errors.py   the tests, by subject
+peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut;  watch.py: the loop and its threads
 
 Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
 "spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
@@ -16,7 +16,7 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-for _module in ("base", "sending", "filters", "listening", "delivery", "connection", "errors"):
+for _module in ("base", "sending", "filters", "listening", "delivery", "pressure", "connection", "returning", "loop", "errors"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402
@@ -25,12 +25,23 @@ from transports.conformance.delivery import DeliveryConformance  # noqa: E402
 from transports.conformance.errors import ErrorConformance  # noqa: E402
 from transports.conformance.filters import FilterConformance  # noqa: E402
 from transports.conformance.listening import ListeningConformance  # noqa: E402
+from transports.conformance.loop import LoopConformance  # noqa: E402
+from transports.conformance.pressure import PressureConformance  # noqa: E402
 from transports.conformance.proxy import TcpProxy  # noqa: E402
+from transports.conformance.returning import ReturningConformance  # noqa: E402
 from transports.conformance.sending import SendingConformance  # noqa: E402
 
 
 class TransportConformance(
-    SendingConformance, FilterConformance, ListeningConformance, DeliveryConformance, ConnectionConformance, ErrorConformance
+    SendingConformance,
+    FilterConformance,
+    ListeningConformance,
+    DeliveryConformance,
+    PressureConformance,
+    ConnectionConformance,
+    ReturningConformance,
+    LoopConformance,
+    ErrorConformance,
 ):
     """Every test there is. See transports.conformance.base.TransportHarness for the hooks."""
 

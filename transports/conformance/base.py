@@ -1,13 +1,18 @@
 """The hooks of the conformance suite, and its listener.
 
-make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair
+make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair, and closes whatever it made
      send_batch                                 Sink: collects, and wakes the test when enough has come
+
+Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a hook that is left out
+skips what needs it, and says so.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import threading
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
@@ -116,21 +121,34 @@ def payloads(messages: Sequence[UMessage]) -> list[bytes]:
 
 
 class Sink:
-    """A listener that collects, and knows how to wait. Probes are counted apart."""
+    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted apart."""
 
     def __init__(self, deadline_s: float) -> None:
         self.messages: list[UMessage] = []
         self.probes = 0
+        self.strange_threads: set[str] = set()  # those that have called it, and are not the loop's
         self._deadline_s = deadline_s
         self._changed = asyncio.Event()
+        self._thread = threading.get_ident()
+        self._waiting_on: asyncio.AbstractEventLoop | None = None
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None:
         if message.payload == PROBE:
             self.probes += 1
         else:
             self.messages.append(message)
-        self._changed.set()
+        if threading.get_ident() == self._thread:
+            self._changed.set()
+        else:
+            self._called_by_a_stranger()
         return None
+
+    def _called_by_a_stranger(self) -> None:
+        self.strange_threads.add(threading.current_thread().name)
+        if self._waiting_on is None:
+            self._changed.set()
+        else:
+            self._waiting_on.call_soon_threadsafe(self._changed.set)
 
     @property
     def payloads(self) -> list[bytes]:
@@ -157,6 +175,7 @@ class Sink:
         await self._until(holds, what, self._deadline_s)
 
     async def _until(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
+        self._waiting_on = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(deadline_s):
                 while not holds():
@@ -164,6 +183,7 @@ class Sink:
                     await self._changed.wait()
         except TimeoutError:
             raise AssertionError(f"expected {what} within {deadline_s} s, got {len(self.messages)} messages") from None
+        assert not self.strange_threads, f"listeners run on the event loop's thread only, not on {self.strange_threads}"
 
 
 class BatchSink(Sink):
@@ -178,6 +198,34 @@ class BatchSink(Sink):
         for message in messages:
             self.on_receive(message)
         return None
+
+
+class Ends:
+    """Makes the ends of one test, and closes them after it, the last one first."""
+
+    def __init__(self, harness: TransportHarness) -> None:
+        self._harness = harness
+        self._made = contextlib.AsyncExitStack()
+
+    async def __call__(self, authority: str, **limits: int) -> UTransport:
+        """A closed end of `make_end`."""
+        return self.keep(await self._harness.make_end(authority, **limits))
+
+    def keep(self, end: UTransport) -> UTransport:
+        """Close this one too: it is of another hook."""
+        self._made.push_async_callback(end.close)
+        return end
+
+    async def pair(self) -> tuple[UTransport, UTransport]:
+        """Two open ends, alpha and beta."""
+        alpha, beta = await self(ALPHA), await self(BETA)
+        await alpha.open()
+        await beta.open()
+        return alpha, beta
+
+    async def close(self) -> None:
+        """All of them, whatever one of them raises."""
+        await self._made.aclose()
 
 
 class TransportHarness:
@@ -211,14 +259,29 @@ class TransportHarness:
     payload_bytes_max: int = 1 << 20
     """The largest payload that the suite sends."""
 
+    slows_senders: bool = True
+    """False if a broker keeps more for a slow end than `flood_messages`: then its sender feels nothing."""
+
     async def make_end(self, authority: str, **limits: int) -> UTransport:
         """A closed transport of that authority, all on one network. `limits` are `listeners_max`, `listeners_per_filter_max`,
-        names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1)."""
+        names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1).
+
+        Called several times in a test, also for one authority: a later one comes when the one before it is closed, or will never be
+        opened. The suite closes every end that it made, before fixtures of yours end.
+        """
         raise NotImplementedError("make_end: return a closed transport of your plugin")
 
     async def make_unreachable(self, authority: str) -> UTransport:
-        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`."""
+        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`. Called once in a test."""
         pytest.skip("this plugin's class has no make_unreachable hook")
+
+    async def make_refused(self, authority: str) -> UTransport:
+        """A closed transport that the network won't let in (a wrong password). Called once in a test."""
+        pytest.skip("this plugin's class has no make_refused hook")
+
+    async def make_deaf(self, authority: str) -> UTransport:
+        """A closed transport that the network lets in, but not listen (an access list). Called once in a test."""
+        pytest.skip("this plugin's class has no make_deaf hook")
 
     def normalise(self, message: UMessage) -> UMessage:
         """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change and return it.
@@ -230,7 +293,9 @@ class TransportHarness:
         return message
 
     async def inject(self, message: UMessage) -> None:
-        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or expired."""
+        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or expired.
+
+        Called several times in a test; each time `beta` is open and listens."""
         pytest.skip("this plugin's class has no inject hook")
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
@@ -241,7 +306,7 @@ class TransportHarness:
         pytest.skip("this plugin's class has no inject_malformed hook")
 
     async def break_network(self, authority: str) -> None:
-        """Cut the connection of that end, and keep it from coming back."""
+        """Cut the connection of that end, open or not, and keep it from coming back. May be called again after `heal_network`."""
         pytest.skip("this plugin's class has no break_network hook")
 
     async def heal_network(self, authority: str) -> None:
@@ -249,24 +314,31 @@ class TransportHarness:
         pytest.skip("this plugin's class has no heal_network hook")
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
-        """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`."""
+        """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`. Called once in a test."""
         pytest.skip("this plugin's class has no peer_process hook")
 
     # What follows is the suite's own.
 
     @pytest_asyncio.fixture
-    async def pair(self) -> AsyncIterator[tuple[UTransport, UTransport]]:
+    async def ends(self) -> AsyncIterator[Ends]:
+        """For tests that make ends by themselves."""
+        made = Ends(self)
+        yield made
+        await made.close()
+
+    @pytest_asyncio.fixture
+    async def pair(self, ends: Ends) -> tuple[UTransport, UTransport]:
         """Two open ends, alpha and beta."""
-        alpha, beta = await self.make_end(ALPHA), await self.make_end(BETA)
-        await alpha.open()
-        await beta.open()
-        yield alpha, beta
-        await beta.close()
-        await alpha.close()
+        return await ends.pair()
 
     def needs(self, capability: Capability) -> None:
         if capability not in self.capabilities:
             pytest.skip(f"the plugin does not declare {capability}")
+
+    def needs_hook(self, name: str) -> None:
+        """For tests that would prepare a lot before they skip."""
+        if getattr(type(self), name) is getattr(TransportHarness, name):
+            pytest.skip(f"this plugin's class has no {name} hook")
 
     async def listen(
         self, pair: Sequence[UTransport], source: UUri, sink: UUri | None = None, listener: Sink | None = None, *, reachable: bool = True
@@ -290,6 +362,15 @@ class TransportHarness:
             if await heard.probed(PROBE_EVERY_S):
                 return
         raise AssertionError(f"no probe arrived within {self.deadline_s} s: {probe.attributes}")
+
+    async def usable(self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None) -> None:
+        """Both ends have found each other again, which each notices in its own time."""
+        heard.probes = 0
+        async with asyncio.timeout(self.deadline_s):
+            while True:
+                await sender.send_batch([notification(PROBE, source, sink)])
+                if await heard.probed(PROBE_EVERY_S):
+                    return
 
     async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
         """All are taken; that nobody is there to take a request may be told."""

@@ -13,9 +13,8 @@ import pytest
 from transports.conformance.base import (
     ALPHA,
     BETA,
-    PROBE,
-    PROBE_EVERY_S,
     BatchSink,
+    Ends,
     Sink,
     TransportHarness,
     codes,
@@ -32,8 +31,8 @@ Pair = tuple[UTransport, UTransport]
 
 
 class ConnectionConformance(TransportHarness):
-    async def test_closed_before_open_and_after_close(self) -> None:
-        end = await self.make_end(ALPHA)
+    async def test_closed_before_open_and_after_close(self, ends: Ends) -> None:
+        end = await ends(ALPHA)
         assert codes(await end.send_batch([notification(), notification()])) == [UCode.UNAVAILABLE] * 2
         await end.open()
         await end.close()
@@ -46,10 +45,10 @@ class ConnectionConformance(TransportHarness):
                 await end.register_listener(topic(), Sink(self.deadline_s), reply())
             assert raised.value.code == UCode.UNAVAILABLE
 
-    async def test_close_may_be_called_at_any_time_and_again(self) -> None:
-        never_opened = await self.make_end(ALPHA)
+    async def test_close_may_be_called_at_any_time_and_again(self, ends: Ends) -> None:
+        never_opened = await ends(ALPHA)
         await never_opened.close()
-        end = await self.make_end(ALPHA)
+        end = await ends(ALPHA)
         await end.open()
         await asyncio.gather(end.close(), end.close())
         await end.close()
@@ -86,15 +85,6 @@ class ConnectionConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"after")])
         await heard.expect_payload(b"after")
 
-    async def usable(self, sender: UTransport, heard: Sink) -> None:
-        """Both ends have found each other again, which each notices in its own time."""
-        heard.probes = 0
-        async with asyncio.timeout(self.deadline_s):
-            while True:
-                await sender.send_batch([notification(PROBE)])
-                if await heard.probed(PROBE_EVERY_S):
-                    return
-
     async def test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order(self, pair: Pair) -> None:
         changes = Changes(pair[1])
         await self.break_network(BETA)
@@ -106,10 +96,10 @@ class ConnectionConformance(TransportHarness):
         assert bool(pair[1].connected)
         assert codes(await pair[1].send_batch(self.traffic(1))) == [UCode.OK]
 
-    async def test_each_change_is_told_once_from_the_first_connection_to_the_end(self, pair: Pair) -> None:
+    async def test_each_change_is_told_once_from_the_first_connection_to_the_end(self, ends: Ends, pair: Pair) -> None:
         """`pair` is there only so that somebody can be met; the end that is followed joins later."""
         await pair[1].close()
-        end = await self.make_end(BETA)
+        end = await ends(BETA)
         changes = Changes(end)
         assert not end.connected
         assert not changes.seen
@@ -120,9 +110,9 @@ class ConnectionConformance(TransportHarness):
         assert changes.seen == [True, False]
         assert changes.true_to_the_facts
 
-    async def test_the_first_connection_is_told_when_the_network_was_away_at_open(self, pair: Pair) -> None:
+    async def test_the_first_connection_is_told_when_the_network_was_away_at_open(self, ends: Ends, pair: Pair) -> None:
         await pair[1].close()
-        end = await self.make_end(BETA)
+        end = await ends(BETA)
         changes = Changes(end)
         await self.break_network(BETA)
         opening = asyncio.ensure_future(self._open_in_vain(end))

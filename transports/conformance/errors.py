@@ -11,7 +11,7 @@ from typing import Final
 
 import pytest
 
-from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness, codes, notification, raw, reply, topic
+from transports.conformance.base import ALPHA, BETA, Ends, Sink, TransportHarness, codes, notification, raw, reply, topic
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
@@ -48,8 +48,8 @@ class ErrorConformance(TransportHarness):
             "receive": await code_of(end.receive(source, sink)),
         }
 
-    async def test_a_network_that_can_not_be_reached(self) -> None:
-        end = await self.make_unreachable(ALPHA)
+    async def test_a_network_that_can_not_be_reached(self, ends: Ends) -> None:
+        end = ends.keep(await self.make_unreachable(ALPHA))
         for _ in range(2):  # whoever opened it tries again
             async with asyncio.timeout(self.deadline_s):
                 with pytest.raises(UStatusError) as raised:
@@ -61,8 +61,31 @@ class ErrorConformance(TransportHarness):
         await self.answers_of(end, topic(), reply())
         await end.close()
 
-    async def test_one_that_was_never_opened_and_one_that_is_closed(self) -> None:
-        never, closed = await self.make_end(ALPHA), await self.make_end(ALPHA)
+    async def test_a_network_that_refuses_us(self, ends: Ends) -> None:
+        end = ends.keep(await self.make_refused(ALPHA))
+        for _ in range(2):
+            async with asyncio.timeout(self.deadline_s):
+                with pytest.raises(UStatusError) as raised:
+                    await end.open()
+            assert raised.value.code in (UCode.UNAUTHENTICATED, UCode.PERMISSION_DENIED)
+            assert raised.value.message
+            assert not end.connected
+
+    async def test_a_network_that_lets_us_hear_nothing(self, ends: Ends) -> None:
+        """Who registers is told so, and nothing is left of it."""
+        self.needs(Capability.PUSH)
+        end = ends.keep(await self.make_deaf(BETA))
+        await end.open()
+        heard = Sink(self.deadline_s)
+        for _ in range(2):
+            async with asyncio.timeout(self.deadline_s):
+                with pytest.raises(UStatusError) as raised:
+                    await end.register_listener(topic(), heard, reply())
+            assert raised.value.message
+            assert await code_of(end.unregister_listener(topic(), heard, reply())) == UCode.NOT_FOUND
+
+    async def test_one_that_was_never_opened_and_one_that_is_closed(self, ends: Ends) -> None:
+        never, closed = await ends(ALPHA), await ends(ALPHA)
         await closed.open()
         await closed.close()
         for end in (never, closed):
@@ -90,8 +113,8 @@ class ErrorConformance(TransportHarness):
         (last,) = codes(await end.send_batch(messages[:1]))
         assert last == UCode.UNAVAILABLE
 
-    async def test_an_open_that_is_cancelled_leaves_it_closed(self) -> None:
-        end = await self.make_end(ALPHA)
+    async def test_an_open_that_is_cancelled_leaves_it_closed(self, ends: Ends) -> None:
+        end = await ends(ALPHA)
         opening = asyncio.ensure_future(end.open())
         await asyncio.sleep(0)  # it has begun
         opening.cancel()

@@ -9,7 +9,20 @@ import asyncio
 
 import pytest
 
-from transports.conformance.base import ALPHA, BETA, PROBE, BatchSink, Sink, TransportHarness, notification, reply, spec, streamed, topic
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    PROBE,
+    BatchSink,
+    Ends,
+    Sink,
+    TransportHarness,
+    notification,
+    reply,
+    spec,
+    streamed,
+    topic,
+)
 from transports.conformance.sending import INVALID, expired
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -139,9 +152,9 @@ class ListeningConformance(TransportHarness):
 
     @spec("req~utransport-registerlistener-max-listeners~1")
     @spec("dsn~utransport-registerlistener-error-resource-exhausted~1")
-    async def test_the_limit_of_listeners_overall(self) -> None:
+    async def test_the_limit_of_listeners_overall(self, ends: Ends) -> None:
         self.needs(Capability.PUSH)
-        async with await self.make_end(BETA, listeners_max=2) as end:
+        async with await ends(BETA, listeners_max=2) as end:
             heard = Sink(self.deadline_s)
             await end.register_listener(topic(), heard, reply())
             await end.register_listener(OTHER, heard, reply())
@@ -155,9 +168,9 @@ class ListeningConformance(TransportHarness):
 
     @spec("req~utransport-registerlistener-max-listeners~1")
     @spec("dsn~utransport-registerlistener-error-resource-exhausted~1")
-    async def test_the_limit_of_listeners_of_one_filter(self) -> None:
+    async def test_the_limit_of_listeners_of_one_filter(self, ends: Ends) -> None:
         self.needs(Capability.PUSH)
-        async with await self.make_end(BETA, listeners_per_filter_max=1) as end:
+        async with await ends(BETA, listeners_per_filter_max=1) as end:
             heard, another = Sink(self.deadline_s), Sink(self.deadline_s)
             await end.register_listener(topic(), heard, reply())
             with pytest.raises(UStatusError) as raised:

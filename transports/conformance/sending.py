@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 import pytest
 
@@ -110,7 +111,7 @@ def every_combination() -> Iterator[UMessage]:
                 if trace:
                     builder.with_traceparent(trace)
                 yield builder.build_from_upayload(payload)
-        for token, level in itertools.product(("", "a token: ü€😀"), (None, 1, 0xFFFF_FFFF)):
+        for token, level in itertools.product(("", "a token: ü€😀"), (None, 0, 1, 0xFFFF_FFFF)):
             builder = UMessageBuilder.request(reply(ALPHA), method(), ttl or TTL_MS).with_priority(UPriority.UPRIORITY_CS5)
             if token:
                 builder.with_token(token)
@@ -226,6 +227,21 @@ class SendingConformance(TransportHarness):
         statuses = await pair[0].send_batch([notification(b"1"), INVALID["no id"](), notification(b"2"), expired(), notification(b"3")])
         assert codes(statuses) == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK, UCode.DEADLINE_EXCEEDED, UCode.OK]
         assert await self.settle(pair[0], heard) == [b"1", b"2", b"3"]
+
+    @spec("req~utransport-send-preserve-data~1")
+    async def test_what_is_sent_belongs_to_the_caller(self, pair: Pair) -> None:
+        """Whoever tries again, or sends to another network too, sends the very same."""
+        heard = await self.everything(pair)
+        messages = [*(self.sendable(one) for one in islice(every_combination(), 0, None, 7)), INVALID["no id"](), expired()]
+        copies = [UMessage() for _ in messages]
+        for copy, message in zip(copies, messages, strict=True):
+            copy.CopyFrom(message)
+        given = list(messages)
+        await pair[0].send_batch(given)
+        await self.settle(pair[0], heard)
+        assert [id(one) for one in given] == [id(one) for one in messages]
+        for copy, message in zip(copies, messages, strict=True):
+            assert message == copy
 
     async def test_an_empty_batch_is_nothing(self, pair: Pair) -> None:
         assert await pair[0].send_batch([]) == []

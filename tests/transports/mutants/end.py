@@ -1,0 +1,393 @@
+"""The good plugin into which the faults are put: an end of the hub.
+
+send_batch -> Outbox -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
+                        DONE: in all the queues                        TAKEN when their awaitables completed
+
+What a fault replaces is a method of its own, which says what a good plugin does there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final
+
+import structlog
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field
+
+from tests.transports.mutants.hub import (
+    AGAIN,
+    BYE,
+    HEAD,
+    HELLO,
+    LISTEN,
+    MESSAGE,
+    MESSAGE_BYTES_MAX,
+    NOTHING,
+    PULL,
+    READ_BYTES,
+    REFUSED,
+    RESENT,
+    SEND,
+    TAKEN,
+    UNLISTEN,
+    frame,
+    pack,
+    split,
+)
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.outbox import OK, Outbox, stopped
+from transports.plugin import TransportPlugin
+from uprotocol import attributes as attrs
+from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+
+WINDOW: Final = 128  # messages of one send_batch without an answer
+RETRY_S: Final = 0.005
+DRAIN_S: Final = 2.0
+
+log = structlog.get_logger()
+
+
+class HubConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    port: int
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
+
+
+CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the hub is away: try again when it is back")
+
+
+class HubTransport(UTransport):
+    """An end. Everything happens on the loop; one task reads, and connects again."""
+
+    capabilities = (
+        Capability.PUSH
+        | Capability.PULL
+        | Capability.ACK
+        | Capability.PERSISTENT_SESSION
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+    )
+
+    retry_s = RETRY_S
+
+    def __init__(self, config: HubConfig, local: LocalUriProvider) -> None:
+        self._port, self._authority = config.port, local.get_authority()
+        self._table = ListenerTable(
+            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+        )
+        self._outbox = Outbox()
+        self._open = self._connected = False
+        self._callbacks: list[ConnectionCallback] = []
+        self._answers: dict[int, asyncio.Future[bytes]] = {}
+        self._number = 0
+        self._taking: deque[tuple[int, asyncio.Future[None]]] = deque()  # the last number of a batch, and its listeners
+        self._again = 0  # RESENT that must come before what arrives counts
+        self._writer: asyncio.StreamWriter | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
+        self._sending = asyncio.Lock()  # or a batch would come between two windows of another
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._authority}, {'connected' if self._connected else 'open' if self._open else 'closed'})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        return self._table.dropped
+
+    @property
+    def connected(self) -> bool:
+        return self._connected
+
+    def on_connection(self, callback: ConnectionCallback) -> None:
+        self._callbacks.append(callback)
+
+    # The connection.
+
+    async def open(self) -> None:
+        async with self._opening:
+            if self._open:
+                return
+            reader = await self._connect()
+            self._open = True
+            self._running = asyncio.ensure_future(self._run(reader))
+            self.change(True)
+
+    async def _connect(self) -> asyncio.StreamReader:
+        """Raises UStatusError; then nothing is left behind."""
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+        except OSError as error:
+            raise UStatusError(UCode.UNAVAILABLE, f"no hub at port {self._port}: {error}") from None
+        try:
+            buffer = bytearray()
+            writer.write(frame(HELLO, 0, self._authority.encode()))
+            while not (answer := next(split(buffer), None)):
+                data = await reader.read(HEAD.size + 100 if not buffer else 1)
+                if not data:
+                    raise UStatusError(UCode.UNAVAILABLE, "the hub hung up: try again later")
+                buffer += data
+            if answer[0] == REFUSED:
+                raise UStatusError(UCode.UNAUTHENTICATED, f"the hub refuses {self._authority}: {answer[2].decode()}")
+        except OSError as error:
+            writer.transport.abort()
+            raise UStatusError(UCode.UNAVAILABLE, f"the hub hung up: {error}") from None
+        except BaseException:
+            writer.transport.abort()
+            raise
+        self._writer, self._buffer, self._again = writer, buffer, 0
+        for filter in self._table.filters:
+            writer.write(frame(LISTEN, 0, pack(filter)))
+        return reader
+
+    async def _run(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            with contextlib.suppress(OSError):
+                await self._read(reader)
+            self.lost()
+            while True:
+                await asyncio.sleep(self.retry_s)
+                with contextlib.suppress(UStatusError):
+                    reader = await self._connect()
+                    break
+            self.change(True)
+
+    def lost(self) -> None:
+        """What has no answer is not known to be sent; what was not taken comes again."""
+        self.change(False)
+        assert self._writer is not None
+        self._writer.transport.abort()
+        self._taking.clear()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(UStatusError.from_status(AWAY))
+
+    def change(self, connected: bool) -> None:
+        if self._connected is not connected:
+            self._connected = connected
+            self.tell(connected)
+
+    def tell(self, connected: bool) -> None:
+        for callback in self._callbacks:
+            try:
+                callback(connected)
+            except Exception:
+                log.exception("a connection callback failed")
+
+    async def close(self) -> None:
+        if not self._open:
+            return
+        self._open = False
+        await self.drain()
+        if self._connected:
+            with contextlib.suppress(UStatusError, TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await self._ask(BYE, b"")
+        await self.end()
+        self.change(False)
+
+    async def drain(self) -> None:
+        """What listeners have begun, they may end; what `send_batch` has begun, it answers."""
+        begun = [future for _, future in self._taking] + list(self._answers.values())
+        if begun:
+            await asyncio.wait(begun, timeout=DRAIN_S)
+
+    async def end(self) -> None:
+        assert self._running is not None
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        if self._writer is not None:
+            self._writer.transport.abort()
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(UStatusError.from_status(CLOSED))
+
+    # Sending.
+
+    def encode(self, message: UMessage) -> bytes:
+        return message.SerializeToString()
+
+    def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
+        return self._outbox.refusal(message, now_ms)
+
+    def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
+        """Not sent at all if there is no connection."""
+        self._number += 1
+        number = self._number
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda done: (self._answers.pop(number), done.cancelled() or done.exception()))
+        if self._connected and self._writer is not None:
+            self._writer.write(frame(kind, number, body))
+        else:
+            answer.set_exception(UStatusError.from_status(AWAY if self._open else CLOSED))
+        return answer
+
+    async def _ask(self, kind: int, body: bytes) -> bytes:
+        return await self._post(kind, body)
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if not self._open:
+            return stopped([], len(messages), CLOSED)
+        statuses: list[UStatus] = []
+        async with self._sending:
+            for start in range(0, len(messages), WINDOW):
+                statuses += await self.send_window(messages[start : start + WINDOW])
+                if any(status.code == UCode.UNAVAILABLE for status in statuses[-WINDOW:]):
+                    return stopped(statuses, len(messages), AWAY)
+        return statuses
+
+    async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        """Post all, then wait for all; behind the first without an answer none has one, since the connection is lost."""
+        now_ms = self._outbox.now_ms()
+        posted = [self.post(message, now_ms) for message in messages]
+        return [await self.answer(one) for one in posted]
+
+    def post(self, message: UMessage, now_ms: int) -> UStatus | asyncio.Future[bytes]:
+        refusal = self.refusal(message, now_ms)
+        if refusal is not None:
+            return refusal
+        body = self.encode(message)
+        if len(body) > MESSAGE_BYTES_MAX:
+            return invalid(f"a message has at most {MESSAGE_BYTES_MAX} bytes here, got {len(body)}").status
+        return self._post(SEND, body)
+
+    async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
+        if isinstance(posted, UStatus):
+            return posted
+        try:
+            await posted
+        except UStatusError as error:
+            return error.status
+        return OK
+
+    # Receiving.
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        buffer = self._buffer
+        while True:
+            arrived: list[tuple[int, bytes]] = []
+            for kind, number, body in split(buffer):
+                if kind == MESSAGE and not self._again:
+                    arrived.append((number, body))
+                elif kind == RESENT and number == self._again:
+                    self._again = 0
+                elif number in self._answers:
+                    self._answered(kind, number, body)
+            if arrived:
+                self.arrived(arrived)
+            data = await reader.read(READ_BYTES)
+            if not data:
+                return
+            buffer += data
+
+    def _answered(self, kind: int, number: int, body: bytes) -> None:
+        answer = self._answers[number]
+        if answer.done():
+            return
+        if kind == REFUSED:
+            answer.set_exception(UStatusError(UCode.PERMISSION_DENIED, f"the hub refuses it: {body.decode()}"))
+        elif kind == NOTHING:
+            answer.set_exception(UStatusError(UCode.NOT_FOUND, "nothing has arrived that matches: try again later"))
+        else:
+            answer.set_result(body)
+
+    def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
+        """One batch to its listeners; the next does not wait for it."""
+        messages = [message for _, body in numbered if (message := self.decode(body)) is not None]
+        taken = asyncio.ensure_future(_completed(self.deliver(messages)))
+        self._taking.append((numbered[-1][0], taken))
+        taken.add_done_callback(self._settle)
+
+    def decode(self, body: bytes) -> UMessage | None:
+        try:
+            return UMessage.FromString(body)
+        except DecodeError:
+            self.dropped["malformed"] += 1
+            return None
+
+    def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:
+        return self._table.deliver(messages)
+
+    def _settle(self, done: asyncio.Future[None]) -> None:
+        if not done.cancelled():
+            done.exception()  # one behind a failure comes again, whatever became of it
+        while self._taking and self._taking[0][1].done():
+            number, future = self._taking[0]
+            if future.cancelled() or future.exception() is not None:
+                self.not_taken()
+                return
+            self._taking.popleft()
+            self._tell(frame(TAKEN, number))
+
+    def not_taken(self) -> None:
+        """All from there on comes again, in order; what is on its way counts for nothing."""
+        self._taking.clear()
+        self._number += 1
+        self._again = self._number
+        asyncio.get_running_loop().call_later(RETRY_S, self._tell, frame(AGAIN, self._again))
+
+    def _tell(self, data: bytes) -> None:
+        if self._connected and self._writer is not None:
+            self._writer.write(data)
+
+    async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
+        self._check_open()
+        wanted = Filter.of(source_filter, sink_filter, self._authority)
+        while True:
+            message = self.decode(await self._ask(PULL, pack(wanted)))
+            if message is not None and not self.is_expired(message):
+                return message
+
+    def is_expired(self, message: UMessage) -> bool:
+        return attrs.is_expired(message.attributes, self._outbox.now_ms())
+
+    # Listeners.
+
+    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        added = self._table.add(source_filter, sink_filter, listener)
+        if added is None:
+            return
+        try:
+            await self.announce(LISTEN, added)
+        except BaseException:
+            self._table.remove(source_filter, sink_filter, listener)
+            raise
+
+    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+        self._check_open()
+        removed = self._table.remove(source_filter, sink_filter, listener)
+        if removed is not None:
+            await self.announce(UNLISTEN, removed)
+
+    async def announce(self, kind: int, filter: Filter) -> None:
+        """Raises what the hub answers. While it is away the table is the truth: `_connect` tells it."""
+        try:
+            await self._ask(kind, pack(filter))
+        except UStatusError as error:
+            if error.code != UCode.UNAVAILABLE:
+                raise
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise UStatusError.from_status(CLOSED)
+
+
+async def _completed(result: Awaitable[None] | None) -> None:
+    if result is not None:
+        await result
+
+
+Make = Callable[[HubConfig, LocalUriProvider], HubTransport]
+PLUGIN: Final = TransportPlugin("hub", HubConfig, HubTransport, HubTransport.capabilities)

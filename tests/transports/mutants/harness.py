@@ -1,0 +1,66 @@
+"""The conformance suite over the hub, and over a hub with a fault: what a plugin's author writes, and no more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest_asyncio
+
+from tests.transports.mutants.end import HubConfig, HubTransport
+from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, Hub
+from transports.conformance import TransportConformance
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+
+class HubConformance(TransportConformance):
+    capabilities = HubTransport.capabilities
+    flood_messages = 2_000  # the hub's queue holds 512
+    payload_bytes_max = MESSAGE_BYTES_MAX // 2
+    transport: type[HubTransport] = HubTransport
+    hub: Hub
+
+    @pytest_asyncio.fixture(autouse=True)
+    async def _network(self) -> AsyncIterator[None]:
+        self.hub = Hub()
+        await self.hub.start()
+        yield
+        await self.hub.stop()
+
+    async def make_end(self, authority: str, **limits: int) -> UTransport:
+        return self.transport(HubConfig(port=self.hub.port, **limits), LocalUriProvider(authority, 0x10AB, 3))
+
+    async def make_unreachable(self, authority: str) -> UTransport:
+        return self.transport(HubConfig(port=1), LocalUriProvider(authority, 0x10AB, 3))
+
+    async def make_refused(self, authority: str) -> UTransport:
+        self.hub.refused.add(authority)
+        return await self.make_end(authority)
+
+    async def make_deaf(self, authority: str) -> UTransport:
+        self.hub.deaf.add(authority)
+        return await self.make_end(authority)
+
+    def normalise(self, message: UMessage) -> UMessage:
+        return message
+
+    async def inject(self, message: UMessage) -> None:
+        self.hub.inject(message.SerializeToString())
+
+    async def inject_malformed(self, source: UUri, sink: UUri) -> int:
+        self.hub.inject(b"\xff\xff\xff")
+        self.hub.inject(b"")
+        return 2
+
+    async def break_network(self, authority: str) -> None:
+        self.hub.cut(authority)
+        await asyncio.sleep(0)
+
+    async def heal_network(self, authority: str) -> None:
+        self.hub.mend(authority)
+
+    def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
+        return "tests.transports.mutants.end:PLUGIN", {"port": self.hub.port}

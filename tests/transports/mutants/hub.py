@@ -1,0 +1,253 @@
+"""The network of the good plugin: a TCP hub that keeps what each end wants until the end has taken it.
+
+SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
+                    no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest on once more
+
+Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections import deque
+from collections.abc import Iterator
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from transports.listeners import Filter
+from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+HELLO, BYE, LISTEN, UNLISTEN, SEND, PULL, TAKEN, AGAIN = range(8)  # from an end
+DONE, REFUSED, NOTHING, MESSAGE, RESENT = range(8, 13)  # from the hub
+HEAD: Final = struct.Struct("!IBQ")
+READ_BYTES: Final = 1 << 16
+MESSAGE_BYTES_MAX: Final = 1 << 19
+QUEUE_MESSAGES_MAX: Final = 512  # of one end: beyond it senders wait
+SESSION_MESSAGES_MAX: Final = 10_000  # of an end that is away
+PULL_MESSAGES_MAX: Final = 256
+
+Frame = tuple[int, int, bytes]
+
+
+def frame(kind: int, number: int = 0, body: bytes = b"") -> bytes:
+    return HEAD.pack(HEAD.size + len(body), kind, number) + body
+
+
+def split(buffer: bytearray) -> Iterator[Frame]:
+    """The whole frames at the start of `buffer`, which keeps the rest."""
+    at = 0
+    while len(buffer) - at >= HEAD.size:
+        length, kind, number = HEAD.unpack_from(buffer, at)
+        if len(buffer) - at < length:
+            break
+        yield kind, number, bytes(buffer[at + HEAD.size : at + length])
+        at += length
+    del buffer[:at]
+
+
+def pack(filter: Filter) -> bytes:
+    """A pair of filters, as attributes that have nothing else."""
+    return UAttributes(source=filter.source, sink=filter.sink).SerializeToString()
+
+
+def unpack(body: bytes) -> Filter:
+    attributes = UAttributes.FromString(body)
+    return Filter.of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+
+
+class Session:
+    """What the hub knows of one end; `number` counts what it was given."""
+
+    def __init__(self) -> None:
+        self.filters: dict[bytes, Filter] = {}
+        self.queue: deque[tuple[int, bytes]] = deque()  # not taken yet
+        self.for_pull: deque[tuple[Filter, bytes]] = deque(maxlen=PULL_MESSAGES_MAX)
+        self.number = 0
+        self.writer: asyncio.StreamWriter | None = None
+
+    def give(self, address: UAttributes | None, body: bytes) -> None:
+        if address is None or any(filter.matches(address.source, _sink(address)) for filter in self.filters.values()):
+            if self.writer is not None or len(self.queue) < SESSION_MESSAGES_MAX:
+                self.number += 1
+                self.queue.append((self.number, body))
+                self.write(frame(MESSAGE, self.number, body))
+        else:
+            self.for_pull.append((Filter((None, None), address.source, _sink(address)), body))
+
+    def write(self, data: bytes) -> None:
+        if self.writer is not None:
+            self.writer.write(data)
+
+    def pull(self, wanted: Filter) -> bytes | None:
+        for entry in self.for_pull:
+            if wanted.matches(entry[0].source, entry[0].sink):
+                self.for_pull.remove(entry)
+                return entry[1]
+        return None
+
+
+def _sink(address: UAttributes) -> UUri | None:
+    return address.sink if address.HasField("sink") else None
+
+
+class Hub:
+    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not listen."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.away: set[str] = set()
+        self.refused: set[str] = set()
+        self.deaf: set[str] = set()
+        self.port = 0
+        self._room = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def cut(self, authority: str) -> None:
+        self.away.add(authority)
+        session = self.sessions.get(authority)
+        if session is not None and session.writer is not None:
+            session.writer.transport.abort()
+
+    def mend(self, authority: str) -> None:
+        self.away.discard(authority)
+
+    def inject(self, body: bytes) -> None:
+        """To everybody who wants it, whatever it is; what has no address is wanted by all."""
+        try:
+            address = UMessage.FromString(body).attributes if body else None
+        except DecodeError:
+            address = None
+        for session in self.sessions.values():
+            session.give(address, body)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        connection = _Connection(self, reader, writer)
+        try:
+            await connection.run()
+        except (OSError, asyncio.CancelledError):
+            pass  # an end that is gone, or the end of the test
+        finally:
+            connection.end()
+            self._room.set()
+
+    async def carry(self, sender: str, body: bytes) -> None:
+        """Into the queue of every other end, once there is room in all of them."""
+        address = UMessage.FromString(body).attributes
+        others = [name for name in self.sessions if name != sender]
+        while any(self._is_full(name) for name in others):
+            self._room.clear()
+            await self._room.wait()
+        for name in others:
+            if name in self.sessions:
+                self.sessions[name].give(address, body)
+
+    def _is_full(self, name: str) -> bool:
+        session = self.sessions.get(name)
+        return session is not None and session.writer is not None and len(session.queue) >= QUEUE_MESSAGES_MAX
+
+    def taken(self, session: Session, number: int) -> None:
+        while session.queue and session.queue[0][0] <= number:
+            session.queue.popleft()
+        self._room.set()
+
+
+class _Connection:
+    """One end at the hub. SENDs wait for room apart, so that a TAKEN behind them is heard; the end's WINDOW bounds them."""
+
+    def __init__(self, hub: Hub, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._hub, self._reader, self._writer = hub, reader, writer
+        self._name = ""
+        self._session: Session | None = None
+        self._sends: asyncio.Queue[Frame] = asyncio.Queue()
+        self._carrying: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        buffer = bytearray()
+        while data := await self._reader.read(READ_BYTES):
+            buffer += data
+            for kind, number, body in split(buffer):
+                if kind == HELLO:
+                    if not self._welcome(number, body):
+                        return
+                elif kind in (SEND, BYE):
+                    self._sends.put_nowait((kind, number, body))
+                else:
+                    self._answer(kind, number, body)
+            await self._writer.drain()
+
+    def _welcome(self, number: int, body: bytes) -> bool:
+        self._name, hub = body.decode(), self._hub
+        if self._name in hub.away:
+            return False
+        if self._name in hub.refused:
+            self._writer.write(frame(REFUSED, number, b"who are you?"))
+            return True
+        self._session = session = hub.sessions.setdefault(self._name, Session())
+        if session.writer is not None:
+            session.writer.transport.abort()
+        session.writer = self._writer
+        session.filters.clear()  # the end tells them anew; what is in the queue is its own
+        self._writer.write(frame(DONE, number))
+        self._resend(0)
+        self._carrying = asyncio.ensure_future(self._carry())
+        return True
+
+    def _resend(self, number: int) -> None:
+        assert self._session is not None
+        self._session.write(frame(RESENT, number) + b"".join(frame(MESSAGE, *entry) for entry in self._session.queue))
+
+    def _answer(self, kind: int, number: int, body: bytes) -> None:
+        session = self._session
+        assert session is not None
+        if kind == TAKEN:
+            self._hub.taken(session, number)
+        elif kind == AGAIN:
+            self._resend(number)
+        elif kind == PULL:
+            found = session.pull(unpack(body))
+            session.write(frame(NOTHING, number) if found is None else frame(DONE, number, found))
+        elif kind == LISTEN and self._name in self._hub.deaf:
+            session.write(frame(REFUSED, number, b"not for your ears"))
+        elif kind == LISTEN:
+            session.filters[body] = unpack(body)
+            session.write(frame(DONE, number))
+        else:
+            session.filters.pop(body, None)
+            session.write(frame(DONE, number))
+
+    async def _carry(self) -> None:
+        while True:
+            kind, number, body = await self._sends.get()
+            if kind == BYE:
+                self._hub.sessions.pop(self._name, None)
+            elif len(body) > MESSAGE_BYTES_MAX:
+                self._writer.transport.abort()  # as brokers do
+                return
+            else:
+                await self._hub.carry(self._name, body)
+            self._writer.write(frame(DONE, number))
+
+    def end(self) -> None:
+        if self._carrying is not None:
+            self._carrying.cancel()
+        if self._session is not None and self._session.writer is self._writer:
+            self._session.writer = None
+        self._writer.transport.abort()

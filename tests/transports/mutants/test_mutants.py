@@ -1,0 +1,43 @@
+"""The conformance suite catches what it is there to catch: it passes a good plugin, and fails it for each fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.transports.mutants.__main__ import table
+from tests.transports.mutants.end import HubTransport
+from tests.transports.mutants.faults import MUTANTS
+from tests.transports.mutants.harness import HubConformance
+from tests.transports.mutants.matrix import IN_TIME_S, SOON_S, cases, verdict
+
+CAUGHT_OF_50_MIN = 45
+DOCS = Path(__file__).parents[3] / "docs" / "conformance.md"
+CASES = cases()
+CAUGHT = {name: mutant for name, mutant in MUTANTS.items() if mutant.caught_by}
+
+
+class TestHub(HubConformance):
+    """The good plugin, with all of pytest around it."""
+
+
+@pytest.mark.parametrize("name", CAUGHT)
+def test_the_suite_catches(name: str) -> None:
+    mutant = CAUGHT[name]
+    assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), f"{mutant.caught_by} passes a plugin of which is true: {mutant.says}"
+
+
+@pytest.mark.parametrize("case", sorted({mutant.caught_by for mutant in CAUGHT.values()}))
+def test_what_catches_a_fault_passes_the_good_plugin(case: str) -> None:
+    assert verdict(HubTransport, CASES[case], IN_TIME_S) == ""
+
+
+def test_the_docs_have_the_table() -> None:
+    """`python -m tests.transports.mutants` prints it."""
+    assert "\n".join(table()) in DOCS.read_text()
+
+
+def test_enough_are_caught() -> None:
+    assert len(MUTANTS) >= 50
+    assert len(CAUGHT) * 50 >= len(MUTANTS) * CAUGHT_OF_50_MIN

@@ -1,0 +1,221 @@
+"""The event loop: nothing blocks it, listeners and callbacks run on it, and `close` gives it back as it was.
+
+what a test does, under a Heartbeat: quiet in one of some rounds? A machine that is slow is so by chance, a plugin that blocks always is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Final
+
+import pytest
+
+from transports.conformance.base import ALPHA, BETA, BatchSink, Ends, Sink, TransportHarness, notification, reply, topic
+from transports.conformance.connection import Changes
+from transports.conformance.watch import Alive, Heartbeat
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, UTransport
+
+Pair = tuple[UTransport, UTransport]
+Round = Callable[[], Awaitable[Heartbeat]]
+
+OPENING_S_MAX: Final = 0.15  # a certificate is read, a library starts its threads; who waits for a network waits for longer
+BATCH_S_MAX: Final = 0.010  # one small message costs some 0.1 ms; a round trip that blocks, or a flush to disk, costs more than this
+AWAY_S_MAX: Final = 0.5  # to look up a name or to connect, blocking, takes seconds where there is no network
+AWAY_S: Final = 0.3  # time for some attempts to connect
+ROUNDS: Final = 5
+BATCH_ROUNDS: Final = 30
+AWAY_ROUNDS: Final = 2
+RESTING_S: Final = 0.1
+RESTING_SHARE_MAX: Final = 0.2  # of one processor, for all of the process; what polls takes all that it gets
+LIFETIMES: Final = 3  # so that what is left behind by each is told from what a library makes once
+
+
+class LoopConformance(TransportHarness):
+    async def stays_quiet(self, what: str, rounds: int, bound_s: float, play: Round) -> None:
+        """Fails if the loop stands still for longer than `bound_s` in each of `rounds`."""
+        best: Heartbeat | None = None
+        for _ in range(rounds):
+            heart = await play()
+            if heart.stood_still_s <= bound_s:
+                return
+            best = heart if best is None or heart.stood_still_s < best.stood_still_s else best
+        assert best is not None
+        where = best.where or "a call that kept all other threads from running"
+        raise AssertionError(
+            f"{what} held the event loop up for {best.stood_still_s:.3f} s or more, {rounds} times of {rounds}; "
+            f"at most {bound_s} s are allowed; it was in\n{where}"
+        )
+
+    async def test_open_does_not_block_the_loop(self, ends: Ends, pair: Pair) -> None:
+        async def play() -> Heartbeat:
+            end = await ends(BETA)
+            async with Heartbeat(OPENING_S_MAX) as heart:
+                await end.open()
+            await end.close()
+            return heart
+
+        await pair[1].close()
+        await self.stays_quiet("open", ROUNDS, OPENING_S_MAX, play)
+
+    async def test_close_does_not_block_the_loop(self, ends: Ends, pair: Pair) -> None:
+        async def play() -> Heartbeat:
+            end = await ends(BETA)
+            await end.open()
+            async with Heartbeat(OPENING_S_MAX) as heart:
+                await end.close()
+            return heart
+
+        await pair[1].close()
+        await self.stays_quiet("close", ROUNDS, OPENING_S_MAX, play)
+
+    async def test_an_open_in_vain_does_not_block_the_loop(self, ends: Ends) -> None:
+        end = ends.keep(await self.make_unreachable(ALPHA))
+
+        async def play() -> Heartbeat:
+            async with Heartbeat(OPENING_S_MAX) as heart:
+                await self._fails_to_open(end)
+            return heart
+
+        await self.stays_quiet("an open in vain", ROUNDS, OPENING_S_MAX, play)
+
+    async def test_a_batch_does_not_block_the_loop(self, pair: Pair) -> None:
+        """Neither at its sender nor at its receiver."""
+        self.needs(Capability.PUSH)
+        heard = await self.listen(pair, topic(), reply())
+
+        async def play() -> Heartbeat:
+            async with Heartbeat(BATCH_S_MAX) as heart:
+                await self.send_all(pair[0], [notification(b"one")])
+                await heard.expect(1)
+            heard.messages.clear()
+            return heart
+
+        await self.stays_quiet("a batch of one message", BATCH_ROUNDS, BATCH_S_MAX, play)
+
+    async def test_a_network_that_is_away_does_not_block_the_loop(self, pair: Pair) -> None:
+        changes = Changes(pair[1])
+
+        async def play() -> Heartbeat:
+            async with Heartbeat(AWAY_S_MAX) as heart:
+                await self.break_network(BETA)
+                await changes.until(False, self.deadline_s)
+                await pair[1].send_batch([notification()])
+                await asyncio.sleep(AWAY_S)
+                await self.heal_network(BETA)
+                await changes.until(True, self.deadline_s)
+            return heart
+
+        await self.stays_quiet("a network that is away", AWAY_ROUNDS, AWAY_S_MAX, play)
+
+    async def test_waiting_costs_no_processor(self, pair: Pair) -> None:
+        """Nothing to do is nothing done: no thread that polls."""
+        await self.rests("two ends that have nothing to do")
+
+    async def test_a_network_that_is_away_costs_no_processor(self, pair: Pair) -> None:
+        changes = Changes(pair[1])
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        await self.rests("an end whose network is away")
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+
+    async def rests(self, who: str) -> None:
+        shares = []
+        for _ in range(ROUNDS):
+            began, used_s = time.monotonic(), time.process_time()
+            await asyncio.sleep(RESTING_S)
+            shares.append((time.process_time() - used_s) / (time.monotonic() - began))
+            if shares[-1] <= RESTING_SHARE_MAX:
+                return
+        raise AssertionError(f"{who} took {min(shares):.0%} of a processor, at most {RESTING_SHARE_MAX:.0%} are allowed")
+
+    async def test_listeners_and_callbacks_run_on_the_loop(self, ends: Ends, pair: Pair) -> None:
+        """Every other test looks at its listeners' thread as well."""
+        self.needs(Capability.PUSH)
+        await pair[1].close()
+        end = await ends(BETA)
+        here, told = threading.get_ident(), []
+        end.on_connection(lambda _: told.append(threading.get_ident() == here))
+        changes = Changes(end)
+        await end.open()
+        await changes.until(True, self.deadline_s)
+        heard = await self.listen((pair[0], end), topic(), reply(), BatchSink(self.deadline_s))
+        await self.send_all(pair[0], self.traffic(10))
+        await heard.expect(10)
+        await end.close()
+        await changes.until(False, self.deadline_s)
+        assert all(told), "connection callbacks run on the event loop's thread only"
+
+    async def test_close_leaves_no_thread_and_no_task(self, ends: Ends, pair: Pair) -> None:
+        await pair[1].close()
+        await self._lifetime(ends, pair[0])
+        before = Alive.now()
+        for _ in range(LIFETIMES):
+            await self._lifetime(ends, pair[0])
+        await self.gone_since(before, "after close")
+
+    async def _lifetime(self, ends: Ends, other: UTransport) -> None:
+        """As whole as it may be: both directions, and a listener that is never unregistered."""
+        end = await ends(BETA)
+        await end.open()
+        if Capability.PUSH in self.capabilities:
+            heard = await self.listen((other, end), topic(), reply())
+            await self.send_all(other, [notification(b"there")])
+            await heard.expect(1)
+        await self.send_all(end, [notification(b"back", topic(BETA), reply(ALPHA))])
+        await end.close()
+
+    async def test_an_open_in_vain_leaves_no_thread_and_no_task(self, ends: Ends) -> None:
+        """Nobody need call `close` after it."""
+        end = ends.keep(await self.make_unreachable(ALPHA))
+        await self._fails_to_open(end)
+        before = Alive.now()
+        for _ in range(LIFETIMES):
+            await self._fails_to_open(end)
+        await self.gone_since(before, "after an open that failed")
+
+    async def _fails_to_open(self, end: UTransport) -> None:
+        async with asyncio.timeout(self.deadline_s):
+            with pytest.raises(UStatusError):
+                await end.open()
+
+    async def gone_since(self, before: Alive, when: str) -> None:
+        """Some threads and tasks need a moment to end; those that are there for good fail."""
+        try:
+            await self.eventually(lambda: not Alive.now().since(before), "")
+        except AssertionError:
+            left = Alive.now().since(before)
+            assert not left, f"{when} these are left: {', '.join(left)}"
+
+    async def test_open_twice_is_open_once(self, pair: Pair) -> None:
+        self.needs(Capability.PUSH)
+        changes = Changes(pair[1])
+        await pair[1].open()
+        heard = await self.listen(pair, topic(), reply())
+        await self.send_all(pair[0], self.traffic(3))
+        assert await self.settle(pair[0], heard) == [b"0", b"1", b"2"]
+        assert changes.seen == [], "a second open changes nothing"
+        await pair[1].close()
+        assert not pair[1].connected
+        await pair[0].send_batch([notification(b"after close")])
+        await asyncio.sleep(self.settle_s)
+        assert b"after close" not in heard.payloads
+        assert changes.seen == [False]
+
+    async def test_open_at_once_is_open_once(self, ends: Ends, pair: Pair) -> None:
+        """Two owners that don't know of one another."""
+        self.needs(Capability.PUSH)
+        await pair[1].close()
+        end = await ends(BETA)
+        changes = Changes(end)
+        await asyncio.gather(end.open(), end.open())
+        await changes.until(True, self.deadline_s)
+        heard = await self.listen((pair[0], end), topic(), reply(), Sink(self.deadline_s))
+        await self.send_all(pair[0], self.traffic(3))
+        assert await self.settle(pair[0], heard) == [b"0", b"1", b"2"]
+        await end.close()
+        assert changes.seen == [True, False]

@@ -1,0 +1,86 @@
+"""What no message shows: whether the event loop stood still, and what a transport leaves behind when it is closed.
+
+loop:   beat, beat, beat ............ beat      longest gap, and ...
+thread:            late? -> the loop's stack    ... where it stood: waiting for events is a slow machine, anything else is a culprit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+BEAT_S: Final = 0.001
+STACK_LINES_MAX: Final = 6  # the innermost ones: the culprit and who called it
+_WAITING: Final = ("selectors.py", "select", "proactor")  # where a loop is that has nothing to do
+
+
+class Heartbeat:
+    """`async with Heartbeat(0.1) as heart: ...` and then `heart.stood_still_s` and `heart.where`."""
+
+    def __init__(self, bound_s: float) -> None:
+        self.stood_still_s = 0.0  # the longest time that the loop was late, but while it waited for events
+        self.where = ""  # the stack of its thread meanwhile; "" if it held the interpreter too
+        self._bound_s = bound_s
+        self._at = 0.0
+        self._stack: str | None = None
+        self._idle = False
+        self._ended = threading.Event()
+
+    async def __aenter__(self) -> Self:
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._at = time.monotonic()
+        self._beating = self._loop.call_later(BEAT_S, self._beat)
+        self._watcher = threading.Thread(target=self._watch, name="conformance-heartbeat", daemon=True)
+        self._watcher.start()
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await asyncio.sleep(BEAT_S)  # what blocked last is seen by one more beat
+        self._beat()
+        self._beating.cancel()
+        self._ended.set()
+        self._watcher.join()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        late_s = now - self._at - BEAT_S
+        if late_s > self.stood_still_s and not self._idle:
+            self.stood_still_s, self.where = late_s, self._stack or ""
+        self._stack, self._idle = None, False
+        self._at = now
+        self._beating.cancel()
+        self._beating = self._loop.call_later(BEAT_S, self._beat)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            if self._stack is None and time.monotonic() - self._at > self._bound_s:
+                frame = sys._current_frames().get(self._thread)
+                self._idle = frame is not None and _waits(frame)
+                self._stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES_MAX:])
+
+
+def _waits(frame: FrameType) -> bool:
+    return any(word in frame.f_code.co_filename.rpartition("/")[2] for word in _WAITING)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The threads and tasks of a moment. Threads of the loop's own executor, and those that Python did not start, are nobody's."""
+
+    threads: frozenset[threading.Thread]
+    tasks: frozenset[asyncio.Task[Any]]
+
+    @classmethod
+    def now(cls) -> Alive:
+        threads = [one for one in threading.enumerate() if not one.name.startswith(("asyncio_", "Dummy-"))]
+        return cls(frozenset(threads), frozenset(asyncio.all_tasks()))
+
+    def since(self, before: Alive) -> list[str]:
+        """What lives and did not then, by name."""
+        return [repr(one) for one in [*(self.threads - before.threads), *(self.tasks - before.tasks)]]
