@@ -317,23 +317,30 @@ class PythonParty(Party):
             answer = await self._rpc.invoke_method(uris.parse(method), UPayload(payload.encode(), TEXT), options)
         return answer.data.decode()
 
-    async def subscribe(self, topic: str) -> Ear:
+    async def _client(self) -> USubscriptionClient:
         if self._usubscription is None:
             self._usubscription = USubscriptionClient(self.transport, self._local)
             await self._usubscription.open()
             self._usubscription.on_change(self._changed)
+        return self._usubscription
+
+    async def subscribers(self, topic: str) -> list[str]:
+        """What the service of the own authority says."""
+        return [uris.format(one) for one in await (await self._client()).fetch_subscribers(uris.parse(topic))]
+
+    async def subscribe(self, topic: str) -> Ear:
+        client = await self._client()
         source = uris.parse(topic)
         sink = uris.format(attrs.streamer_sink(self.host)) if self.network.off_vehicle else None
         ear = await self.listen(topic, sink) if sink is None else await self.listen(uris.format(uris.ANY), sink)
-        await self._usubscription.subscribe(source)
+        await client.subscribe(source)
         return ear
 
     def _changed(self, change: Subscription) -> None:
         self.updates.put_nowait(Update(uris.format(change.topic), int(change.status)))
 
     async def unsubscribe(self, topic: str) -> None:
-        assert self._usubscription is not None
-        await self._usubscription.unsubscribe(uris.parse(topic))
+        await (await self._client()).unsubscribe(uris.parse(topic))
 
     async def close(self) -> None:
         if self._usubscription is not None:

@@ -144,6 +144,7 @@ class Stage(Hall):
 
     networks: dict[str, Network] = field(default_factory=dict)
     parties: dict[tuple[str, str], Party] = field(default_factory=dict)
+    topics: Iterator[int] = field(default_factory=lambda: itertools.count(0x8100))  # each cell of uSubscription has one of its own
     admin_port: int = 0
 
     async def start(self, ecu: Broker, cloud: Broker) -> None:
@@ -211,6 +212,12 @@ class Stage(Hall):
 
     def _problems(self) -> list[str]:
         return list(json.loads(self._get("/readyz"))["problems"])
+
+    async def subscribers(self, authority: str, topic: str) -> list[str]:
+        """Who is subscribed, as the service of that authority says."""
+        party = next(one for (role, _), one in self.parties.items() if role == "python" and one.host == authority)
+        assert isinstance(party, PythonParty)
+        return await party.subscribers(topic)
 
     async def hint(self) -> str:
         metrics = await asyncio.to_thread(self._get, "/metrics")

@@ -6,20 +6,23 @@ side can't do is shown to be so: a cell that is a limit fails when that changes.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 
 import pytest
 
-from tests.interop.comparing import TYPES, differences, profiles
+from tests.interop.comparing import TRACEPARENT, TYPES, differences, profiles
 from tests.interop.conftest import Cell
-from tests.interop.parties import Ear, Fields, Party, Refused, RustParty
-from tests.interop.stage import ECHO, FAILS, TOPIC, Direct, Hall, Stage, addressed, arriving_sink, least
+from tests.interop.parties import WAIT_S, Ear, Fields, Party, Refused, RustParty
+from tests.interop.stage import ECHO, FAILS, PROBE_S, PYTHON_ENTITY, TOPIC, Direct, Hall, Stage, addressed, arriving_sink, least
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription_client.wire import Status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broker, pytest.mark.timeout(300)]
 
@@ -130,6 +133,7 @@ async def test_call_over_gateway(stage: Stage, cell: MakeCell, crossing: tuple[s
         await stage.ear("response", served, caller)
         assert await caller.call(served.uri(ECHO), "hello", CALL_MS, "a token") == "HELLO"
     async with stage.server(server, FAILS) as served:
+        await stage.ear("response", served, caller)
         with pytest.raises(Refused, match="as it was told to") as refused:
             await caller.call(served.uri(FAILS), "hello", CALL_MS)
         assert refused.value.code == UCode.RESOURCE_EXHAUSTED
@@ -163,16 +167,16 @@ async def test_simple_senders(stage: Stage, cell: MakeCell, crossing: tuple[str,
     if type == "publish" and sender.network.off_vehicle:
         noted.limit = REFUSES_SINK
         with pytest.raises(Refused, match="requires sink URI"):
-            await sender.do("publish", resource=TOPIC, payload="simple")
+            await sender.do("publish", resource=TOPIC, payload="")
         return
-    ear = await stage.ear(type, sender, receiver)
+    ear, payload = await stage.ear(type, sender, receiver), f"simple {type}"
     if type == "publish":
-        await sender.do("publish", resource=TOPIC, payload="simple")
+        await sender.do("publish", resource=TOPIC, payload=payload)
     else:
-        await sender.do("notify", resource=TOPIC, sink=receiver.uri(0), payload="simple")
-    (arrived,) = await ear.until(lambda: [one for one in ear.messages if one.payload == b"simple"], 1)
-    assert arrived.attributes.source == uris.parse(sender.uri(TOPIC))
-    assert not arrived.attributes.ttl
+        await sender.do("notify", resource=TOPIC, sink=receiver.uri(0), payload=payload)
+    source = uris.parse(sender.uri(TOPIC))
+    found = await ear.until(lambda: [one for one in ear.messages if one.payload == payload.encode() and one.attributes.source == source], 1)
+    assert not found[0].attributes.ttl
 
 
 @pytest.mark.parametrize("type", TYPES)
@@ -202,3 +206,137 @@ async def test_response_without_ttl(stage: Stage, cell: MakeCell) -> None:
     behind = await sender.send(Fields(*fields, **least("response")))
     await ear.expect(behind.attributes.id)
     assert not ear.has(sent.attributes.id)
+
+
+# -- uSubscription ----------------------------------------------------------------------------------------------------------------------
+
+SUBSCRIBERS = {
+    "rust": "rust, service without authority",
+    "addressing": "rust, service with authority",
+    "python": "python",
+}
+
+
+@pytest.mark.parametrize("role", SUBSCRIBERS)
+@pytest.mark.parametrize("crossing", CROSSINGS, ids="-".join)
+async def test_subscription(stage: Stage, cell: MakeCell, crossing: tuple[str, str], role: str) -> None:
+    """Subscribe, be told, hear, unsubscribe: by the service of the own network, to a topic of another."""
+    subscriber = stage.party(role, crossing[1])
+    publisher = stage.party("python" if subscriber.make == "rust" else "rust", crossing[0])
+    row = f"{crossing[0]} ({publisher.make} publishes) -> gateway -> {crossing[1]} ({SUBSCRIBERS[role]})"
+    subscribed, told, heard, unsubscribed = (cell(row, column) for column in ("subscribe", "update", "published", "unsubscribe"))
+    resource = next(stage.topics)
+    topic = publisher.uri(resource)
+    if subscriber.make == "rust" and subscriber.network.off_vehicle:
+        subscribed.limit = (
+            "off-vehicle, InMemorySubscriber subscribes, but can't listen: it registers no sink filter, which up-transport-mqtt5 needs"
+        )
+        with pytest.raises(Refused, match="requires sink URI"):
+            await subscriber.subscribe(topic)
+        ear = await subscriber.ear(uris.format(uris.ANY), uris.format(attrs.streamer_sink(subscriber.host)))
+    else:
+        ear = await subscriber.subscribe(topic)
+    subscribed.settle()
+    await subscriber.until_update(topic, Status.SUBSCRIBED)
+    told.settle()
+    refused = REFUSES_SINK if "rust" in (publisher.make, subscriber.make) else ""
+    off_vehicle = publisher.network.off_vehicle if publisher.make == "rust" else subscriber.network.off_vehicle
+    if off_vehicle:
+        heard.limit = refused
+        await subscriber.unsubscribe(topic)
+    else:
+        wrong = await published(stage, publisher, subscriber, ear, resource)
+        assert wrong == []
+        heard.settle()
+        await subscriber.unsubscribe(topic)
+        await until_silent(stage, publisher, subscriber, ear, resource)
+    if subscriber.make == "rust":  # version 3 tells the last subscriber once more
+        await subscriber.until_update(topic, Status.UNSUBSCRIBED)
+    assert subscriber.uri(0) not in await stage.subscribers(publisher.host, topic)
+    unsubscribed.settle()
+
+
+def publication(publisher: Party, subscriber: Party, resource: int) -> Fields:
+    sink = uris.format(attrs.streamer_sink(subscriber.host)) if publisher.network.off_vehicle else None
+    return Fields("publish", publisher.uri(resource), sink, ttl_ms=CALL_MS, traceparent=TRACEPARENT, payload="00ff", payload_format=5)
+
+
+async def published(stage: Stage, publisher: Party, subscriber: Party, ear: Ear, resource: int) -> list[str]:
+    """Publish until one arrives; what of it arrived otherwise."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            sent = await publisher.send(publication(publisher, subscriber, resource))
+            with contextlib.suppress(TimeoutError):
+                received = await ear.expect(sent.attributes.id, PROBE_S)
+                shows = subscriber.make == "python"
+                return differences(sent, received, sink=arriving_sink("publish", subscriber), absent_payload_shows=shows)
+
+
+async def until_silent(stage: Stage, publisher: Party, subscriber: Party, ear: Ear, resource: int) -> None:
+    """Publish until one does not arrive before the notification that is sent behind it."""
+    behind = await stage.ear("notification", publisher, subscriber)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            sent = await publisher.send(publication(publisher, subscriber, resource))
+            last = await publisher.send(Fields("notification", publisher.uri(resource), subscriber.uri(0)))
+            await behind.expect(last.attributes.id)
+            if not ear.has(sent.attributes.id):
+                return
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+async def test_topic_without_authority(stage: Stage, cell: MakeCell, network: str) -> None:
+    """A topic of the own host: what InMemorySubscriber has passed comes back, and finds its handler."""
+    noted = cell(f"{network}, a topic without authority, rust", "update")
+    subscriber = stage.party("rust", network)
+    topic = f"up:/{PYTHON_ENTITY:X}/1/{next(stage.topics):X}"
+    if subscriber.network.off_vehicle:
+        with pytest.raises(Refused, match="requires sink URI"):
+            await subscriber.subscribe(topic)
+    else:
+        await subscriber.subscribe(topic)
+    await subscriber.unsubscribe(topic)
+    await subscriber.until_update(topic, Status.UNSUBSCRIBED)
+    noted.settle()
+
+
+async def test_in_memory_subscriber_unsubscribes(stage: Stage, cell: MakeCell) -> None:
+    noted = cell("zenoh, rust's InMemorySubscriber.unsubscribe", "unsubscribe")
+    noted.limit = "InMemorySubscriber.unsubscribe of up-rust 0.9 names no topic, which is INVALID_ARGUMENT: use RpcClientUSubscription"
+    subscriber, publisher = stage.party("rust", "zenoh"), stage.party("python", "mqtt-in")
+    assert isinstance(subscriber, RustParty)
+    topic = publisher.uri(next(stage.topics))
+    await subscriber.subscribe(topic)
+    with pytest.raises(Refused, match="failed to invoke USubscription service"):
+        await subscriber.do("unsubscribe", topic=topic)
+    assert subscriber.uri(0) in await stage.subscribers("vehicle1", topic)
+
+
+# -- behind a Zenoh router ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize("roles", ROLES[:2], ids="-".join)
+async def test_clients_behind_router(stage: Stage, cell: MakeCell, roles: tuple[str, str], type: str) -> None:
+    noted = cell(f"zenoh, both behind the gateway's router, mode client, {roles[0]} -> {roles[1]}", type)
+    await crosses(stage, stage.party(roles[0], "zenoh"), stage.party(roles[1], "zenoh"), type, noted)
+
+
+@pytest.mark.parametrize("makes", ROLES[:3], ids="-".join)
+async def test_peers_behind_router(stage: Stage, cell: MakeCell, makes: tuple[str, str]) -> None:
+    """What one sends through the router behind it, to a client, arrives; what it sends to a peer does not."""
+    noted = cell(f"zenoh, both behind the gateway's router, mode peer, {makes[0]} -> {makes[1]}", "notification")
+    noted.limit = 'a Zenoh router does not carry messages between peers: mode = "client" for who only connects to it'
+    network = stage.networks["zenoh"]
+    as_peer = network._replace(settings=network.settings | {"mode": "peer"})
+    async with contextlib.AsyncExitStack() as stack:
+        sender = await stage.open(makes[0], as_peer, 0xD001, stack)
+        receiver = await stage.open(makes[1], as_peer, 0xD002, stack)
+        client = await stage.open(makes[1], network, 0xD003, stack)
+        ear = await receiver.ear(uris.format(uris.ANY), receiver.uri(0))
+        arriving = await stage.ear("notification", sender, client)
+        for _ in range(3):
+            lost = await sender.send(Fields(*addressed("notification", sender, receiver)))
+            behind = await sender.send(Fields(*addressed("notification", sender, client)))
+            await arriving.expect(behind.attributes.id)
+            assert not ear.has(lost.attributes.id)
