@@ -22,6 +22,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -32,7 +33,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.wire import Subscription
 
-WAIT_S: Final = 15.0  # a cell that waits longer for one thing has failed; long, since the machine may be busy
+WAIT_S: Final = 30.0  # a cell that waits longer for one thing has failed; long, since the machine may be busy
 STOP_S: Final = 5.0
 LINE_BYTES_MAX: Final = 1 << 20
 TEXT: Final = UPayloadFormat.UPAYLOAD_FORMAT_TEXT
@@ -157,6 +158,10 @@ class Party(abc.ABC):
                 pass
 
     @abc.abstractmethod
+    async def until_told(self, topic: str, state: int) -> None:
+        """Raises TimeoutError if no Update arrives that says that, whether or not there is a handler yet."""
+
+    @abc.abstractmethod
     async def listen(self, source: str, sink: str | None) -> Ear: ...
 
     @abc.abstractmethod
@@ -192,6 +197,7 @@ class RustParty(Party):
         self._process, self._ids = process, itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._ears: dict[str, Ear] = {}
+        self._told = Ear()
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
@@ -252,8 +258,14 @@ class RustParty(Party):
 
     async def subscribe(self, topic: str) -> Ear:
         ear = self._ears.setdefault(topic, Ear())
+        self._told = await self.ear(f"//{self.host}/0/3/8000", self.uri(0))
         await self.do("subscribe", topic=topic)
         return ear
+
+    async def until_told(self, topic: str, state: int) -> None:
+        """InMemorySubscriber adds its handler when the answer has come, and misses an Update that is quicker."""
+        wanted = Update(topic, state)
+        await self._told.until(lambda: [one for one in self._told.messages if _update(one) == wanted], 1)
 
     async def unsubscribe(self, topic: str) -> None:
         """Not `InMemorySubscriber.unsubscribe`, which names no topic (test_in_memory_subscriber_unsubscribes)."""
@@ -336,6 +348,9 @@ class PythonParty(Party):
         await client.subscribe(source)
         return ear
 
+    async def until_told(self, topic: str, state: int) -> None:
+        await self.until_update(topic, state)
+
     def _changed(self, change: Subscription) -> None:
         self.updates.put_nowait(Update(uris.format(change.topic), int(change.status)))
 
@@ -348,6 +363,11 @@ class PythonParty(Party):
         await self._server.close()
         await self._rpc.close()
         await self.transport.close()
+
+
+def _update(message: UMessage) -> Update:
+    update = UPayload.of(message).unpack(v3.Update)
+    return Update(uris.format(update.topic), update.status.state)
 
 
 @contextlib.contextmanager

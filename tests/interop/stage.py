@@ -219,6 +219,11 @@ class Stage(Hall):
         assert isinstance(party, PythonParty)
         return await party.subscribers(topic)
 
+    async def until_no_subscribers(self, authority: str, topic: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.subscribers(authority, topic):  # noqa: ASYNC110 - services tell each other
+                await asyncio.sleep(0.1)
+
     async def hint(self) -> str:
         metrics = await asyncio.to_thread(self._get, "/metrics")
         dropped = re.findall(r"^up_streamer_((?:dropped|dead_letters)_total\S+ [1-9]\S*)$", metrics, re.MULTILINE)
