@@ -47,7 +47,9 @@ def binary() -> Path:
     if cargo is None:
         outcome = pytest.fail if os.environ.get("CI", "").lower() in ("true", "1") else pytest.skip
         outcome("no cargo: install Rust (rustup.rs) to talk to Eclipse's Rust clients")
-    built = subprocess.run([cargo, "build", "--locked", "--quiet"], cwd=HERE, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        [cargo, "build", "--locked", "--quiet", "--bins", "--examples"], cwd=HERE, capture_output=True, text=True, check=False
+    )
     if built.returncode != 0:
         pytest.fail(f"the Rust client does not build:\n{built.stderr[-3000:]}", pytrace=False)
     return Path(os.environ.get("CARGO_TARGET_DIR", HERE / "target")) / "debug" / "interop-client"

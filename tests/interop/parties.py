@@ -30,6 +30,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uuid_pb2 import UUID
+from usubscription_client import wire
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.wire import Subscription
 
@@ -365,7 +366,10 @@ class PythonParty(Party):
         await self.transport.close()
 
 
-def _update(message: UMessage) -> Update:
+def _update(message: UMessage) -> Update | None:
+    """None for what else comes to the same address: off-vehicle, up-transport-mqtt5 hands over whatever is for the authority."""
+    if message.attributes.type != attrs.NOTIFICATION or message.attributes.source.resource_id != wire.CHANGE_RESOURCE:
+        return None
     update = UPayload.of(message).unpack(v3.Update)
     return Update(uris.format(update.topic), update.status.state)
 
