@@ -368,7 +368,8 @@ class PythonParty(Party):
 
 def _update(message: UMessage) -> Update | None:
     """None for what else comes to the same address: off-vehicle, up-transport-mqtt5 hands over whatever is for the authority."""
-    if message.attributes.type != attrs.NOTIFICATION or message.attributes.source.resource_id != wire.CHANGE_RESOURCE:
+    source = message.attributes.source
+    if message.attributes.type != attrs.NOTIFICATION or source != wire.service(source.authority_name, 3, wire.CHANGE_RESOURCE):
         return None
     update = UPayload.of(message).unpack(v3.Update)
     return Update(uris.format(update.topic), update.status.state)
