@@ -1,6 +1,6 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
-#   make simulate [SEEDS=10000 START=0]   make chaos
+#   make simulate [SEEDS=10000 START=0]   make chaos   make interop
 
 PYTHON ?= python3
 VENV   := .venv
@@ -11,7 +11,7 @@ ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
 
-.PHONY: demo test check format simulate chaos bench proto spec-coverage config-reference wheel clean
+.PHONY: demo test check format simulate chaos interop bench proto spec-coverage config-reference wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -50,6 +50,10 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m transports.mqtt5.broker --ensure || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m chaos $(ARGS)
+
+interop: $(STAMP)
+	@$(BIN)/python -m transports.mqtt5.broker --ensure || test "$$CI" != true
+	@$(BIN)/python -m pytest tests/interop $(ARGS)
 
 proto: $(STAMP)
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/proto.py
