@@ -45,7 +45,7 @@ binding: Final = threading.Lock()
 
 _CODES: Final[dict[int, UCode.ValueType]] = {
     DDSException.DDS_RETCODE_TIMEOUT: UCode.UNAVAILABLE,
-    DDSException.DDS_RETCODE_OUT_OF_RESOURCES: UCode.RESOURCE_EXHAUSTED,
+    DDSException.DDS_RETCODE_OUT_OF_RESOURCES: UCode.UNAVAILABLE,  # for now: a dispatcher keeps what waits, and tries again
     DDSException.DDS_RETCODE_BAD_PARAMETER: UCode.INVALID_ARGUMENT,
     DDSException.DDS_RETCODE_INCONSISTENT_POLICY: UCode.INVALID_ARGUMENT,
     DDSException.DDS_RETCODE_NOT_ALLOWED_BY_SECURITY: UCode.PERMISSION_DENIED,

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Final
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from google.protobuf.message import DecodeError
 
@@ -86,7 +86,7 @@ def complete(attributes: UAttributes, partition: str) -> None:
     segments = partition.split("/")
     if len(segments) != 11 or not attrs.lacks_authority(attributes):
         return
-    source, sink = (f"[{name}]" if ":" in name else name for name in (segments[1], segments[6]))
+    source, sink = _name(segments[1]), _name(segments[6])
     attrs.complete(attributes, source, source if sink == "{}" else sink)
 
 
@@ -113,6 +113,11 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
 def _authority(name: str) -> str:
     """Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is special as %XX."""
     return quote(name, safe=_SAFE) if uris.is_ip_future(name) else name.strip("[]")
+
+
+def _name(segment: str) -> str:
+    """The authority that `_authority` has written so."""
+    return unquote(segment) if "%" in segment else f"[{segment}]" if ":" in segment else segment
 
 
 def lifespan_ms(ttl_ms: int) -> int | None:

@@ -186,3 +186,16 @@ def test_very_many_that_are_missing_are_no_repetition() -> None:
 )
 def test_partitions_meet(theirs: list[str], ours: list[str], meet: bool) -> None:
     assert mapping.partitions_meet(theirs, ours) == meet
+
+
+@pytest.mark.parametrize("authority", ["device1", "10.0.0.1", "[2001:db8::7]", "[v1.fe80::a+en1]", "[v1.a*b]"])
+def test_an_authority_that_is_missing_is_read_from_the_partition(authority: str) -> None:
+    source, sink = uris.uri("", 0x10AB, 3, 0x80CD), uris.uri("", 0x10AB, 3, 0)
+    for here in (None, sink):
+        attributes = UAttributes(source=source, sink=here)
+        mapping.complete(attributes, mapping.writer_partition(source, here, authority))
+        assert attributes.source.authority_name == authority
+        assert here is None or attributes.sink.authority_name == authority
+    attributes = UAttributes(source=source)
+    mapping.complete(attributes, "somebody/else's")
+    assert attributes.source.authority_name == "", "what can't be completed is for the receiver to count"

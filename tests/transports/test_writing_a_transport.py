@@ -112,7 +112,7 @@ def rows(heading: str) -> set[str]:
 
 def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
     harness = conformance.TransportHarness
-    ours = {"pair", "ends", "needs", "listen", "reach", "send_all", "traffic", "eventually", "settle"}  # the suite's own
+    ours = {"pair", "ends", "needs", "needs_hook", "usable", "listen", "reach", "send_all", "traffic", "eventually", "settle"}
     there = {name for name in vars(harness) | harness.__annotations__ if not name.startswith("_") and name != "pytestmark"} - ours
     hooks = {name for name in there if callable(getattr(harness, name, None))}
     told_hooks, told_attributes = rows("| hook | async | for |"), rows("| attribute | default | meaning |")
@@ -121,7 +121,7 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
 
 
 def test_the_table_of_methods_is_that_of_the_class() -> None:
-    told = rows("| method | async? | what it does | what it raises or answers |") - {"create", "dropped"}
+    told = rows("| method | async? | what it does | what it raises or answers |") - {"create", "dropped", "mended"}
     there = {name for name in vars(UTransport) if not name.startswith("_")} - {"capabilities", "takes_encoded", "only_listens"}
     assert told == there
     for line in PAGE.partition("| method | async? |")[2].partition("\n\n")[0].splitlines()[2:]:
