@@ -216,7 +216,7 @@ class HubTransport(UTransport):
     # Sending.
 
     def encode(self, message: UMessage) -> bytes:
-        return message.SerializeToString()
+        return attrs.completed(message, self._authority).SerializeToString()
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         return self._outbox.refusal(message, now_ms)

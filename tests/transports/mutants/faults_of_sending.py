@@ -27,6 +27,12 @@ class ChangesTheMessage(HubTransport):
         return super().encode(message)
 
 
+@fault("an address without authority arrives as the receiver's", "test_an_address_without_authority_means_the_senders_host")
+class HostLost(HubTransport):
+    def encode(self, message: UMessage) -> bytes:
+        return message.SerializeToString()
+
+
 class _Losing(HubTransport):
     """Encodes a message that lacks something."""
 
