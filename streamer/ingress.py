@@ -264,7 +264,7 @@ class Ingress:
             readdressed = Readdressed(source, sink)
             route.inside = readdressed.of
         names = self.endpoint.names
-        if names is not None and not self._trusted and (readdressed is not None or carried_by(attributes) is not None):
+        if names is not None and not self._trusted and carried_by(attributes) is not None:
             route.inside = functools.partial(names.arrived, readdressed)
         self._routes[key] = route
         return route

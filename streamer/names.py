@@ -10,7 +10,7 @@ Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle'
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 from google.protobuf.any_pb2 import Any as AnyMessage
@@ -66,12 +66,19 @@ CARRIED: Final[dict[Key, type[Message]]] = {
 """What the core services carry, all of which may have addresses in it."""
 
 
+class Leaving(NamedTuple):
+    """What becomes of the messages of one stream."""
+
+    readdressed: Readdressed | None
+    is_core: bool  # they are a platform service's
+
+
 class Names:
     """The names of one endpoint's network: an authority that `is_inside` ends in `.suffix` there."""
 
     def __init__(self, suffix: str, is_inside: Callable[[str], bool]) -> None:
         self._end, self.is_inside = f".{suffix}", is_inside
-        self._leaving: dict[Stamp, Readdressed | None] = {}
+        self._leaving: dict[Stamp, Leaving] = {}
 
     def __repr__(self) -> str:
         return f"Names(*{self._end})"
@@ -92,11 +99,15 @@ class Names:
         if type(message) is not EncodedMessage:
             return _translated(_readdressed(message.attributes, self.outward), message, self.outward)
         stamp = message.stamp
-        if stamp not in self._leaving:
+        leaving = self._leaving.get(stamp)
+        if leaving is None:
             if len(self._leaving) >= STREAMS_CACHED_MAX:
                 self._leaving.clear()
-            self._leaving[stamp] = _readdressed(stamp.attributes, self.outward)
-        return _translated(self._leaving[stamp], message, self.outward)
+            leaving = Leaving(_readdressed(stamp.attributes, self.outward), carried_by(stamp.attributes) is not None)
+            self._leaving[stamp] = leaving
+        if leaving.is_core:
+            return _translated(leaving.readdressed, message, self.outward)
+        return message if leaving.readdressed is None else leaving.readdressed.of(message)
 
     def arrived(self, readdressed: Readdressed | None, message: Carried) -> Carried:
         """`message`, which has come from outside, as it is inside; `readdressed` gives it its addresses."""
