@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -48,7 +49,8 @@ class Auditor:
         self._store, self._partners = store, partners
         self._fetch, self._busy, self._submit = fetch, busy, submit
         self._interval_ms, self._random = interval_ms, random
-        self._suspects: set[Key] = set()
+        self._suspects: dict[Key, int] = {}  # and which suspicion it is, so that an answer ends none that came after the question
+        self._suspicions = itertools.count()
         self._due: deque[Partner] = deque()  # partners without links that have not had their turn
         self._everybody = False
         self._wake = asyncio.Event()
@@ -83,7 +85,7 @@ class Auditor:
 
     def suspect(self, topic: Key) -> None:
         """Its service says that it ended, which may be old news: ask."""
-        self._suspects.add(topic)
+        self._suspects[topic] = next(self._suspicions)
         self._wake.set()
 
     async def _run(self) -> None:
@@ -110,9 +112,12 @@ class Auditor:
 
     async def _round(self, everybody: bool) -> None:
         """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that follow at once."""
+        suspects = dict(self._suspects)
         links = await self._store.read(lambda reader: reader.links())
         settled = [(topic, link) for topic, link in links if link.command is None]
-        self._suspects &= {topic for topic, _ in settled}  # of the others the answer to the command decides
+        known = {topic for topic, _ in settled}
+        for topic in suspects.keys() - known:
+            self._clear(topic, suspects)  # the answer to the command decides
         linked = {(topic[0], link.major): None for topic, link in settled if everybody or topic in self._suspects}
         if everybody and not self._due:
             self._due.extend(self._partners.all())
@@ -124,7 +129,7 @@ class Auditor:
             self._wake.set()
 
     async def _audit(self, authority: str, major: int) -> None:
-        before, suspects = await self._links(authority), frozenset(self._suspects)
+        before, suspects = await self._links(authority), dict(self._suspects)
         moving = {topic for topic in before if self._busy(topic)}
         theirs: dict[Key, Status] | None = None
         try:
@@ -150,15 +155,20 @@ class Auditor:
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             self._partners.forget((authority, major))
 
+    def _clear(self, topic: Key, suspects: dict[Key, int]) -> None:
+        """Unless we were told again meanwhile: what is known may be older than that."""
+        if self._suspects.get(topic) == suspects[topic]:
+            del self._suspects[topic]
+
     async def _links(self, authority: str) -> dict[Key, Link]:
         return dict(await self._store.read(lambda reader: reader.links(authority)))
 
-    def _compare(self, ours: dict[Key, Link], theirs: dict[Key, Status] | None, suspects: frozenset[Key]) -> None:
+    def _compare(self, ours: dict[Key, Link], theirs: dict[Key, Status] | None, suspects: dict[Key, int]) -> None:
         """`theirs` None: it can't say."""
         for topic, link in ours.items():
             suspect = topic in suspects
             if suspect:
-                self._suspects.discard(topic)
+                self._clear(topic, suspects)
             if theirs is None:
                 if suspect:
                     self._submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it

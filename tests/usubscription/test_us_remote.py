@@ -77,6 +77,9 @@ class Peer:
         self.running = self.running_max = 0
         self.answer: Callable[[str, UMessage], Any] = lambda command, request: Status.SUBSCRIBED
         self.has: list[Any] | None = None  # what it says it has of ours; None: it does not answer such questions
+        self.asked = 0  # how often
+        self.lists = asyncio.Event()  # cleared: it is slow to say so
+        self.lists.set()
         self._news = asyncio.Event()
 
     async def open(self) -> Peer:
@@ -116,14 +119,14 @@ class Peer:
         if self.has is None:
             raise UStatusError(UCode.UNIMPLEMENTED, "not here")
         self._news.set()
-        own = request.attributes.source
+        own, has = request.attributes.source, list(self.has)
+        self.asked += 1
+        await self.lists.wait()  # what it says is what it had when it was asked
         if request.attributes.sink.ue_version_major == 4:
-            return v4.FetchSubscriptionsResponse(
-                subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in self.has]
-            )
+            return v4.FetchSubscriptionsResponse(subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in has])
         state = v3.SubscriptionStatus(state=S3.SUBSCRIBED)
         return v3.FetchSubscriptionsResponse(
-            subscriptions=[v3.Subscription(topic=topic, subscriber=v3.SubscriberInfo(uri=own), status=state) for topic in self.has]
+            subscriptions=[v3.Subscription(topic=topic, subscriber=v3.SubscriberInfo(uri=own), status=state) for topic in has]
         )
 
     async def until(self, *commands: str) -> None:
@@ -682,6 +685,29 @@ async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
     assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
     assert await service.subscriptions() == []
+
+
+async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_the_question(world: Any, peer: Peer) -> None:
+    service = await world.service("a")
+    raw = await world.raw("a")
+    peer.has = [B_TOPIC]
+    await raw.call(4, 1, subscribe(4, B_TOPIC))
+    assert told(4, await raw.notified[4].count(2))[-1] is Status.SUBSCRIBED
+    await wait_for(lambda: _audited(service))
+    peer.lists.clear()
+    before = peer.asked
+    await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
+    await wait_for(lambda: _is(peer.asked > before))
+    peer.has = []
+    first = service._remote.auditor._suspects.get(uris.key(B_TOPIC))
+    await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
+    await wait_for(lambda: _is(service._remote.auditor._suspects.get(uris.key(B_TOPIC)) != first))
+    peer.lists.set()
+    assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
+
+
+async def _is(condition: bool) -> bool:
+    return condition
 
 
 async def _audited(service: Any) -> bool:
