@@ -22,9 +22,9 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 REQUEST_S: Final = 5.0  # for an answer of the server
-RECONNECT_S: Final = 0.5  # between attempts to connect again
+RECONNECT_S: Final = 0.25  # between attempts to connect again
 FULL_EVERY_S: Final = 0.1  # between attempts to publish into a full stream
-TRIES_IF_RESET: Final = 4  # a server that refuses us says why and resets the connection, and the reset may overtake the words
+TRIES_IF_RESET: Final = 16  # a server that refuses us says why and resets the connection, and the reset may overtake the words
 LEAVE_S_MAX: Final = 2.0  # for what the library has buffered, when it is closed
 
 AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the NATS server is away: try again when the connection is back")
