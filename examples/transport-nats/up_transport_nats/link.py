@@ -22,9 +22,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 REQUEST_S: Final = 5.0  # for an answer of the server
-RECONNECT_S: Final = 0.25  # between attempts to connect again
+RECONNECT_S: Final = 0.5  # between attempts to connect again
 FULL_EVERY_S: Final = 0.1  # between attempts to publish into a full stream
-TRIES_IF_RESET: Final = 16  # a server that refuses us says why and resets the connection, and the reset may overtake the words
+TRIES_IF_RESET: Final = 8  # a server that refuses us says why and resets the connection, and the reset may overtake the words
+RESETS: Final = (ConnectionResetError, BrokenPipeError, UnexpectedEOF)
 LEAVE_S_MAX: Final = 2.0  # for what the library has buffered, when it is closed
 
 AWAY: Final = UStatus(code=UCode.UNAVAILABLE, message="the NATS server is away: try again when the connection is back")
@@ -99,7 +100,7 @@ class Link:
                         refused.set_result(self._refusal)
             if self._client is None:
                 failures.append(error)
-                tries = TRIES_IF_RESET if isinstance(error, (ConnectionResetError, BrokenPipeError, UnexpectedEOF)) else 1
+                tries = TRIES_IF_RESET if isinstance(error, RESETS) else 1
                 if len(failures) >= tries * len(config.servers):
                     given_up.set()
 
@@ -129,7 +130,8 @@ class Link:
         try:
             done, _ = await asyncio.wait({connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if connecting not in done:
-                raise failures[-1] if failures else TimeoutError(f"no answer within {config.connect_timeout_s} s")
+                told = [error for error in failures if not isinstance(error, RESETS)]  # the words, if a reset came with them
+                raise (told or failures)[-1] if failures else TimeoutError(f"no answer within {config.connect_timeout_s} s")
             await connecting
         finally:
             connecting.cancel()
