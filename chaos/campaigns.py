@@ -49,7 +49,7 @@ PLANS: Final[dict[str, Plan]] = {
         {"disk_full": 4, "disk_read_only": 2, "kill_gateway": 1},
         interest="embedded",
         record=True,
-        disk_bytes=24 << 20,
+        disk_bytes=64 << 20,  # what a minute records, twice over: once in the log, once in its write-ahead log
         needs=(*_BROKER, machine.no_tmpfs),
     ),
     "disk-error": Plan({"io_error": 4, "io_die": 4}, interest="embedded", record=True, io=True, needs=(*_BROKER, machine.no_preload)),
