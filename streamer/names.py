@@ -167,9 +167,9 @@ def _payload(kind: type[Message], format: int, payload: bytes, rename: Rename, d
             message.ParseFromString(payload)
         else:
             return payload
-    except DecodeError:
-        return payload
-    if not _rename_all(message, rename, depth):
+        if not _rename_all(message, rename, depth):
+            return payload
+    except DecodeError:  # also of a record within it
         return payload
     if wrapped:
         wrapper.value = message.SerializeToString()

@@ -491,3 +491,11 @@ def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None
         UPayload(payload, 2)
     )
     assert INSIDE.leave(message).payload == payload
+
+
+def test_a_page_with_a_record_that_is_no_message_passes_as_it_is() -> None:
+    page = ustreamer_pb2.PollResponse(batches=[ustreamer_pb2.RecordBatch(message=[b"\xff\xff\xff"])])
+    response = UMessageBuilder.response(uris.parse("//ecu1/4/1/2"), APP, UMessageBuilder.new_id()).with_ttl(1000)
+    message = response.build_from_upayload(UPayload(page.SerializeToString(), 2))
+    gone = INSIDE.leave(message)
+    assert (gone.attributes.source.authority_name, gone.payload) == ("ecu1.vin1", message.payload)
