@@ -35,6 +35,7 @@ from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
+from streamer.limits import Limits
 from streamer.paused import FILE, Paused
 from streamer.retry import Backoff
 from streamer.rules import Rule, Rules
@@ -92,7 +93,9 @@ def make_transport(config: Config, section: EndpointSection) -> UTransport:
 
 def _transport(config: Config, section: EndpointSection) -> UTransport:
     try:
-        return make_transport(config, section)
+        transport = make_transport(config, section)
+        transport.message_bytes_max = config.limits.message_bytes_max
+        return transport
     except plugins.NotMade as error:  # that endpoint's trouble alone
         log.error("a transport can't be made", endpoint=section.name, why=error.message)
         return _Unmade(error.message)
@@ -103,6 +106,7 @@ class Streamer:
 
     def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL) -> None:
         self.config, self.logs, self._runtime = config, logs, runtime
+        self.limits = Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
         self.endpoints = endpoints_of(config, transports)
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]

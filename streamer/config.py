@@ -1,7 +1,7 @@
 """The one TOML file: read, checked, and every mistake told with its line.
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
-[history]   what is kept       [usubscription]  interest     [express] [egress] limits
+[history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from streamer import names
+from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
+from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.uri_pb2 import UUri
 
 HOURS_MIN: Final = 0.001  # some seconds; less would delete what is under way
@@ -221,6 +223,24 @@ class ExpressSection(_Section):
     )
 
 
+class LimitsSection(_Section):
+    """How much there may be of everything: the memory that is given, and what one message and one authority may take of it."""
+
+    memory_mib: int = Field(
+        default=MEMORY_MIB,
+        ge=32,
+        le=MIB_MAX,
+        description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits: "
+        "[security.md](security.md)",
+    )
+    message_bytes_max: int = Field(
+        default=MESSAGE_BYTES_MAX,
+        ge=1 << 16,
+        le=1 << 27,
+        description="of a payload; told to the network where its protocol can, counted as `too_large` elsewhere",
+    )
+
+
 class DispatchSection(_Section):
     """Who may stop and start dispatching."""
 
@@ -237,6 +257,7 @@ class Config(_Section):
     usubscription: USubscriptionSection = USubscriptionSection()
     egress: EgressSection = EgressSection()
     express: ExpressSection = ExpressSection()
+    limits: LimitsSection = LimitsSection()
     dispatch: DispatchSection = DispatchSection()
 
     @model_validator(mode="after")

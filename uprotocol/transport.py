@@ -18,6 +18,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
+MESSAGE_BYTES_MAX: Final = 1 << 20  # of a payload, unless the owner of a transport says otherwise
+ENVELOPE_BYTES_MAX: Final = 64 << 10  # what a network may carry beside it: attributes, properties, and the columns of a page of history
+
 
 class Capability(enum.Flag):
     """What a transport declares. What it does not declare answers its documented error, and the conformance suite checks that."""
@@ -87,6 +90,9 @@ class UTransport(abc.ABC):
     """`send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them."""
     only_listens: bool = False
     """Others come to it, and it goes to nobody: that nobody is there just now is no trouble."""
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    """Set by the owner before `open`. What has more than ENVELOPE_BYTES_MAX beyond it, attributes and payload together, is not taken from
+    the network: the peer is told where the protocol can, and it is counted as dropped ("too_large"). Sent, it answers INVALID_ARGUMENT."""
 
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
@@ -193,6 +199,8 @@ def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
 
 
 __all__ = [
+    "ENVELOPE_BYTES_MAX",
+    "MESSAGE_BYTES_MAX",
     "OK",
     "Capability",
     "ConnectionCallback",

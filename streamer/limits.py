@@ -1,0 +1,48 @@
+"""How much of each thing fits into the memory that the operator gives: every share in one place.
+
+[limits] memory_mib --> Limits: topics, queues, replies ... for all together, and for one authority or caller alone
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from uprotocol.transport import MESSAGE_BYTES_MAX
+
+MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
+TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
+CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
+AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds in messages and bytes. Half of `memory_bytes` is for topics; of the rest each queue has a fixed share."""
+
+    memory_bytes: int = MEMORY_MIB << 20
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+
+    @property
+    def topics_max(self) -> int:
+        """Topics known at once, of all logs together."""
+        return self.memory_bytes // 2 // TOPIC_BYTES
+
+    @property
+    def authority_topics_max(self) -> int:
+        return max(1, self.topics_max // AUTHORITIES_SHARE)
+
+    @property
+    def express_bytes_max(self) -> int:
+        """Of requests and responses that wait for one endpoint."""
+        return max(2 * self.message_bytes_max, self.memory_bytes // 32)
+
+    @property
+    def dead_letter_bytes_max(self) -> int:
+        """Of dead letters that are not stored yet."""
+        return max(2 * self.message_bytes_max, self.memory_bytes // 64)
+
+    @property
+    def replies_bytes_max(self) -> int:
+        """Of answers of the services inside that the network has not taken yet."""
+        return max(2 * self.message_bytes_max, self.memory_bytes // 16)
