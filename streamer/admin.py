@@ -1,4 +1,4 @@
-"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is). Plain HTTP/1.1, GET only.
+"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is), /vehicles. Plain HTTP/1.1, GET only.
 
 `notes` of /readyz are what a person may want to know though nothing is wrong.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable
-from typing import Final, Self
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, Self
 
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
+VEHICLES_AT_ONCE: Final = 500  # written in one step, some milliseconds of the loop
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
 
 
@@ -27,10 +29,11 @@ class Admin:
         problems: Callable[[], list[str]],
         metrics: Callable[[], bytes] = lambda: b"",
         notes: Callable[[], list[str]] = list,
+        vehicles: Callable[[], Iterable[dict[str, Any]]] = list,
     ) -> None:
         self._host, _, port = address.rpartition(":")
         self.port = int(port)
-        self._problems, self._metrics, self._notes = problems, metrics, notes
+        self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
@@ -60,8 +63,10 @@ class Admin:
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 request = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")))
-                await writer.drain()
+                for part in self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")):
+                    writer.write(part)
+                    await writer.drain()
+                    await asyncio.sleep(0)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
@@ -69,22 +74,35 @@ class Admin:
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _answer(self, line: str) -> bytes:
+    def _answer(self, line: str) -> Iterator[bytes]:
+        """Written part by part, so that a long one holds up nothing else."""
         method, _, rest = line.partition(" ")
         path = rest.split(" ")[0].split("?")[0]
         if method not in ("GET", "HEAD"):
-            return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
+            yield _response("405 Method Not Allowed", "text/plain", b"GET only\n")
+            return
         match path:
             case "/metrics":
-                return _response("200 OK", "text/plain; version=0.0.4", self._metrics())
+                yield _response("200 OK", "text/plain; version=0.0.4", self._metrics())
             case "/healthz":
-                return _response("200 OK", "application/json", b'{"status":"alive"}\n')
+                yield _response("200 OK", "application/json", b'{"status":"alive"}\n')
             case "/readyz":
                 problems = self._problems()
                 told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": self._notes()}
                 body = json.dumps(told).encode() + b"\n"
-                return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
-        return _response("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n")
+                yield _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+            case "/vehicles":
+                yield b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
+                for some in _slices(self._vehicles()):
+                    yield b"".join(json.dumps(one).encode() + b"\n" for one in some)
+            case _:
+                yield _response("404 Not Found", "text/plain", b"there are /metrics, /healthz, /readyz and /vehicles\n")
+
+
+def _slices(entries: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    rest = iter(entries)
+    while some := list(islice(rest, VEHICLES_AT_ONCE)):
+        yield some
 
 
 def _response(status: str, type: str, body: bytes) -> bytes:

@@ -5,6 +5,7 @@ usubscription                        a uSubscription service of its own
 subscribe  publish  call  replay     an ordinary uEntity on one network
 history  cursors  dead-letters       what a streamer keeps, and for whom
 pause  resume  paused                stop and start dispatching a topic to a peer
+vehicles  subscriptions              who sends how much, who wants what
 demo                                 all of it at once
 """
 
@@ -668,6 +669,33 @@ def _control(do: str, topic: str, peer: str, data_dir: Path | None, config: Path
         _print(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
     if not found and not as_json:
         out.print("nothing is paused")
+
+
+@app.command()
+def vehicles(
+    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="So many of those that send most.")] = 20,
+    data_dir: DataDir = None,
+    config: OrConfig = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all of it.
+
+    Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
+    """
+    with _errors():
+        found = control.vehicles(_data_dir(data_dir, config), top)
+    if as_json:
+        for one in found:
+            print(json.dumps(one))
+        return
+    table = Table(title=f"the {len(found)} source authorities that send most")
+    for column in ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped", "last seen"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        seen = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["seen_ms"] / 1000))
+        columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
+        table.add_row(*(str(one[column]) for column in columns), seen)
+    out.print(table)
 
 
 @app.command()

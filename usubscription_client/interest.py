@@ -75,6 +75,7 @@ class InterestSource(Protocol):
         ...
 
     def wants(self, topic: UUri) -> Mapping[str, Want]: ...
+    def names(self, topic: UUri) -> bool: ...
     def topics(self) -> Collection[UUri]: ...
     def on_change(self, callback: Callable[[], None]) -> None: ...
 
@@ -401,6 +402,10 @@ class Interest:
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`. Pure lookup: ask it once per topic and version."""
         return merge([source.wants(topic) for source in self.sources])
+
+    def names(self, topic: UUri) -> bool:
+        """True if somebody has subscribed to exactly `topic`, and not just to a pattern of it."""
+        return any(source.names(topic) for source in self.sources)
 
     def topics(self) -> list[UUri]:
         """Every topic that somebody wants, patterns included, each once."""
