@@ -29,6 +29,7 @@ import structlog
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
@@ -142,11 +143,20 @@ def _data_dir(data_dir: Path | None, config: Path | None) -> Path:
     return data_dir if data_dir is not None else configs.load(config or Path()).streamer.data_dir
 
 
+def _row(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(_plain(str(cell))) for cell in cells))
+
+
+def _plain(text: str) -> str:
+    """What strangers have written is shown as it is: neither markup nor a terminal's commands."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _print(as_json: bool, data: dict[str, Any], line: str) -> None:
     if as_json:
         print(json.dumps(data), flush=True)
     else:
-        out.print(line, markup=False)
+        out.print(_plain(line), markup=False)
 
 
 def _show(message: UMessage, as_json: bool) -> None:
@@ -527,7 +537,7 @@ def _show_description(description: Any, as_json: bool) -> None:
         for column in rows[0] if rows else []:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
+            _row(table, *row.values())
         out.print(table)
 
 
@@ -694,7 +704,7 @@ def vehicles(
     for one in found:
         seen = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["seen_ms"] / 1000))
         columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
-        table.add_row(*(str(one[column]) for column in columns), seen)
+        _row(table, *(one[column] for column in columns), seen)
     out.print(table)
 
 
@@ -736,7 +746,7 @@ def subscriptions(
     for column in columns:
         table.add_column(column, overflow="fold")
     for entry in entries:
-        table.add_row(*(str(entry.get(column) or "") for column in columns))
+        _row(table, *(entry.get(column) or "" for column in columns))
     out.print(table)
 
 
@@ -763,7 +773,7 @@ def dead_letters(
     for letter in letters:
         row = letter.as_dict()
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.time_ms / 1000))
-        table.add_row(moment, str(row["code"]), letter.endpoint, str(row["source"]), str(row["sink"] or ""), letter.reason)
+        _row(table, moment, row["code"], letter.endpoint, row["source"], row["sink"] or "", letter.reason)
     out.print(table)
 
 

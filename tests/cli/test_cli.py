@@ -283,3 +283,14 @@ def test_replay_tells_of_broken_rows_and_loses_none_that_can_be_read(invoke: Inv
     assert "broken.csv: row 3: Vehicle.OBD.Speed is not a number: 'fast'" in result.stderr
     assert "broken.csv: row 5: has no readable value: skipped" in result.stderr
     assert last["problems"] >= 4
+
+
+def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    table = cli.Table("name")
+    cli._row(table, "[red]vin1[/] \x1b]0;owned\x07\r")
+    cli.out.print(table)
+    cli._print(False, {}, "payload \x1b[2J [bold]")
+    shown = capsys.readouterr().out
+    assert "[red]vin1[/]" in shown
+    assert "\\x1b[2J [bold]" in shown
+    assert not set("\x1b\x07\r") & set(shown)
