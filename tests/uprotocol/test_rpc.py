@@ -310,7 +310,7 @@ async def test_a_cancelled_call_leaves_nothing(bench: Bench) -> None:
 
 async def test_requests_at_once_are_bounded(bench: Bench) -> None:
     gate = asyncio.Event()
-    server = InMemoryRpcServer(bench.server_transport, SERVICE, requests_running_max=2)
+    server = InMemoryRpcServer(bench.server_transport, SERVICE, requests_running_max=2, share=1)
 
     async def wait(_: UMessage) -> None:
         await gate.wait()
