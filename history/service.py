@@ -220,8 +220,6 @@ class HistoryService:
 
     async def _begin(self, poll: Poll, response: PollResponse) -> None:
         """Where each log is read from, and the consumer's cursor."""
-        for match in poll.matches.values():
-            await _complete(match)
         self._count_withheld(poll.matches)
         await self._place(poll, response)
         response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
@@ -329,6 +327,8 @@ class HistoryService:
         """Read on when it is this caller's turn; True if there is something to answer."""
         await self._turns.begin(poll.caller, seconds)
         try:
+            for match in poll.matches.values():
+                await _complete(match)
             if not poll.places:
                 await self._begin(poll, response)
             complete = await self._read_all(poll, response)
