@@ -53,6 +53,7 @@ POLL_STEPS_MAX: Final = 16  # of reading, for one poll: who asks for a rare topi
 REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
 POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
 CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: three others must be able to work beside it
+REPLY_BYTES_MAX: Final = 5 << 18  # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
@@ -81,6 +82,7 @@ class HistoryService:
         access: Access | None = None,
         polls_waiting_max: int = POLLS_WAITING_MAX,
         poll_bytes_max: int = POLL_BYTES_MAX,
+        reply_bytes_max: int = REPLY_BYTES_MAX,
         replies_bytes_max: int = REPLIES_BYTES_MAX,
         share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
@@ -104,7 +106,7 @@ class HistoryService:
         self._polls_waiting_each = max(1, polls_waiting_max // share)
         self._waiting: set[_Waiting] = set()
         self._waiting_of: Counter[str] = Counter()  # by authority
-        self._turns = Turns(poll_bytes_max, self._server.responses.has_room, share=share)
+        self._turns = Turns(reply_bytes_max, self._server.responses.has_room, share=share)
         self._server.responses.on_taken(self._turns.look)
         self.consumers = Consumers(self._logs, now_ms, share=share)
         self._seen: dict[Log, int] = {}

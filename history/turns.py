@@ -18,13 +18,17 @@ from uprotocol.v1.ucode_pb2 import UCode
 SEATS_MAX: Final = 8  # answers being made at once: more are not made faster, and each takes some MiB
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter: three others must be able to work beside it
 
+HasRoom = Callable[[str, int, int, int], bool]
+
 
 class Turns:
-    """A caller is an authority. `has_room(caller, bytes)`: whether so many bytes more can wait for it on the way to the network."""
+    """A caller is an authority.
 
-    def __init__(
-        self, reply_bytes: int, has_room: Callable[[str, int], bool], *, seats_max: int = SEATS_MAX, share: int = CALLERS_SHARE
-    ) -> None:
+    `has_room(caller, bytes, promised, promised_to_all)`: whether an answer of so many bytes can wait on the way to the network beside
+    those that are promised to this caller, and to all.
+    """
+
+    def __init__(self, reply_bytes: int, has_room: HasRoom, *, seats_max: int = SEATS_MAX, share: int = CALLERS_SHARE) -> None:
         self._reply_bytes, self._has_room = reply_bytes, has_room
         self._seats_max, self._seats_each = seats_max, max(1, seats_max // share)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order in which it is their turn
@@ -46,7 +50,7 @@ class Turns:
             if seat.done() and not seat.cancelled():
                 self.end(caller)
                 self.ended(caller)
-            elif caller in self._waiting:
+            elif seat in self._waiting.get(caller, ()):
                 self._waiting[caller].remove(seat)
                 self._drop_empty(caller)
             if isinstance(error, TimeoutError):
@@ -85,7 +89,7 @@ class Turns:
             caller in self._waiting
             and self._seated.total() < self._seats_max
             and self._seated[caller] < self._seats_each
-            and self._has_room(caller, (self._promised[caller] + 1) * self._reply_bytes)
+            and self._has_room(caller, *(self._reply_bytes * part for part in (1, self._promised[caller], self._promised.total())))
         )
 
     def _drop_empty(self, caller: str) -> None:

@@ -161,6 +161,7 @@ class Streamer:
             self.local,
             list(logs),
             access=Access(self.endpoints, self.rules, [_entry(section) for section in config.access], hosting.is_inside),
+            reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
             drain_ms_max=DRAIN_MS_MAX,
@@ -297,7 +298,7 @@ class Streamer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await asyncio.gather(*(event.wait() for event in opened.values()))
-        with self.hosted.changing():
+        with self.hosted.unserved.changing():
             await self.history.start()
             await self.control.start()
         if self.usubscription is not None and not await self._start_usubscription(self.usubscription):
@@ -367,9 +368,9 @@ class Streamer:
                 await step("usubscription", self.usubscription.stop)
             await step("history", self.history.stop)
             await step("control", self.control.stop)
-            await self.hosted.drain(DRAIN_MS_MAX)
+            await self.hosted.unserved.drain(DRAIN_MS_MAX)
 
-        with self.hosted.changing():
+        with self.hosted.unserved.changing():
             await _within(SERVICES_CLOSE_S, "services", services())
         await asyncio.gather(
             *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
@@ -380,7 +381,7 @@ class Streamer:
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
         """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
         try:
-            with self.hosted.changing():
+            with self.hosted.unserved.changing():
                 await service.start()
         except UStatusError as error:
             if error.code == UCode.FAILED_PRECONDITION:
@@ -505,6 +506,12 @@ class Streamer:
             self.rules.remove(rule.ingress, rule.egress)
             await self._listen()
             raise
+
+    def release(self, consumer: str) -> str:
+        """Take a consumer's name from its owner, for the next uEntity that uses it; who had it. Raises NOT_FOUND."""
+        owner = str(self.history.consumers.release(consumer))
+        log.info("a consumer was released", consumer=consumer, owner=owner)
+        return owner
 
     async def remove_rule(self, ingress: str, egress: str) -> None:
         """Stop passing messages. Raises NOT_FOUND."""
@@ -635,7 +642,7 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
-        async with ControlSocket(config.streamer.data_dir, streamer.paused):
+        async with ControlSocket(config.streamer.data_dir, streamer.paused, streamer.release):
             await streamer.run()
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)

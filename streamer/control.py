@@ -1,7 +1,7 @@
-"""Who may stop and start the dispatching of topics, and how they say so.
+"""Who may stop and start the dispatching of topics, and how they say so; and the way in for the command line.
 
 core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
-command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused
+command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused, consumers
              streamer stopped: the file of Paused, under the lock of the log
 """
 
@@ -92,8 +92,9 @@ class Control:
 class ControlSocket:
     """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command line its way only."""
 
-    def __init__(self, folder: Path, paused: Paused) -> None:
-        self._folder, self._paused = folder, paused
+    def __init__(self, folder: Path, paused: Paused, release: Callable[[str], str]) -> None:
+        """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND."""
+        self._folder, self._paused, self._release = folder, paused, release
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
@@ -136,27 +137,29 @@ class ControlSocket:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            ended = await self._do(line)
+            return await self._do(line)
         except UStatusError as error:
             return {"code": int(error.code), "message": error.message}
-        return {"ended": ended, "paused": sorted(self._paused)}
 
-    async def _do(self, line: bytes) -> int:
+    async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", ""))
+            what, topic, peer, consumer = asked["do"], *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise invalid("expected one line of JSON with do, topic and peer") from None
+            raise invalid("expected one line of JSON with do, and topic and peer, or consumer") from None
+        ended = 0
         match what:
             case "pause":
                 await self._paused.pause(uris.parse(topic), peer)
             case "resume":
-                return await self._paused.resume(uris.parse(topic), peer)
+                ended = await self._paused.resume(uris.parse(topic), peer)
             case "paused":
                 pass
+            case "release":
+                return {"owner": self._release(consumer)}
             case _:
-                raise invalid(f"do is pause, resume or paused, got {what!r}")
-        return 0
+                raise invalid(f"do is pause, resume, paused or release, got {what!r}")
+        return {"ended": ended, "paused": sorted(self._paused)}
 
 
 @contextlib.contextmanager
@@ -177,23 +180,28 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -
 
     `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs and does not answer.
     """
+    answer = call(folder, {"do": do, "topic": topic, "peer": peer})
+    return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
+
+
+def call(folder: Path, request: dict[str, str]) -> dict[str, Any] | None:
+    """What the streamer with this data_dir answers; None if it is stopped. Blocks. Raises as `ask`."""
     if not folder.is_dir():
         raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
-    request = {"do": do, "topic": topic, "peer": peer}
     try:
         with socket.socket(socket.AF_UNIX) as line, _address(folder) as address:
             line.settimeout(ANSWER_S)
             line.connect(address)
             line.sendall(json.dumps(request).encode() + b"\n")
             with line.makefile("rb") as answers:
-                answer = json.loads(answers.readline(LINE_BYTES_MAX))
+                answer: dict[str, Any] = json.loads(answers.readline(LINE_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
-        return _ask_file(folder, do, topic, peer, own)
+        return None
     except (OSError, ValueError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the streamer with data_dir {folder} does not answer: {error}") from None
     if "code" in answer:
         raise UStatusError(answer["code"], answer["message"])
-    return [Pause(*one) for one in answer["paused"]]
+    return answer
 
 
 def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pause]:

@@ -10,8 +10,7 @@ it by the ordinary walk, and nothing else in the streamer treats it specially.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Final, Protocol
 
@@ -21,7 +20,7 @@ from uprotocol import attributes as attrs
 from uprotocol import message as messages_
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.communication.responses import Responses
+from uprotocol.communication.responses import Unserved
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -30,7 +29,6 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
-METHODS_MAX: Final = 1_000  # that are remembered though they are not served any more
 
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
@@ -59,9 +57,7 @@ class HostedTransport(UTransport):
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._table = ListenerTable(authority)
         self._entities: dict[int, int] = {}  # ue_id -> registrations
-        self._served: set[tuple[int, int, int]] = set()  # methods, also of services that have gone
-        self._changing = 0
-        self._responses = Responses(self)
+        self.unserved = Unserved(self)
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
@@ -87,35 +83,10 @@ class HostedTransport(UTransport):
         try:
             for message in messages:
                 if message.attributes.type == attrs.REQUEST and not self._table.wants(message):
-                    self._refuse(message)
+                    self.unserved.answer(message.attributes)
             return self._table.deliver(messages)
         finally:
             _inside.reset(token)
-
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """While services come or go: whoever calls a method that is not there is told to try again."""
-        self._changing += 1
-        try:
-            yield
-        finally:
-            self._changing -= 1
-
-    def _refuse(self, request: UMessage) -> None:
-        """Nobody serves this method of an entity that is here."""
-        attributes, sink = request.attributes, request.attributes.sink
-        if attrs.is_expired(attributes, uuids.now_ms()):
-            return
-        what = uris.format(sink)
-        if self._changing or (sink.ue_id, sink.ue_version_major, sink.resource_id) in self._served:
-            error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
-        else:
-            error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
-        self._responses.refuse(attributes, error)
-
-    async def drain(self, ms_max: int) -> None:
-        """Wait until what `deliver` has refused is on its way."""
-        await self._responses.drain(ms_max)
 
     @property
     def connected(self) -> bool:
@@ -176,8 +147,7 @@ class HostedTransport(UTransport):
             return
         if self._table.add(source_filter, sink_filter, listener) is None:
             return
-        if len(self._served) < METHODS_MAX:
-            self._served.add((sink_filter.ue_id, sink_filter.ue_version_major, sink_filter.resource_id))
+        self.unserved.served(sink_filter)
         count = self._entities.get(sink_filter.ue_id, 0)
         self._entities[sink_filter.ue_id] = count + 1
         if count == 0:

@@ -9,19 +9,23 @@ A caller that asks without end, or takes no answers, fills its own share: whatev
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import structlog
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.message import error_response
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 RESPONSES_WAITING_MAX: Final = 4_096  # for the network to take them: the refusals of a burst must find room too
@@ -29,6 +33,7 @@ RESPONSES_BYTES_MAX: Final = 32 << 20  # of them in all: what long answers to a 
 RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer falls
 BATCH_BYTES_MAX: Final = 4 << 20  # of one batch: the next callers' turn comes soon
 RESPONSE_MEMORY_BYTES: Final = 1_024  # what a response costs beside its payload
+METHODS_MAX: Final = 1_000  # that are remembered though they are not served any more
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of each limit: three others must be able to work beside it
 
 log = structlog.get_logger()
@@ -67,13 +72,15 @@ class Responses:
         """Of all that the network has not taken."""
         return self._total_bytes
 
-    def has_room(self, caller: str, bytes: int) -> bool:
-        """True if a response of so many bytes would be taken beside all that waits. A caller for whom nothing waits has room for one."""
+    def has_room(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
+        """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to all.
+
+        Where nothing waits and nothing is promised there is room for one, whatever its size.
+        """
         if self._total >= self._waiting_max or self._counts[caller] >= max(1, self._waiting_max // self._share):
             return False
-        if self._total_bytes + bytes > self._bytes_max and self._total:
-            return False
-        return self._bytes[caller] + bytes <= self._bytes_max // self._share or not self._counts[caller]
+        mine, all = self._bytes[caller] + promised, self._total_bytes + promised_to_all
+        return (not mine or mine + bytes <= self._bytes_max // self._share) and (not all or all + bytes <= self._bytes_max)
 
     def on_taken(self, callback: Callable[[], None]) -> None:
         """Call it whenever there may be room that there was not before."""
@@ -168,6 +175,48 @@ class Responses:
         self._total_bytes += bytes
         if not self._counts[caller]:
             del self._counts[caller], self._bytes[caller]
+
+
+class Unserved:
+    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later or elsewhere."""
+
+    def __init__(self, transport: UTransport, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+        self._responses, self._now_ms = Responses(transport), now_ms
+        self._served: set[tuple[int, int, int]] = set()  # also what is served no more
+        self._changing = 0
+
+    def served(self, method: UUri) -> None:
+        """Somebody serves it from now on."""
+        if len(self._served) < METHODS_MAX:
+            self._served.add(_method(method))
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """While services come or go."""
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+
+    def answer(self, request: UAttributes) -> None:
+        """Anything but a request that is alive is left alone."""
+        if request.type != attrs.REQUEST or attrs.is_expired(request, self._now_ms()):
+            return
+        what = uris.format(request.sink)
+        if self._changing or _method(request.sink) in self._served:
+            error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
+        else:
+            error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
+        self._responses.refuse(request, error)
+
+    async def drain(self, ms_max: int) -> None:
+        """As Responses.drain."""
+        await self._responses.drain(ms_max)
+
+
+def _method(sink: UUri) -> tuple[int, int, int]:
+    return sink.ue_id, sink.ue_version_major, sink.resource_id
 
 
 def _bytes(response: UMessage) -> int:
