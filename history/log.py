@@ -594,6 +594,10 @@ class Log:
         cursor = self._cursors.rows.get(name)
         return None if cursor is None else cursor.seq
 
+    def cursor_row(self, name: str) -> Cursor | None:
+        """All that is known of one cursor."""
+        return self._cursors.rows.get(name)
+
     @property
     def cursor_count(self) -> int:
         return len(self._cursors.rows)

@@ -1,12 +1,12 @@
-"""Which streams of a log a set of topic patterns means. Cached, and grown step by step as streams come.
+"""Which streams of a log a set of topic patterns means to one who may not see all. Cached, and grown step by step as streams come.
 
-patterns -> Match (exact keys, wildcards) -- advance: some streams at a time, so that the loop is not held up --> ids
+patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time, the loop is not held up --> ids
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Final, NamedTuple, Protocol
 
 from history.log import Log, Stream
 from uprotocol import uri as uris
@@ -18,8 +18,54 @@ PATTERNS_MAX: Final = 1_000  # of one request; who wants more wants a wildcard
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
 COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
+CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
+CALLERS_SHARE: Final = 4  # one authority has at most a quarter of what all have: three others must be able to work beside it
 
-Key = tuple[tuple[str, int, int, int], ...]
+Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
+
+
+class Sight(Protocol):
+    """What one caller may see of a log. Callers of the same `key` see the same; it changes with whatever changes that."""
+
+    @property
+    def key(self) -> Hashable: ...
+
+    @property
+    def cost(self) -> int:
+        """With how many patterns a topic is compared."""
+
+    def sees(self, source: UUri, sink: UUri | None) -> bool: ...
+
+
+class SeesAll:
+    """Of who has no bounds."""
+
+    key, cost = "all", 0
+
+    def sees(self, source: UUri, sink: UUri | None) -> bool:
+        return True
+
+
+EVERYTHING: Final = SeesAll()
+
+
+class Access(Protocol):
+    """Who may see what. `version` changes whenever an answer of `of` may."""
+
+    @property
+    def version(self) -> int: ...
+
+    def of(self, caller: UUri) -> Sight:
+        """What the caller with this address may see now."""
+
+
+class Open:
+    """Everybody may see everything."""
+
+    version = 0
+
+    def of(self, caller: UUri) -> Sight:
+        return EVERYTHING
 
 
 def is_publish(stream: Stream) -> bool:
@@ -31,50 +77,89 @@ def is_publish(stream: Stream) -> bool:
 
 
 class Match:
-    """The streams of one log that some of the patterns match; no pattern matches every topic."""
+    """The streams of one log that some of the patterns match and that may be seen; no pattern matches every topic.
 
-    def __init__(self, log: Log, patterns: Sequence[UUri]) -> None:
-        self._log = log
+    `withheld` counts those that match and may not be seen.
+    """
+
+    def __init__(self, log: Log, patterns: Sequence[UUri], sight: Sight = EVERYTHING) -> None:
+        self._log, self._sight = log, sight
         self._exact = {uris.key(pattern) for pattern in patterns if not uris.has_wildcard(pattern)}
         self._wildcards = [pattern for pattern in patterns if uris.has_wildcard(pattern)] if patterns else [uris.ANY]
         self._seen = 0
         self.ids: set[int] = set()
+        self.withheld = 0
 
     def advance(self) -> bool:
         """One step; True if every stream there is has been looked at."""
-        step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards)))
+        step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards) + self._sight.cost))
         for stream in self._log.streams_from(self._seen, step):
             self._seen += 1
-            if is_publish(stream) and self._matches(stream.source):
+            if not is_publish(stream) or not self._matches(stream.source):
+                continue
+            if self._sight.sees(stream.source, stream.sink):
                 self.ids.add(stream.id)
+            else:
+                self.withheld += 1
         return self._seen == self._log.stream_count
 
     def _matches(self, topic: UUri) -> bool:
         return uris.key(topic) in self._exact or any(uris.matches(pattern, topic) for pattern in self._wildcards)
 
 
+class Patterns(NamedTuple):
+    """What a request asks for."""
+
+    key: tuple[tuple[str, int, int, int], ...]
+    uris: tuple[UUri, ...]
+
+    def all_hidden_from(self, sight: Sight) -> bool:
+        """True if topics are named, each by itself, and none may be seen. That depends on no log: who is refused learns nothing of it."""
+        return bool(self.uris) and not any(uris.has_wildcard(topic) or sight.sees(topic, None) for topic in self.uris)
+
+
+def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
+    """Without doubles; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
+    if len(topics) > PATTERNS_MAX:
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards")
+    patterns: dict[tuple[str, int, int, int], UUri] = {}
+    for topic in topics:
+        pattern = uris.with_authority(topic, caller)
+        uris.validate(pattern)
+        if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
+            raise invalid(f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF")
+        patterns[uris.key(pattern)] = pattern
+    if sum(map(uris.has_wildcard, patterns.values())) > WILDCARD_PATTERNS_MAX:
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards")
+    return Patterns(tuple(sorted(patterns)), tuple(patterns.values()))
+
+
 class Matches:
+    """The matches in use, by what is asked for and what may be seen: none is looked for again with each request."""
+
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
-        self._cached: dict[Key, dict[Log, Match]] = {}
+        self._cached: dict[Key, tuple[str, dict[Log, Match]]] = {}  # with the authority that asked first; what was used last is last
 
-    def of(self, topics: Sequence[UUri], caller: str) -> dict[Log, Match]:
-        """A match for each log; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
-        if len(topics) > PATTERNS_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards")
-        patterns: dict[tuple[str, int, int, int], UUri] = {}
-        for topic in topics:
-            pattern = uris.with_authority(topic, caller)
-            uris.validate(pattern)
-            if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
-                raise invalid(f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF")
-            patterns[uris.key(pattern)] = pattern
-        if sum(map(uris.has_wildcard, patterns.values())) > WILDCARD_PATTERNS_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards")
-        key = tuple(sorted(patterns))
-        found = self._cached.get(key)
-        if found is None:
-            if len(self._cached) >= CACHED_MAX:
-                self._cached.clear()
-            found = self._cached[key] = {log: Match(log, list(patterns.values())) for log in self._logs}
-        return found
+    def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
+        """A match for each log."""
+        key = (sight.key, patterns.key)
+        known = self._cached.pop(key, None)
+        if known is None:
+            self._make_room(caller)
+            known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
+        self._cached[key] = known
+        return known[1]
+
+    def _make_room(self, caller: str) -> None:
+        """Who asks for ever other topics pushes out its own."""
+        own = [key for key, (whose, _) in self._cached.items() if whose == caller]
+        if len(own) >= CACHED_MAX // CALLERS_SHARE:
+            del self._cached[own[0]]
+        ids = [sum(len(match.ids) for match in matches.values()) for _, matches in self._cached.values()]
+        total = sum(ids)
+        for key, count in zip(list(self._cached), ids, strict=True):
+            if total <= CACHED_IDS_MAX and len(self._cached) < CACHED_MAX:
+                break
+            del self._cached[key]
+            total -= count

@@ -1,8 +1,10 @@
 """core.ustreamer: the history on the wire (Describe, Poll), over any transport.
 
-request -> checked -> places: one per log -> collect: scan, gaps -> reply with `next`
-                           ^                        | nothing yet
-                           '-- wait: commits of matching streams, bounded by wait_ms and the request's ttl
+request -> checked, allowed? -> turn -> places: one per log -> collect: scan, gaps -> reply with `next`
+                                 ^                               | nothing yet
+                                 '-- wait: commits of matching streams, bounded by wait_ms and the request's ttl
+
+What a caller may not see (`access`) matches nothing: no record, no gap, no topic of it, and no wake-up.
 """
 
 from __future__ import annotations
@@ -10,13 +12,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
+from history import asked as requests
 from history import witness
+from history.asked import POLL_BYTES_MAX, Poll
+from history.consumers import Consumers, cursor_name
 from history.log import Log
-from history.matching import Match, Matches
+from history.matching import EVERYTHING, Access, Match, Matches, Open, Patterns, Sight, patterns_of
+from history.turns import Turns
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
@@ -32,75 +38,39 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Witness,
 )
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 UE_ID: Final = 0x4  # core.ustreamer
 VERSION: Final = 1
 DESCRIBE: Final = 1
 POLL: Final = 2
 
-POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
-POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
 POLL_STEPS_MAX: Final = 16  # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
-POLLS_WAITING_MAX: Final = 256  # each is a consumer with nothing to do
-POLLS_READING_MAX: Final = 8  # replies being made at once, which bounds memory to some tens of MiB
-WAIT_MS_MAX: Final = 60_000  # a caller that is gone is noticed by then
-TTL_MARGIN_MS: Final = 200  # of the request's ttl, or a tenth of it, is left for the reply's way back
-LEASE_MS_DEFAULT: Final = 60_000
-LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
-CONSUMERS_MAX: Final = 1_000  # with a lease that lasts; peers of the streamer have cursors beside them
-CONSUMER_LENGTH_MAX: Final = 200  # characters
+REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
+POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
+CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: three others must be able to work beside it
+REPLY_BYTES_MAX: Final = 5 << 18  # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
+REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
-INCARNATION_BYTES: Final = 16
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
-
-
-def cursor_name(consumer: str) -> str:
-    """The name of a consumer's cursor in each log."""
-    return f"consumer:{consumer}"
-
-
-@dataclass(slots=True)
-class _Poll:
-    """A request that was found valid."""
-
-    matches: dict[Log, Match]
-    positions: dict[bytes, int]
-    known: dict[bytes, witness.Known]
-    until: dict[bytes, int]
-    acked: dict[bytes, int]
-    records_max: int
-    bytes_max: int
-    wait_ms: float
-    lease_ms: int
-    places: dict[Log, int] = field(default_factory=dict)  # where each log is read on
-
-    def end(self, log: Log) -> int:
-        return min(log.newest_seq, self.until.get(log.incarnation, log.newest_seq))
-
-    @property
-    def pending(self) -> list[Log]:
-        return [log for log, place in self.places.items() if place < self.end(log)]
-
-    @property
-    def is_over(self) -> bool:
-        """Nothing that may come is wanted."""
-        return all(place >= self.until.get(log.incarnation, place + 1) for log, place in self.places.items())
 
 
 @dataclass(eq=False, slots=True)
 class _Waiting:
-    matches: dict[Log, Match]
+    poll: Poll
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class HistoryService:
     """Serves the `logs` of one streamer at uEntity 4, version 1 of the authority of `local`. Only publishes are visible.
 
-    `counts`: polls, records, gaps, and refused, since the start.
+    `access` says which of them a caller may see (None: all); it is asked with every look at a log. `counts`, since the start: polls,
+    describes, records, gaps, refused (all that were), denied (those that may not), withheld (calls that matched what their caller may
+    not see).
     """
 
     def __init__(
@@ -109,19 +79,36 @@ class HistoryService:
         local: LocalUriProvider,
         logs: Iterable[Log],
         *,
+        access: Access | None = None,
         polls_waiting_max: int = POLLS_WAITING_MAX,
         poll_bytes_max: int = POLL_BYTES_MAX,
+        reply_bytes_max: int = REPLY_BYTES_MAX,
+        replies_bytes_max: int = REPLIES_BYTES_MAX,
+        share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         own = LocalUriProvider(local.get_authority(), UE_ID, VERSION)
-        self._server = InMemoryRpcServer(transport, own, drain_ms_max=drain_ms_max)
+        self._server = InMemoryRpcServer(
+            transport,
+            own,
+            requests_running_max=REQUESTS_RUNNING_MAX,
+            responses_bytes_max=replies_bytes_max,
+            share=share,
+            drain_ms_max=drain_ms_max,
+        )
         self._logs = list(logs)
         self._by_incarnation = {log.incarnation: log for log in self._logs}
+        self._access: Access = access if access is not None else Open()
+        self._access_version = self._access.version
         self._matches = Matches(self._logs)
         self._polls_waiting_max, self._poll_bytes_max, self._now_ms = polls_waiting_max, poll_bytes_max, now_ms
+        self._polls_waiting_each = max(1, polls_waiting_max // share)
         self._waiting: set[_Waiting] = set()
-        self._reading = asyncio.Semaphore(POLLS_READING_MAX)
+        self._waiting_of: Counter[str] = Counter()  # by authority
+        self._turns = Turns(reply_bytes_max, self._server.responses.has_room, share=share)
+        self._server.responses.on_taken(self._turns.look)
+        self.consumers = Consumers(self._logs, now_ms, share=share)
         self._seen: dict[Log, int] = {}
         self._stop_listening: list[Callable[[], None]] = []
         self._stopping = False
@@ -133,6 +120,7 @@ class HistoryService:
     async def start(self) -> None:
         """Raises what the transport says."""
         self._stopping = False
+        self.consumers.load()
         for log in self._logs:
             self._seen[log] = log.newest_seq
             self._stop_listening.append(log.on_append(lambda log=log: self._appended(log)))  # type: ignore[misc]
@@ -149,11 +137,40 @@ class HistoryService:
         self._stop_listening.clear()
         await self._server.close()
 
+    @contextlib.contextmanager
+    def _counted(self, what: str) -> Iterator[None]:
+        """Around the part of a call in which it may be refused."""
+        try:
+            yield
+        except UStatusError as error:
+            self.counts["refused"] += 1
+            if error.code == UCode.PERMISSION_DENIED:
+                self.counts["denied"] += 1
+            raise
+        self.counts[what] += 1
+
+    def _sight(self, caller: UUri, patterns: Patterns) -> Sight:
+        """Raises PERMISSION_DENIED if that is none of what is asked for."""
+        sight = self._access.of(caller)
+        if patterns.all_hidden_from(sight):
+            raise UStatusError(UCode.PERMISSION_DENIED, "the rules, or [[access]], of this streamer let you read none of these topics")
+        return sight
+
     # -- Describe
 
     async def _describe(self, request: UMessage) -> DescribeResponse:
-        asked = UPayload.of(request).unpack(DescribeRequest)
-        matches = self._matches.of(asked.topics, request.attributes.source.authority_name)
+        caller = request.attributes.source
+        with self._counted("describes"):
+            patterns = patterns_of(UPayload.of(request).unpack(DescribeRequest).topics, caller.authority_name)
+            sight = self._sight(caller, patterns)
+        await self._turns.begin(caller.authority_name, request.attributes.ttl / 1000)
+        try:
+            return await self._described(self._matches.of(patterns, sight, caller.authority_name))
+        finally:
+            self._turns.end(caller.authority_name)
+            self._end_reply(caller.authority_name)
+
+    async def _described(self, matches: dict[Log, Match]) -> DescribeResponse:
         response = DescribeResponse()
         for log in self._logs:
             response.logs.append(
@@ -171,51 +188,46 @@ class HistoryService:
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once")
             response.topics.extend(_topic_state(log, id) for id in sorted(matches[log].ids) if log.stream(id).records)
+        self._count_withheld(matches)
         return response
+
+    def _count_withheld(self, matches: dict[Log, Match]) -> None:
+        self.counts["withheld"] += any(match.withheld for match in matches.values())
+
+    def _end_reply(self, caller: str) -> None:
+        """After the step that is under way, which posts the response: from then on its bytes are counted there."""
+        asyncio.get_running_loop().call_soon(self._turns.ended, caller)
 
     # -- Poll
 
     async def _poll(self, request: UMessage) -> PollResponse:
-        try:
+        caller = request.attributes.source
+        with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
-            poll = self._checked(asked, request)
-        except UStatusError:
-            self.counts["refused"] += 1
-            raise
-        self.counts["polls"] += 1
-        for match in poll.matches.values():
-            await _complete(match)
+            poll = requests.checked(asked, request.attributes, self._poll_bytes_max, self._now_ms())
+            self._look_again(poll, caller)
+            if asked.consumer:
+                self.consumers.require(asked.consumer, poll.owner)
         response = PollResponse()
-        await self._place(poll, asked, response)
-        response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
-        self._hold(asked.consumer, poll, response)
-        response.more = await self._answer(poll, response)
-        response.next.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
+        response.more = await self._answer(poll, caller, response)
         self.counts["records"] += sum(len(batch.seq) for batch in response.batches)
         self.counts["gaps"] += len(response.gaps)
         return response
 
-    def _checked(self, asked: PollRequest, request: UMessage) -> _Poll:
-        """Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED if too much is asked for."""
-        if len(asked.consumer) > CONSUMER_LENGTH_MAX:
-            raise invalid(f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters, got {len(asked.consumer)}")
-        if asked.WhichOneof("start") == "after_message_id" and len(asked.after_message_id) != 16:
-            raise invalid(f"a message id has 16 bytes, got {len(asked.after_message_id)}")
-        ttl = request.attributes.ttl
-        left = ttl - max(0, self._now_ms() - uuids.time_ms(request.attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
-        return _Poll(
-            self._matches.of(asked.topics, request.attributes.source.authority_name),
-            _positions(asked.positions),
-            witness.checked(asked.positions),
-            _positions(asked.until),
-            _positions(asked.acked),
-            min(asked.max_records or POLL_RECORDS_MAX, POLL_RECORDS_MAX),
-            min(asked.max_bytes or self._poll_bytes_max, self._poll_bytes_max),
-            max(0, min(asked.wait_ms, WAIT_MS_MAX, left)),
-            min(asked.lease_ms or LEASE_MS_DEFAULT, LEASE_MS_MAX) if asked.consumer else 0,
-        )
+    def _look_again(self, poll: Poll, caller: UUri) -> None:
+        """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
+        sight = self._sight(caller, poll.patterns)
+        if poll.sight is None or poll.sight.key != sight.key:
+            poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
 
-    async def _place(self, poll: _Poll, asked: PollRequest, response: PollResponse) -> None:
+    async def _begin(self, poll: Poll, response: PollResponse) -> None:
+        """Where each log is read from, and the consumer's cursor."""
+        self._count_withheld(poll.matches)
+        await self._place(poll, response)
+        response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
+        self._hold(poll, response)
+
+    async def _place(self, poll: Poll, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
         for incarnation, seq in poll.positions.items():
             # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had records.
@@ -223,7 +235,7 @@ class HistoryService:
                 response.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:
-                poll.places[log] = await self._start(log, asked, response)
+                poll.places[log] = await self._start(log, poll, response)
                 continue
             seq = poll.places[log] = poll.positions[log.incarnation]
             known = poll.known[log.incarnation]
@@ -236,7 +248,8 @@ class HistoryService:
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
                 poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
 
-    async def _start(self, log: Log, asked: PollRequest, response: PollResponse) -> int:
+    async def _start(self, log: Log, poll: Poll, response: PollResponse) -> int:
+        asked = poll.asked
         start = asked.WhichOneof("start")
         if start == "latest" and asked.latest:
             return log.newest_seq
@@ -244,7 +257,7 @@ class HistoryService:
             seq = await log.seq_before_time(asked.after_time.ToMilliseconds())
         elif start == "after_message_id":
             found = await log.seq_of_id(asked.after_message_id)
-            if found is not None:
+            if found is not None and await self._sees_record(log, found, poll):
                 return found
             # Not in this log, or no longer: whatever was appended after the id was made is at least what follows it.
             seq = await log.seq_before_time(int.from_bytes(asked.after_message_id[:6], "big"))
@@ -254,56 +267,85 @@ class HistoryService:
             response.gaps.append(_gap(Gap.REASON_RETENTION, log, 0, log.floor_seq + 1))
         return max(seq, log.floor_seq)
 
-    def _hold(self, consumer: str, poll: _Poll, response: PollResponse) -> None:
+    async def _sees_record(self, log: Log, seq: int, poll: Poll) -> bool:
+        """Whether the caller may know that this record is there, on whichever topic."""
+        assert poll.sight is not None, "checked"
+        if poll.sight is EVERYTHING:
+            return True
+        match = self._matches.of(patterns_of((), poll.caller), poll.sight, poll.caller)[log]
+        await _complete(match)
+        return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
+
+    def _hold(self, poll: Poll, response: PollResponse) -> None:
         """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it begins."""
+        consumer = poll.asked.consumer
         if not consumer:
             return
-        name = cursor_name(consumer)
         for log, place in poll.places.items():
-            known = log.cursor(name)
-            if known is None and sum(other.startswith(cursor_name("")) for other in log.cursors()) >= CONSUMERS_MAX:
-                raise UStatusError(
-                    UCode.RESOURCE_EXHAUSTED, f"{CONSUMERS_MAX} consumers have a cursor, which is the limit: wait for a lease to end"
-                )
+            known = log.cursor(cursor_name(consumer))
             seq = poll.acked.get(log.incarnation, place if known is None else known)
-            log.set_cursor(name, min(seq, log.newest_seq), lease_ms=poll.lease_ms + int(poll.wait_ms))
+            self.consumers.hold(consumer, poll.owner, log, seq, poll.lease_ms + int(poll.wait_ms))
         response.lease_ms = poll.lease_ms
 
-    async def _answer(self, poll: _Poll, response: PollResponse) -> bool:
+    async def _answer(self, poll: Poll, caller: UUri, response: PollResponse) -> bool:
         """Fill `response` with what there is, or what comes while the poll may wait; True if there is more at hand.
 
         Who waits is on the list before it looks, so that nothing can come in between unnoticed.
         """
-        waiting = _Waiting(poll.matches)
-        may_wait = len(self._waiting) < self._polls_waiting_max
-        deadline = asyncio.get_running_loop().time() + poll.wait_ms / 1000
-        if may_wait:
+        waiting = _Waiting(poll)
+        time = asyncio.get_running_loop().time
+        deadline, gives_up = time() + poll.wait_ms / 1000, time() + poll.left_ms / 1000
+        refusal = self._why_not_wait(poll.caller)
+        if refusal is None:
             self._waiting.add(waiting)
+            self._waiting_of[poll.caller] += 1
         try:
             while True:
                 waiting.woken.clear()
-                complete = await self._collect(poll, response)
-                if response.batches or response.gaps or not complete:
-                    return bool(poll.pending)
-                if poll.is_over or self._stopping or deadline <= asyncio.get_running_loop().time():
-                    return False
-                if not may_wait:
-                    raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later")
+                is_done = await self._look(poll, caller, response, gives_up - time())
+                if is_done or poll.is_over or self._stopping or deadline <= time():
+                    return bool(poll.pending) if is_done else False
+                if refusal is not None:
+                    raise refusal
                 with contextlib.suppress(TimeoutError):  # then look once more: `next` covers what was not for this poll
                     async with asyncio.timeout_at(deadline):
                         await waiting.woken.wait()
+                self._look_again(poll, caller)
         finally:
-            self._waiting.discard(waiting)
+            if refusal is None:
+                self._waiting.discard(waiting)
+                self._waiting_of[poll.caller] -= 1
+                self._waiting_of += Counter()
 
-    async def _collect(self, poll: _Poll, response: PollResponse) -> bool:
+    def _why_not_wait(self, caller: str) -> UStatusError | None:
+        if len(self._waiting) >= self._polls_waiting_max:
+            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later")
+        if self._waiting_of[caller] >= self._polls_waiting_each:
+            what = f"{self._polls_waiting_each} polls of authority {caller!r} wait already: try again later"
+            return UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        return None
+
+    async def _look(self, poll: Poll, caller: UUri, response: PollResponse, seconds: float) -> bool:
+        """Read on when it is this caller's turn; True if there is something to answer."""
+        await self._turns.begin(poll.caller, seconds)
+        try:
+            for match in poll.matches.values():
+                await _complete(match)
+            if not poll.places:
+                await self._begin(poll, response)
+            complete = await self._read_all(poll, response)
+            del response.next[:]
+            response.next.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
+        finally:
+            self._turns.end(poll.caller)
+            self._end_reply(poll.caller)
+        return bool(response.batches or response.gaps or not complete)
+
+    async def _read_all(self, poll: Poll, response: PollResponse) -> bool:
         """Read every log from its place on, each with its share of the reply, as far as the reply and some steps go.
 
         True if it came to the end of each log, as that was when it began.
         """
-        async with self._reading:
-            return await self._read_all(poll, response)
-
-    async def _read_all(self, poll: _Poll, response: PollResponse) -> bool:
         complete = True
         pending = poll.pending
         records, bytes = poll.records_max, poll.bytes_max
@@ -355,9 +397,15 @@ class HistoryService:
         if not self._waiting:
             return
         came: frozenset[int] = frozenset().union(*(chunk.stream_set for chunk in chunks or ()))
+        is_old = self._access_version != self._access.version  # what is waited for may not be what may be seen now
+        self._access_version = self._access.version
+        hits: dict[int, bool] = {}  # by the identity of the match, which many polls may share
         for waiting in self._waiting:
-            match = waiting.matches[log]
-            if chunks is None or not match.advance() or not match.ids.isdisjoint(came):
+            match = waiting.poll.matches[log]
+            hit = hits.get(id(match))
+            if hit is None:
+                hit = hits[id(match)] = chunks is None or not match.advance() or not match.ids.isdisjoint(came)
+            if hit or is_old:
                 waiting.woken.set()
 
 
@@ -366,14 +414,7 @@ async def _complete(match: Match) -> None:
         await asyncio.sleep(0)
 
 
-def _positions(given: Sequence[Position]) -> dict[bytes, int]:
-    for position in given:
-        if len(position.incarnation) != INCARNATION_BYTES:
-            raise invalid(f"an incarnation has {INCARNATION_BYTES} bytes, got {len(position.incarnation)}")
-    return {position.incarnation: position.seq for position in given}
-
-
-async def _told(log: Log, seq: int, poll: _Poll) -> Position:
+async def _told(log: Log, seq: int, poll: Poll) -> Position:
     """A place, with the record there as its witness: what the caller has brought, else from the log."""
     digest = poll.known.get(log.incarnation, {}).get(seq)
     witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]

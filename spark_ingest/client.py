@@ -324,6 +324,8 @@ class History:
                     await self._client.poll(request)
             except UStatusError as error:
                 log.warning("the consumer's lease could not be renewed", consumer=request.consumer, error=str(error))
+                if error.code == UCode.PERMISSION_DENIED:
+                    return  # another one has the name now: the next batch tells it, asking on tells nobody
 
     async def _close(self) -> None:
         if self._renewal is not None:

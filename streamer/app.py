@@ -23,10 +23,12 @@ from history.gaps import Gaps
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
+from streamer import hosted as hosting
 from streamer import metrics
+from streamer.access import Access, Entry, Pattern
 from streamer.admin import Admin
 from streamer.claims import Claims
-from streamer.config import Config, EndpointSection, RuleSection, patterns
+from streamer.config import AccessSection, Config, EndpointSection, RuleSection, patterns
 from streamer.control import Control, ControlSocket
 from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
@@ -36,7 +38,7 @@ from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
-from streamer.limits import Limits
+from streamer.limits import CALLERS_SHARE, Limits
 from streamer.paused import FILE, Paused
 from streamer.retry import Backoff, Pace
 from streamer.rules import Rule, Rules
@@ -180,7 +182,16 @@ class Streamer:
             flow.followers = [pump for pump in self.pumps if pump.log is one]
         self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
-        self.history = HistoryService(self.hosted, self.local, list(logs), drain_ms_max=DRAIN_MS_MAX)
+        self.history = HistoryService(
+            self.hosted,
+            self.local,
+            list(logs),
+            access=Access(self.endpoints, self.rules, [_entry(section) for section in config.access], hosting.is_inside),
+            reply_bytes_max=self.limits.reply_bytes_max,
+            replies_bytes_max=self.limits.replies_bytes_max,
+            share=CALLERS_SHARE,
+            drain_ms_max=DRAIN_MS_MAX,
+        )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
@@ -318,8 +329,9 @@ class Streamer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await asyncio.gather(*(event.wait() for event in opened.values()))
-        await self.history.start()
-        await self.control.start()
+        with self.hosted.unserved.changing():
+            await self.history.start()
+            await self.control.start()
         if self.usubscription is not None and not await self._start_usubscription(self.usubscription):
             start(self._retry_usubscription(self.usubscription), "usubscription")
         self.interest.on_change(self._interest_changed)
@@ -388,8 +400,10 @@ class Streamer:
                 await step("usubscription", self.usubscription.stop)
             await step("history", self.history.stop)
             await step("control", self.control.stop)
+            await self.hosted.unserved.drain(DRAIN_MS_MAX)
 
-        await _within(SERVICES_CLOSE_S, "services", services())
+        with self.hosted.unserved.changing():
+            await _within(SERVICES_CLOSE_S, "services", services())
         await asyncio.gather(
             *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
         )
@@ -399,7 +413,8 @@ class Streamer:
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
         """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
         try:
-            await service.start()
+            with self.hosted.unserved.changing():
+                await service.start()
         except UStatusError as error:
             if error.code == UCode.FAILED_PRECONDITION:
                 raise
@@ -531,6 +546,12 @@ class Streamer:
             await self._listen()
             raise
 
+    def release(self, consumer: str) -> str:
+        """Take a consumer's name from its owner, for the next uEntity that uses it; who had it. Raises NOT_FOUND."""
+        owner = str(self.history.consumers.release(consumer))
+        log.info("a consumer was released", consumer=consumer, owner=owner)
+        return owner
+
     async def remove_rule(self, ingress: str, egress: str) -> None:
         """Stop passing messages. Raises NOT_FOUND."""
         self.rules.remove(ingress, egress)
@@ -650,6 +671,11 @@ def _rule(section: RuleSection) -> Rule:
     return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
 
 
+def _entry(section: AccessSection) -> Entry:
+    callers, allow, deny = ([Pattern.parse(text) for text in texts] for texts in (section.callers, section.allow, section.deny))
+    return Entry(section.endpoint or "", callers, allow, deny)
+
+
 async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
     """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong for good."""
     stopping = stopping or asyncio.Event()
@@ -667,7 +693,7 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
-        async with ControlSocket(config.streamer.data_dir, streamer.paused, streamer.vehicles):
+        async with ControlSocket(config.streamer.data_dir, streamer.paused, streamer.release, streamer.vehicles):
             await streamer.run()
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)

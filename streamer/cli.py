@@ -60,7 +60,10 @@ app = typer.Typer(
 )
 
 cursors_app = typer.Typer(
-    name="cursors", help="What waits for whom in a streamer's log: list, adopt, forget.", no_args_is_help=True, rich_markup_mode="rich"
+    name="cursors",
+    help="What waits for whom in a streamer's log: list, adopt, forget, consumers, release.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 app.add_typer(cursors_app)
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
@@ -635,6 +638,37 @@ def cursors_forget(
         path = _data_dir(data_dir, config) / LOG_NAME
     records = _run(cursors.forget(path, endpoint))
     _print(as_json, {"endpoint": endpoint, "records": records}, f"{records} records wait for {endpoint} no more")
+
+
+@cursors_app.command(name="consumers")
+def cursors_consumers(data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+    """Who reads the history under which name. Writes nothing; the streamer may run.
+
+    Example: [bold]up-streamer cursors consumers --config vehicle.toml[/]
+    """
+    with _errors():
+        found = cursors.consumers(_data_dir(data_dir, config) / LOG_NAME)
+    for one in found:
+        lease = f"its lease ends in {one.lease_s} s" if one.lease_s else "its lease is over"
+        line = f"{one.consumer!r} of {one.owner or 'nobody yet'}: {one.records} records after {one.seq}, {lease}"
+        _print(as_json, dataclasses.asdict(one), line)
+
+
+@cursors_app.command(name="release")
+def cursors_release(
+    consumer: Annotated[str, typer.Argument(help="The consumer whose name another uEntity shall use.")],
+    data_dir: DataDir = None,
+    config: OrConfig = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a consumer's name from its owner: the next uEntity that uses it has it, and goes on at its cursor. The streamer may run or not.
+
+    Example: [bold]up-streamer cursors release spark-job --config vehicle.toml[/]
+    """
+    with _errors():
+        path = _data_dir(data_dir, config) / LOG_NAME
+    owner = _run(cursors.release(path, consumer))
+    _print(as_json, {"consumer": consumer, "owner": owner}, f"{consumer!r} belongs to {owner} no more")
 
 
 # Stop and start dispatching

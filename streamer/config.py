@@ -2,6 +2,7 @@
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
+[[access]]  who reads what of the history, where that is not what the rules say
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from streamer import names
+from streamer.access import Pattern as AccessPattern
 from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
@@ -65,6 +67,14 @@ def _pattern(text: str) -> str:
     return text
 
 
+def _wide_pattern(text: str) -> str:
+    try:
+        AccessPattern.parse(text)
+    except UStatusError as error:
+        raise ValueError(error.message) from None
+    return text
+
+
 def _host_port(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or int(port) > 65_535:
@@ -78,6 +88,7 @@ Authority = Annotated[str, AfterValidator(_authority)]
 AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
 Suffix = Annotated[str, AfterValidator(_suffix)]
 Pattern = Annotated[str, AfterValidator(_pattern)]
+WidePattern = Annotated[str, AfterValidator(_wide_pattern)]
 
 
 def patterns(texts: list[str]) -> list[UUri]:
@@ -155,6 +166,25 @@ class RuleSection(_Section):
     )
     deny: list[Pattern] = Field(default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED")
     delivery: Literal["standard"] = Field(default="standard", description="the only one so far")
+
+
+class AccessSection(_Section):
+    """Who reads what of the history. A caller reads what came from its own network and what the rules let go there, unless an entry names
+    it: then what matches `allow` (none given: what it would read without the entry) and not `deny`; the first entry that names it counts.
+    """
+
+    endpoint: str | None = Field(default=None, description="callers on this endpoint; without it, on any")
+    callers: list[WidePattern] = Field(
+        default=[], description="patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all"
+    )
+    allow: list[WidePattern] = Field(
+        default=[],
+        description="patterns of topics that these callers read, and no other ones, whatever the rules say. None: what the rules say. "
+        "A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family",
+    )
+    deny: list[WidePattern] = Field(
+        default=[], description="patterns of topics that they don't read; stronger than `allow`. The topic is as if it weren't there"
+    )
 
 
 class HistorySection(_Section):
@@ -267,6 +297,7 @@ class Config(_Section):
     streamer: StreamerSection = StreamerSection()
     endpoint: list[EndpointSection] = Field(min_length=1)
     rule: list[RuleSection] = []
+    access: list[AccessSection] = []
     history: HistorySection = HistorySection()
     usubscription: USubscriptionSection = USubscriptionSection()
     egress: EgressSection = EgressSection()
@@ -333,6 +364,10 @@ class Config(_Section):
                     yield what, ("rule", index, key)
             if rule.from_ == rule.to:
                 yield f"a rule from {rule.from_!r} to itself would forward in a circle", ("rule", index, "to")
+        for index, entry in enumerate(self.access):
+            if entry.endpoint is not None and entry.endpoint not in names:
+                what = f"access names endpoint {entry.endpoint!r}, which there is not; known are {', '.join(names)}"
+                yield what, ("access", index, "endpoint")
 
     @property
     def authority(self) -> str:

@@ -1,7 +1,7 @@
-"""Who may stop and start the dispatching of topics, and how they say so.
+"""Who may stop and start the dispatching of topics, and how they say so; and the way in for the command line.
 
 core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
-command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused
+command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused, consumers
              streamer stopped: the file of Paused, under the lock of the log
              vehicles: what the source authorities send (ledger.py), while it runs
 """
@@ -94,9 +94,17 @@ class Control:
 class ControlSocket:
     """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command line its way only."""
 
-    def __init__(self, folder: Path, paused: Paused, vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: []) -> None:
-        """`vehicles(count)`: what the source authorities send, those that send most."""
-        self._folder, self._paused, self._vehicles = folder, paused, vehicles
+    def __init__(
+        self,
+        folder: Path,
+        paused: Paused,
+        release: Callable[[str], str],
+        vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: [],
+    ) -> None:
+        """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND. `vehicles(count)`: what the source
+        authorities send, those that send most.
+        """
+        self._folder, self._paused, self._release, self._vehicles = folder, paused, release, vehicles
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
@@ -146,9 +154,10 @@ class ControlSocket:
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer, count = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", "")), int(asked.get("count", 0))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-            raise invalid("expected one line of JSON with do, and topic and peer, or count") from None
+            what, topic, peer, consumer = asked["do"], *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
+            count = int(asked.get("count", 0))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
+            raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
         ended = 0
         match what:
             case "pause":
@@ -157,10 +166,12 @@ class ControlSocket:
                 ended = await self._paused.resume(uris.parse(topic), peer)
             case "paused":
                 pass
+            case "release":
+                return {"owner": self._release(consumer)}
             case "vehicles":
                 return {"vehicles": self._vehicles(max(0, min(count, VEHICLES_MAX)))}
             case _:
-                raise invalid(f"do is pause, resume, paused or vehicles, got {what!r}")
+                raise invalid(f"do is pause, resume, paused, release or vehicles, got {what!r}")
         return {"ended": ended, "paused": sorted(self._paused)}
 
 
@@ -182,23 +193,21 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -
 
     `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs and does not answer.
     """
-    answer = _exchange(folder, {"do": do, "topic": topic, "peer": peer})
-    if answer is None:
-        return _ask_file(folder, do, topic, peer, own)
-    return [Pause(*one) for one in answer["paused"]]
+    answer = call(folder, {"do": do, "topic": topic, "peer": peer})
+    return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
 def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
     """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no streamer runs."""
-    answer = _exchange(folder, {"do": "vehicles", "count": count})
+    answer = call(folder, {"do": "vehicles", "count": count})
     if answer is None:
         raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")
     found: list[dict[str, Any]] = answer["vehicles"]
     return found
 
 
-def _exchange(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
-    """The answer of the streamer that runs there; None if there is none. Raises UStatusError."""
+def call(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """What the streamer with this data_dir answers; None if it is stopped. Blocks. Raises as `ask`."""
     if not folder.is_dir():
         raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
     try:

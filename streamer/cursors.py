@@ -1,21 +1,27 @@
-"""What the command line does with the cursors of endpoints, in the log of a streamer: list them, give one to another endpoint, forget one.
+"""What the command line does with cursors in the log of a streamer: of endpoints list, adopt, forget; of consumers list, release.
 
 listed(path) -> one row an endpoint          reads only; the streamer may run
+consumers(path) -> one row a consumer        the same
 adopt(path, old, new), forget(path, name)    the log's owner does that, so the streamer must be stopped
+release(path, consumer)                      by the streamer that runs, else in its log
 """
 
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from history.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
+from history.consumers import owner_of, owners
 from history.log import Log
 from history.rows import CURSOR
 from storage.disk import REAL_DISK
+from streamer import control
 from streamer.egress import CURSOR_PREFIX
 from streamer.parked import PARKED_PREFIX
 from uprotocol.status import UStatusError, invalid
@@ -36,8 +42,46 @@ class Listed:
     parked_topics: int
 
 
+@dataclass(frozen=True, slots=True)
+class Consumer:
+    """The cursor of one consumer in the durable log, and whose its name is ("": nobody's, the next caller that uses it gets it)."""
+
+    consumer: str
+    owner: str
+    seq: int
+    records: int  # that come after it
+    lease_s: int  # for so long it holds retention by age; 0: its owner has not polled for longer than that
+
+
 def listed(path: Path) -> list[Listed]:
     """Raises UStatusError: INVALID_ARGUMENT if there is no log, FAILED_PRECONDITION if it can't be read."""
+    rows, newest, oldest = _rows(path)
+    parked = Counter(name.split(":")[1] for name, *_ in rows if name.startswith(PARKED_PREFIX))
+    found = []
+    for name, seq, _, holds, absent_ms in rows:
+        if name.startswith(CURSOR_PREFIX):
+            endpoint = name.removeprefix(CURSOR_PREFIX)
+            waits = max(0, newest - max(seq, oldest - 1))
+            found.append(Listed(endpoint, seq, waits, bool(holds), round(absent_ms / 3_600_000, 1), parked[endpoint]))
+    return sorted(found, key=lambda one: one.endpoint)
+
+
+def consumers(path: Path) -> list[Consumer]:
+    """Raises as `listed`."""
+    rows, newest, oldest = _rows(path)
+    whose = owners(name for name, *_ in rows)
+    cursors = {name.removeprefix(CONSUMER_PREFIX): (seq, lease) for name, seq, lease, *_ in rows if name.startswith(CONSUMER_PREFIX)}
+    found = []
+    for name in sorted(whose.keys() | cursors):
+        seq, lease_until_ms = cursors.get(name, (0, None))
+        waits = max(0, newest - max(seq, oldest - 1)) if name in cursors else 0
+        lease_s = max(0, int((lease_until_ms or 0) / 1000 - time.time()))
+        found.append(Consumer(name, str(whose.get(name, "")), seq, waits, lease_s))
+    return found
+
+
+def _rows(path: Path) -> tuple[list[Any], int, int]:
+    """Of all cursors, with the seqs of the newest and the oldest record. Raises as `listed`."""
     if not path.exists():
         raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
     try:
@@ -51,14 +95,24 @@ def listed(path: Path) -> list[Listed]:
         raise UStatusError(
             UCode.FAILED_PRECONDITION, f"the cursors in {path} can't be read ({error}): a log of another version, or damaged"
         ) from None
-    parked = Counter(name.split(":")[1] for name, *_ in rows if name.startswith(PARKED_PREFIX))
-    found = []
-    for name, seq, _, holds, absent_ms in rows:
-        if name.startswith(CURSOR_PREFIX):
-            endpoint = name.removeprefix(CURSOR_PREFIX)
-            waits = max(0, (newest or 0) - max(seq, (oldest or 1) - 1))
-            found.append(Listed(endpoint, seq, waits, bool(holds), round(absent_ms / 3_600_000, 1), parked[endpoint]))
-    return sorted(found, key=lambda one: one.endpoint)
+    return rows, newest or 0, oldest or 1
+
+
+async def release(path: Path, consumer: str) -> str:
+    """Take the name from its owner, for the next uEntity that uses it, which goes on at its cursor; who had it. Blocks.
+
+    Raises UStatusError: NOT_FOUND (nobody owns the name), or what Log.open says.
+    """
+    answer = control.call(path.parent, {"do": "release", "consumer": consumer})
+    if answer is not None:
+        return str(answer["owner"])
+    async with await _open(path) as log:
+        rows = [name for name in log.cursor_rows() if (found := owner_of(name)) is not None and found[0] == consumer]
+        if not rows:
+            raise UStatusError(UCode.NOT_FOUND, f"no uEntity owns a consumer named {consumer!r}")
+        for name in rows:
+            log.drop_cursor(name)
+        return str(owners(rows)[consumer])
 
 
 async def adopt(path: Path, old: str, new: str) -> Listed:

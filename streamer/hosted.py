@@ -2,6 +2,7 @@
 
     service -> send -> another hosted service | home network | express lane or log of another endpoint
     ingress (of any endpoint) -> deliver -> service
+                                    '-> a method that there is not: UNIMPLEMENTED (UNAVAILABLE while services come and go)
 
 A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other networks reach
 it by the ordinary walk, and nothing else in the streamer treats it specially.
@@ -10,6 +11,7 @@ it by the ordinary walk, and nothing else in the streamer treats it specially.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Final, Protocol
 
 from streamer.endpoint import Endpoint, Endpoints
@@ -18,6 +20,7 @@ from uprotocol import attributes as attrs
 from uprotocol import message as messages_
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.communication.responses import Unserved
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -26,6 +29,13 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
+
+_inside: ContextVar[bool] = ContextVar("inside", default=False)
+
+
+def is_inside() -> bool:
+    """True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
+    return _inside.get()
 
 
 class Walk(Protocol):
@@ -47,6 +57,7 @@ class HostedTransport(UTransport):
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
         self._table = ListenerTable(authority)
         self._entities: dict[int, int] = {}  # ue_id -> registrations
+        self.unserved = Unserved(self)
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
@@ -66,9 +77,16 @@ class HostedTransport(UTransport):
             return False
         return sink.authority_name == self.authority or (sink.ue_id == USUBSCRIPTION and uris.is_one_of(sink.authority_name, self._also))
 
-    def deliver(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
-        """What has come for hosted services."""
-        return self._table.deliver(messages)
+    def deliver(self, messages: Sequence[UMessage], *, inside: bool = False) -> Awaitable[None] | None:
+        """What has come for hosted services, from a network unless it is from `inside`."""
+        token = _inside.set(inside)  # told anew each time: whoever calls may itself have been called from somewhere else
+        try:
+            for message in messages:
+                if message.attributes.type == attrs.REQUEST and not self._table.wants(message):
+                    self.unserved.answer(message.attributes)
+            return self._table.deliver(messages)
+        finally:
+            _inside.reset(token)
 
     @property
     def connected(self) -> bool:
@@ -111,7 +129,7 @@ class HostedTransport(UTransport):
             taken = self.walk.on_receive_batch([message])
             await self._home.send(message)
         elif self.owns(attributes.sink):
-            taken = self._table.deliver([message])
+            taken = self.deliver([message], inside=True)
         elif (network := self._endpoints.owner(attributes.sink.authority_name)) is not None and network is self._network(attributes.source):
             await network.send(message)
             return
@@ -129,6 +147,7 @@ class HostedTransport(UTransport):
             return
         if self._table.add(source_filter, sink_filter, listener) is None:
             return
+        self.unserved.served(sink_filter)
         count = self._entities.get(sink_filter.ue_id, 0)
         self._entities[sink_filter.ue_id] = count + 1
         if count == 0:

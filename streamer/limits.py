@@ -51,3 +51,8 @@ class Limits:
     def replies_bytes_max(self) -> int:
         """Of answers of the services inside that the network has not taken yet."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 16)
+
+    @property
+    def reply_bytes_max(self) -> int:
+        """Kept free for one answer of the history: one message of the longest, or some thousands of short ones."""
+        return max(self.message_bytes_max, 1 << 20) + (256 << 10)

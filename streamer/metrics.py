@@ -154,6 +154,15 @@ class StreamerCollector(Collector):
         yield CounterMetricFamily(
             "up_streamer_dead_letters_damaged", "Stores of dead letters that were moved aside", value=self._streamer.dead_letters.damaged
         )
+        history = CounterMetricFamily(
+            "up_streamer_history", "What callers asked of the history, and were given or refused", labels=["what"]
+        )
+        for what in ("polls", "describes", "records", "gaps", "refused", "denied", "withheld"):
+            history.add_metric([what], self._streamer.history.counts[what])
+        yield history
+        yield GaugeMetricFamily(
+            "up_streamer_consumers", "Names of consumers that have an owner", value=len(self._streamer.history.consumers)
+        )
         yield CounterMetricFamily("up_streamer_gaps", "Gaps that were told", value=self._streamer.gaps.total)
         yield GaugeMetricFamily("up_streamer_ready", "1 if everything works", value=int(not self._streamer.problems()))
         yield GaugeMetricFamily(

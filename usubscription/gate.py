@@ -1,6 +1,7 @@
 """One filter for all that is sent to the service, so that it comes in the order of arrival.
 
 network -> //AUTHORITY/0/FF/FFFF -> Gate -> by version and resource -> methods, responses to own calls, notifications
+                                                                    '-> a method that there is not: UNIMPLEMENTED
 
 Networks keep the order of what comes through one filter, but not between filters: Zenoh's Python binding has a thread for each.
 """
@@ -13,6 +14,7 @@ from typing import Any
 import structlog
 
 from uprotocol import uri as uris
+from uprotocol.communication.responses import Unserved
 from uprotocol.status import UStatusError
 from uprotocol.transport import ConnectionCallback, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -33,6 +35,7 @@ class Gate(UTransport):
         self._sink = uris.pattern(uris.WILDCARD_AUTHORITY if also else authority, ENTITY_TYPE)
         self.capabilities = inner.capabilities
         self._listeners: dict[tuple[int, int], list[tuple[UUri, UListener]]] = {}
+        self.unserved = Unserved(inner)
 
     def __repr__(self) -> str:
         return f"Gate({uris.format(self._sink)}, {sum(map(len, self._listeners.values()))} listeners)"
@@ -51,6 +54,7 @@ class Gate(UTransport):
         assert sink_filter is not None, "the service listens to what is sent to itself"
         if not self._listeners:
             await self._inner.register_listener(uris.ANY, self, self._sink)
+        self.unserved.served(sink_filter)
         known = self._listeners.setdefault(_key(sink_filter), [])
         if not any(one is listener for _, one in known):
             known.append((source_filter, listener))
@@ -79,7 +83,11 @@ class Gate(UTransport):
             attributes = message.attributes
             if len(self._own) > 1 and not uris.is_one_of(attributes.sink.authority_name, self._own):
                 continue  # another service's
-            for source, listener in self._listeners.get(_key(attributes.sink), ()):
+            listeners = self._listeners.get(_key(attributes.sink))
+            if listeners is None:
+                self.unserved.answer(attributes)
+                continue
+            for source, listener in listeners:
                 if uris.matches(source, attributes.source):
                     shares.setdefault(id(listener), (listener, []))[1].append(message)
         for listener, share in shares.values():

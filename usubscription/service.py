@@ -71,7 +71,7 @@ class USubscriptionService:
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
-        gate = Gate(transport, authority, self.also)
+        gate = self._gate = Gate(transport, authority, self.also)
         self._answers = AnswersFirst(gate)
         self._store = Store(
             Database(path, authority, also=self.also, majors=remote_majors, disk=runtime.disk),
@@ -155,11 +155,12 @@ class USubscriptionService:
         await self._store.start()
         try:
             await self._go_on()
-            for major, server in self._servers.items():
-                for method, resource in CODECS[major].methods.items():
-                    if method not in COMMANDS:
-                        await server.register_request_handler(resource, self._handler(major, method))
-            await self._entry.open()
+            with self._gate.unserved.changing():
+                for major, server in self._servers.items():
+                    for method, resource in CODECS[major].methods.items():
+                        if method not in COMMANDS:
+                            await server.register_request_handler(resource, self._handler(major, method))
+                await self._entry.open()
         except BaseException:
             await self.stop()
             raise
@@ -188,6 +189,7 @@ class USubscriptionService:
         await self._halt()
         await self._store.stop()
         await self._entry.drain(self._drain_ms_max)
+        await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
     async def _halt(self) -> None:

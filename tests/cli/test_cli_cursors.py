@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from history.consumers import Consumers, Owner
 from history.log import Log
 from storage.disk import REAL_DISK
+from streamer.app import Streamer, serve
 from streamer.cli import app
+from streamer.config import load
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
+from uprotocol.uuid import now_ms
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
 CONFIG = """
@@ -115,3 +121,47 @@ def test_topics_are_paused_and_resumed_while_the_streamer_is_stopped(config: Pat
     assert "not paused" in wrong.output
     assert said("resume", "//vehicle1/8001/1/FFFF", peer, "--config", str(config)) == []
     assert "nothing is paused" in CliRunner().invoke(app, ["paused", "--config", str(config)]).output
+
+
+def test_whose_a_consumers_name_is_and_how_it_is_released(config: Path) -> None:
+    async def hold() -> None:
+        async with await Log.open(config.parent / "history.db", name="durable") as log:
+            Consumers([log], now_ms).hold("job", Owner("cloud", 0x20), log, 7, 3_600_000)
+            log.set_cursor("consumer:old", 9, lease_ms=1)
+
+    asyncio.run(hold())
+    job, old = said("cursors", "consumers", "--config", str(config))
+    assert 3_000 < job.pop("lease_s") <= 3_600  # type: ignore[operator]
+    assert job == {"consumer": "job", "owner": "//cloud/20", "seq": 7, "records": 3}
+    assert old == {"consumer": "old", "owner": "", "seq": 9, "records": 1, "lease_s": 0}
+    assert said("cursors", "release", "job", "--config", str(config)) == [{"consumer": "job", "owner": "//cloud/20"}]
+    assert {row["owner"] for row in said("cursors", "consumers", "--config", str(config))} == {""}
+    result = CliRunner().invoke(app, ["cursors", "release", "job", "--config", str(config)])
+    assert result.exit_code == 1
+    assert "no uEntity owns a consumer named 'job'" in " ".join(result.output.split())
+
+
+async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
+    ready, stopping = asyncio.Event(), asyncio.Event()
+    streamers: list[Streamer] = []
+
+    def on_ready(streamer: Streamer) -> None:
+        streamers.append(streamer)
+        ready.set()
+
+    serving = asyncio.create_task(serve(load(config), on_ready, stopping))
+    await asyncio.wait_for(ready.wait(), 20)
+    consumers = streamers[0].history.consumers
+    consumers.hold("job", Owner("cloud", 0x20), streamers[0].logs.durable, 7, 3_600_000)
+    arguments = ("cursors", "release", "job", "--config", str(config))
+    assert await asyncio.to_thread(in_a_process, *arguments) == (0, {"consumer": "job", "owner": "//cloud/20"})
+    consumers.require("job", Owner("cloud", 0x21))
+    assert (await asyncio.to_thread(in_a_process, *arguments))[0] == 1
+    stopping.set()
+    await asyncio.wait_for(serving, 20)
+
+
+def in_a_process(*arguments: str) -> tuple[int, dict[str, object] | None]:
+    """The exit code and the line of JSON."""
+    done = subprocess.run([sys.executable, "-m", "streamer.cli", *arguments, "--json"], capture_output=True, check=False, timeout=60)
+    return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None

@@ -41,7 +41,7 @@ class World:
         self.client_transport = LocalTransport.on(network, LocalUriProvider("cloud", 0x20, 1))
         await self.transport.open()
         await self.client_transport.open()
-        self.service = HistoryService(self.transport, local, [self.durable, self.volatile], polls_waiting_max=2)
+        self.service = HistoryService(self.transport, local, [self.durable, self.volatile], polls_waiting_max=2, share=1)
         await self.service.start()
         self.rpc = InMemoryRpcClient(self.client_transport, LocalUriProvider("cloud", 0x20, 1))
         await self.rpc.open()
@@ -301,7 +301,7 @@ async def test_a_consumer_holds_retention_until_its_lease_ends(world: World) -> 
     await world.append(0)
     await world.retention()
     async with asyncio.timeout(5):
-        while world.durable.cursors():
+        while world.durable.cursor("consumer:spark") is not None:
             world.durable.set_cursor("other", world.now)
             world.durable.drop_cursor("other")
             await asyncio.sleep(0.05)

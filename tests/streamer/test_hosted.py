@@ -72,6 +72,35 @@ async def test_a_malformed_request_is_answered_and_the_next_one_served(make_worl
         await client.invoke_method(DESCRIBE, UPayload())
 
 
+@pytest.mark.parametrize("method", ["//vehicle1/4/1/77", "//vehicle1/4/2/1", "//vehicle1/0/3/7FFF", "//vehicle1/0/9/1"])
+async def test_a_method_that_there_is_not_is_answered_at_once(make_world: MakeWorld, method: str) -> None:
+    world = await make_world()
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    async with InMemoryRpcClient(cloud, cloud.local) as client:
+        with pytest.raises(UStatusError) as caught:
+            await client.invoke_method(uris.parse(method), UPayload(), CallOptions(timeout_ms=60_000))
+        assert caught.value.code == UCode.UNIMPLEMENTED
+        assert method in caught.value.message
+    async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
+        with pytest.raises(UStatusError, match="UNIMPLEMENTED"):
+            await client.invoke_method(uris.parse(method), UPayload(), CallOptions(timeout_ms=60_000))
+
+
+async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(make_world: MakeWorld) -> None:
+    """Who was told UNIMPLEMENTED would not come back after the restart."""
+    world = await make_world()
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    async with InMemoryRpcClient(cloud, cloud.local) as client:
+        await world.streamer.history.stop()
+        for method, code in ((DESCRIBE, UCode.UNAVAILABLE), (uris.parse("//vehicle1/4/1/77"), UCode.UNIMPLEMENTED)):
+            with pytest.raises(UStatusError) as caught:
+                await client.invoke_method(method, UPayload())
+            assert caught.value.code == code
+        with world.streamer.hosted.unserved.changing(), pytest.raises(UStatusError) as caught:
+            await client.invoke_method(uris.parse("//vehicle1/4/1/77"), UPayload())
+        assert caught.value.code == UCode.UNAVAILABLE
+
+
 async def test_a_service_inside_calls_one_that_is_inside_too(make_world: MakeWorld) -> None:
     world = await make_world()
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:

@@ -379,7 +379,7 @@ async def test_the_command_line_reaches_a_streamer_that_runs_and_one_that_is_sto
     assert await code_of(asked(folder, "pause", "/8001/1/8001", "net")) == UCode.INVALID_ARGUMENT
     paused = made(folder / pauses.FILE)
     (folder / control.SOCKET).touch()  # left by a kill
-    async with ControlSocket(folder, paused):
+    async with ControlSocket(folder, paused, str):
         assert stat.S_IMODE(os.stat(folder / control.SOCKET).st_mode) == 0o600
         assert await asked(folder, "paused") == [Pause(topic, "net")]
         assert len(await asked(folder, "pause", "/8001/1/8002", "phone")) == len(paused) == 2

@@ -15,6 +15,7 @@ from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer, SimpleNotifier
+from uprotocol.communication import responses as outbox
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
@@ -310,7 +311,7 @@ async def test_a_cancelled_call_leaves_nothing(bench: Bench) -> None:
 
 async def test_requests_at_once_are_bounded(bench: Bench) -> None:
     gate = asyncio.Event()
-    server = InMemoryRpcServer(bench.server_transport, SERVICE, requests_running_max=2)
+    server = InMemoryRpcServer(bench.server_transport, SERVICE, requests_running_max=2, share=1)
 
     async def wait(_: UMessage) -> None:
         await gate.wait()
@@ -323,6 +324,70 @@ async def test_requests_at_once_are_bounded(bench: Bench) -> None:
     gate.set()
     assert await asyncio.gather(*waiting) == [UPayload(), UPayload()]
     await server.close()
+
+
+async def test_one_authority_has_its_share_of_what_runs_in_number_and_in_bytes(bench: Bench) -> None:
+    gate = asyncio.Event()
+    server = InMemoryRpcServer(bench.server_transport, SERVICE, requests_running_max=8, requests_bytes_max=4_000)
+
+    async def wait(_: UMessage) -> None:
+        await gate.wait()
+
+    await server.register_request_handler(1, wait)
+    async with (
+        LocalTransport.on(bench.network, LocalUriProvider("other", 0x20, 1)) as transport,
+        InMemoryRpcClient(transport, transport.local) as other,
+    ):
+        long = asyncio.ensure_future(bench.client.invoke_method(GET, UPayload(bytes(2_000), RAW), LONG))  # one always fits
+        await fails(bench.client.invoke_method(GET, UPayload(b"x", RAW), LONG), UCode.RESOURCE_EXHAUSTED, "requests of 1000 bytes")
+        calls = [asyncio.ensure_future(other.invoke_method(GET, options=LONG)) for _ in range(2)]
+        await until(lambda: len(server._running) == 3)
+        await fails(other.invoke_method(GET, options=LONG), UCode.RESOURCE_EXHAUSTED, "2 requests are being handled for authority 'other'")
+        gate.set()
+        await asyncio.gather(long, *calls)
+        await until(lambda: not server._running)
+        assert await other.invoke_method(GET, options=LONG) == UPayload()
+    assert not server._counts
+    assert not server._bytes
+    assert server._running_bytes == 0
+    await server.close()
+
+
+async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> None:
+    sent: list[list[UMessage]] = []
+    gate = asyncio.Event()
+
+    class Network(LocalTransport):
+        async def send_batch(self, messages: Any) -> list[UStatus]:
+            sent.append(list(messages))
+            await gate.wait()
+            return [UStatus()] * len(messages)
+
+    def response(caller: str, size: int) -> UMessage:
+        request = UMessageBuilder.request(uris.uri(caller, 0x20, 1), GET, 1_000).build()
+        return UMessageBuilder.response_for_request(request.attributes).build_from_upayload(UPayload(bytes(size), RAW))
+
+    taken: list[int] = []
+    responses = outbox.Responses(Network.on(LocalNetwork(), SERVICE), waiting_max=16, bytes_max=40_000, batch_max=2)
+    responses.on_taken(lambda: taken.append(len(responses)))
+    for _ in range(6):
+        responses.post(response("many", 1))
+    assert (len(responses), dict(responses.dropped)) == (4, {"responses_full": 2})
+    refused = UMessageBuilder.request(uris.uri("many", 0x20, 1), GET, 1_000).build().attributes
+    responses.refuse(refused, invalid("no"))
+    assert responses.dropped["responses_full"] == 3
+    for _ in range(2):
+        responses.post(response("large", 9_000))  # each all of its bytes
+    assert responses.dropped["responses_full"] == 4
+    responses.post(response("one", 1))
+    await until(lambda: sent)
+    assert [message.attributes.sink.authority_name for message in sent[0]] == ["many", "large"]
+    assert not responses.has_room("large", 1)  # what is on its way counts until the network has taken it
+    gate.set()
+    await responses.drain(10_000)
+    assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == ["one", "many", "many", "many"]
+    assert (responses.bytes, taken[-1]) == (0, 0)
+    assert responses.has_room("large", 9_000)
 
 
 @spec("dsn~up-attributes-ttl-timeout~1")

@@ -1,49 +1,99 @@
-"""Responses on their way to the network: as many at once as have gathered, and a bounded number.
+"""Responses on their way to the network: a bounded number of messages and bytes, callers in turn.
 
-post(response)          -> waiting -> one send_batch after the other -> the network
-refuse(request, error) -'             '-> not taken: counted, and the caller's own timer tells it
+post(response)          -> waiting, by caller -> one send_batch after the other, some of each caller -> the network
+refuse(request, error) -'                        '-> not taken: counted, and the caller's own timer tells it
+
+A caller that asks without end, or takes no answers, fills its own share: whatever the others are owed has room beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from typing import Final
 
 import structlog
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.message import error_response
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 RESPONSES_WAITING_MAX: Final = 4_096  # for the network to take them: the refusals of a burst must find room too
+RESPONSES_BYTES_MAX: Final = 32 << 20  # of them in all: what long answers to a network that takes none may cost
 RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer falls
+BATCH_BYTES_MAX: Final = 4 << 20  # of one batch: the next callers' turn comes soon
+RESPONSE_MEMORY_BYTES: Final = 1_024  # what a response costs beside its payload
+METHODS_MAX: Final = 1_000  # that are remembered though they are not served any more
+CALLERS_SHARE: Final = 4  # one caller has at most a quarter of each limit: three others must be able to work beside it
 
 log = structlog.get_logger()
 
 
 class Responses:
-    """The outbox of whoever serves methods. `dropped` counts what did not leave, by reason; its owner may count more there."""
+    """The outbox of whoever serves methods. A caller here is an authority: uEntities are made up at no cost.
 
-    def __init__(self, transport: UTransport, *, waiting_max: int = RESPONSES_WAITING_MAX, batch_max: int = RESPONSES_BATCH_MAX) -> None:
-        self._transport, self._waiting_max, self._batch_max = transport, waiting_max, batch_max
-        self._waiting: deque[UMessage] = deque()
+    `dropped` counts what did not leave, by reason; its owner may count more there.
+    """
+
+    def __init__(
+        self,
+        transport: UTransport,
+        *,
+        waiting_max: int = RESPONSES_WAITING_MAX,
+        bytes_max: int = RESPONSES_BYTES_MAX,
+        batch_max: int = RESPONSES_BATCH_MAX,
+        share: int = CALLERS_SHARE,
+    ) -> None:
+        self._transport, self._waiting_max, self._bytes_max, self._batch_max = transport, waiting_max, bytes_max, batch_max
+        self._share = share
+        self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order in which it is their turn
+        self._counts: Counter[str] = Counter()  # by caller; what is being sent counts until the network has taken it
+        self._bytes: Counter[str] = Counter()
+        self._total = self._total_bytes = 0
         self._sender: asyncio.Task[None] | None = None
+        self._on_taken: Callable[[], None] | None = None
         self.dropped: Counter[str] = Counter()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Of all that the network has not taken."""
+        return self._total_bytes
+
+    def has_room(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
+        """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to all.
+
+        Where nothing waits and nothing is promised there is room for one, whatever its size.
+        """
+        if self._total >= self._waiting_max or self._counts[caller] >= max(1, self._waiting_max // self._share):
+            return False
+        mine, all = self._bytes[caller] + promised, self._total_bytes + promised_to_all
+        return (not mine or mine + bytes <= self._bytes_max // self._share) and (not all or all + bytes <= self._bytes_max)
+
+    def on_taken(self, callback: Callable[[], None]) -> None:
+        """Call it whenever there may be room that there was not before."""
+        self._on_taken = callback
 
     def post(self, response: UMessage) -> None:
-        if len(self._waiting) >= self._waiting_max:
+        """Raises nothing: what finds no room is dropped, and counted."""
+        caller, bytes = response.attributes.sink.authority_name, _bytes(response)
+        if not self.has_room(caller, bytes):
             self.dropped["responses_full"] += 1
             return
-        self._waiting.append(response)
+        self._count(caller, 1, bytes)
+        self._waiting.setdefault(caller, deque()).append(response)
         if self._sender is None:
             self._sender = asyncio.ensure_future(self._send())
 
@@ -54,6 +104,9 @@ class Responses:
         else:
             log.error("a request handler failed", method=uris.format(request.sink), exc_info=error)
             status = UStatus(code=UCode.INTERNAL, message="the service failed to handle the request; its log says why")
+        if not self.has_room(request.source.authority_name, RESPONSE_MEMORY_BYTES):  # asked before it costs anything
+            self.dropped["responses_full"] += 1
+            return
         try:
             response = error_response(request, status)
         except UStatusError:  # so malformed that no valid response to it exists
@@ -68,14 +121,16 @@ class Responses:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        self.dropped["response_not_sent"] += len(self._waiting)
+        rest = [response for waiting in self._waiting.values() for response in waiting]
+        self.dropped["response_not_sent"] += len(rest)
         self._waiting.clear()
+        self._settle(rest)
 
     async def _send(self) -> None:
         """Until nothing waits."""
         try:
             while self._waiting:
-                batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), self._batch_max))]
+                batch = self._next_batch()
                 try:
                     statuses = await self._transport.send_batch(batch)
                 except UStatusError as error:
@@ -85,9 +140,84 @@ class Responses:
                     raise
                 except Exception as error:  # a fault of the transport must not end the answers
                     statuses = [UStatus(code=UCode.INTERNAL, message=repr(error))] * len(batch)
+                finally:
+                    self._settle(batch)
                 failed = [status for status in statuses if status.code]
                 if failed:
                     self.dropped["response_not_sent"] += len(failed)
                     log.warning("responses were not sent, and their callers will time out", responses=len(failed), why=failed[0].message)
         finally:
             self._sender = None
+
+    def _next_batch(self) -> list[UMessage]:
+        """One of each caller in turn, as many as fit: at least one."""
+        batch: list[UMessage] = []
+        bytes = 0
+        while self._waiting and len(batch) < self._batch_max and bytes < BATCH_BYTES_MAX:
+            caller, waiting = next(iter(self._waiting.items()))
+            batch.append(waiting.popleft())
+            bytes += _bytes(batch[-1])
+            del self._waiting[caller]
+            if waiting:
+                self._waiting[caller] = waiting  # behind the others
+        return batch
+
+    def _settle(self, gone: list[UMessage]) -> None:
+        for response in gone:
+            self._count(response.attributes.sink.authority_name, -1, -_bytes(response))
+        if gone and self._on_taken is not None:
+            self._on_taken()
+
+    def _count(self, caller: str, responses: int, bytes: int) -> None:
+        self._counts[caller] += responses
+        self._bytes[caller] += bytes
+        self._total += responses
+        self._total_bytes += bytes
+        if not self._counts[caller]:
+            del self._counts[caller], self._bytes[caller]
+
+
+class Unserved:
+    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later or elsewhere."""
+
+    def __init__(self, transport: UTransport, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+        self._responses, self._now_ms = Responses(transport), now_ms
+        self._served: set[tuple[int, int, int]] = set()  # also what is served no more
+        self._changing = 0
+
+    def served(self, method: UUri) -> None:
+        """Somebody serves it from now on."""
+        if len(self._served) < METHODS_MAX:
+            self._served.add(_method(method))
+
+    @contextlib.contextmanager
+    def changing(self) -> Iterator[None]:
+        """While services come or go."""
+        self._changing += 1
+        try:
+            yield
+        finally:
+            self._changing -= 1
+
+    def answer(self, request: UAttributes) -> None:
+        """Anything but a request that is alive is left alone."""
+        if request.type != attrs.REQUEST or attrs.is_expired(request, self._now_ms()):
+            return
+        what = uris.format(request.sink)
+        if self._changing or _method(request.sink) in self._served:
+            error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
+        else:
+            error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
+        self._responses.refuse(request, error)
+
+    async def drain(self, ms_max: int) -> None:
+        """As Responses.drain."""
+        await self._responses.drain(ms_max)
+
+
+def _method(sink: UUri) -> tuple[int, int, int]:
+    return sink.ue_id, sink.ue_version_major, sink.resource_id
+
+
+def _bytes(response: UMessage) -> int:
+    return len(response.payload) + RESPONSE_MEMORY_BYTES

@@ -2,14 +2,16 @@
 
 request -> checks -> handler -> result -> responses -> transport     sync: at once; async: a task, many side by side
              |          '-> UStatusError -> its code and a UStatus
-             '-> expired: dropped; too many at once: RESOURCE_EXHAUSTED
+             '-> expired: dropped; too many at once, in all or of one authority: RESOURCE_EXHAUSTED
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -20,7 +22,7 @@ from uprotocol import message as messages_
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.api import RequestCheck, RequestHandler, RpcServer
-from uprotocol.communication.responses import Responses
+from uprotocol.communication.responses import CALLERS_SHARE, RESPONSES_BYTES_MAX, Responses
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -28,6 +30,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 REQUESTS_RUNNING_MAX: Final = 1_000  # a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
+REQUESTS_BYTES_MAX: Final = 32 << 20  # of the payloads of those: a thousand of the longest would be a gigabyte
 DRAIN_MS_MAX: Final = 5_000  # close() gives running handlers this long; a caller's own timer has rarely more left
 
 _CALLERS: Final = uris.pattern(resource=uris.RESOURCE_REPLY)
@@ -39,6 +42,7 @@ class InMemoryRpcServer(RpcServer):
 
     A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which the caller gets;
     anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every request first and may refuse it.
+    One authority has at most one part in `share` of what may run, and of the responses that wait for the network.
     `dropped` counts requests that are expired, invalid and unanswerable, and responses that the network did not take.
     """
 
@@ -49,19 +53,26 @@ class InMemoryRpcServer(RpcServer):
         *,
         check: RequestCheck | None = None,
         requests_running_max: int = REQUESTS_RUNNING_MAX,
+        requests_bytes_max: int = REQUESTS_BYTES_MAX,
+        responses_bytes_max: int = RESPONSES_BYTES_MAX,
+        share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self._transport, self._local = transport, local
         self._check, self._now_ms = check, now_ms
-        self._running_max, self._drain_ms_max = requests_running_max, drain_ms_max
+        self._running_max, self._bytes_max, self._share = requests_running_max, requests_bytes_max, share
+        self._drain_ms_max = drain_ms_max
         self._methods: dict[int, _Method] = {}
         self._running: set[asyncio.Task[None]] = set()
-        self._responses = Responses(transport)
-        self.dropped = self._responses.dropped
+        self._counts: Counter[str] = Counter()  # of those that run, by authority
+        self._bytes: Counter[str] = Counter()
+        self._running_bytes = 0
+        self.responses = Responses(transport, bytes_max=responses_bytes_max, share=share)
+        self.dropped = self.responses.dropped
 
     def __repr__(self) -> str:
-        counts = f"methods={len(self._methods)}, running={len(self._running)}, responses={len(self._responses)}"
+        counts = f"methods={len(self._methods)}, running={len(self._running)}, responses={len(self.responses)}"
         return f"InMemoryRpcServer({self._local}, {counts})"
 
     async def register_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
@@ -105,7 +116,7 @@ class InMemoryRpcServer(RpcServer):
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self._responses.drain(self._drain_ms_max)
+        await self.responses.drain(self._drain_ms_max)
 
     def _accept(self, request: UMessage, handler: RequestHandler) -> None:
         attributes = request.attributes
@@ -113,34 +124,60 @@ class InMemoryRpcServer(RpcServer):
             self.dropped["expired"] += 1
             return
         try:
+            self._require_room(attributes.source.authority_name, len(request.payload))
             messages_.validate(request)
             if attributes.type != attrs.REQUEST:
                 raise invalid("expected a request")
-            if len(self._running) >= self._running_max:
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._running_max} requests are being handled, which is the limit")
             if self._check is not None:
                 self._check(request)
             result = handler(request)
         except Exception as error:
-            self._responses.refuse(request.attributes, error)
+            self.responses.refuse(request.attributes, error)
             return
         if inspect.isawaitable(result):
             task = asyncio.ensure_future(self._run(request, result))
             self._running.add(task)
-            task.add_done_callback(self._running.discard)
+            self._count(attributes.source.authority_name, 1, len(request.payload))
+            task.add_done_callback(functools.partial(self._ended, attributes.source.authority_name, len(request.payload)))
         else:
             self._answer(request, result)
+
+    def _require_room(self, caller: str, bytes: int) -> None:
+        """Raises RESOURCE_EXHAUSTED. One request of a caller always fits beside those of others."""
+        for whose, running, running_bytes, parts in (
+            ("", len(self._running), self._running_bytes, 1),
+            (f" for authority {caller!r}", self._counts[caller], self._bytes[caller], self._share),
+        ):
+            running_max, bytes_max = max(1, self._running_max // parts), self._bytes_max // parts
+            if running >= running_max:
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{running_max} requests are being handled{whose}, which is the limit")
+            if running and running_bytes + bytes > bytes_max:
+                raise UStatusError(
+                    UCode.RESOURCE_EXHAUSTED,
+                    f"requests of {bytes_max} bytes are being handled{whose}, which is the limit: ask for less at once",
+                )
+
+    def _count(self, caller: str, requests: int, bytes: int) -> None:
+        self._counts[caller] += requests
+        self._bytes[caller] += bytes
+        self._running_bytes += bytes
+        if not self._counts[caller]:
+            del self._counts[caller], self._bytes[caller]
+
+    def _ended(self, caller: str, bytes: int, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        self._count(caller, -1, -bytes)
 
     async def _run(self, request: UMessage, pending: Awaitable[Result]) -> None:
         try:
             result = await pending
         except asyncio.CancelledError:
-            self._responses.refuse(
+            self.responses.refuse(
                 request.attributes, UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later")
             )
             raise
         except Exception as error:
-            self._responses.refuse(request.attributes, error)
+            self.responses.refuse(request.attributes, error)
         else:
             self._answer(request, result)
 
@@ -151,9 +188,9 @@ class InMemoryRpcServer(RpcServer):
             assert payload is None or isinstance(payload, UPayload), f"a handler returned {type(payload).__name__}"
             response = UMessageBuilder.response_for_request(request.attributes).build_from_upayload(payload)
         except Exception as error:
-            self._responses.refuse(request.attributes, error)
+            self.responses.refuse(request.attributes, error)
         else:
-            self._responses.post(response)
+            self.responses.post(response)
 
 
 class _Method:

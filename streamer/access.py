@@ -1,0 +1,145 @@
+"""Who may read what of the history: pull shows nothing that push would not.
+
+caller -> inside this process: everything
+       -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
+       -> else: what came from its own network, and what the rules let go there
+
+Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew when the rules change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from history.matching import EVERYTHING, Sight
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.rules import Rules
+from uprotocol import uri as uris
+from uprotocol.v1.uri_pb2 import UUri
+
+SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is known; starts anew when it is full
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of addresses whose authority may be a family (`*.vin123`), or empty: that of whoever asks."""
+
+    address: UUri
+    authority: str
+
+    @classmethod
+    def parse(cls, text: str) -> Pattern:
+        """Raises INVALID_ARGUMENT."""
+        rest = text.removeprefix("up:")
+        authority, slash, path = rest.removeprefix("//").partition("/")
+        if not rest.startswith("//") or not uris.is_family(authority):
+            address = uris.parse(text)
+            return cls(address, address.authority_name)
+        uris.validate_authority(authority[2:])
+        return cls(uris.parse(f"//*{slash}{path}"), authority)
+
+    @property
+    def is_own(self) -> bool:
+        """It means other addresses for each caller."""
+        return not self.authority
+
+    def matches(self, candidate: UUri, own: str) -> bool:
+        if uris.is_family(self.authority):
+            return candidate.authority_name.endswith(self.authority[1:]) and uris.matches(self.address, candidate)
+        return uris.matches(uris.with_authority(self.address, own), candidate)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of [[access]]. `endpoint`: only callers of that one; "": of all."""
+
+    endpoint: str = ""
+    callers: Sequence[Pattern] = ()
+    allow: Sequence[Pattern] = ()
+    deny: Sequence[Pattern] = ()
+
+    def names(self, caller: UUri, endpoint: Endpoint | None) -> bool:
+        if self.endpoint and (endpoint is None or endpoint.name != self.endpoint):
+            return False
+        return not self.callers or any(pattern.matches(caller, caller.authority_name) for pattern in self.callers)
+
+
+class _Sight:
+    """Of callers at one endpoint, under one entry or none."""
+
+    def __init__(self, key: Hashable, endpoint: Endpoint | None, entry: Entry, own: str, endpoints: Endpoints, rules: Rules) -> None:
+        self.key = key
+        self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
+        self._allow, self._deny = (tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny))
+
+    @property
+    def cost(self) -> int:
+        into = [rule for rule in self._rules if self._endpoint is not None and rule.egress == self._endpoint.name]
+        return len(self._allow) + len(self._deny) + max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+
+    def sees(self, source: UUri, sink: UUri | None) -> bool:
+        if any(pattern.matches(source, self._own) for pattern in self._deny):
+            return False
+        if self._allow:
+            return any(pattern.matches(source, self._own) for pattern in self._allow)
+        return self._may_go_there(source, sink)
+
+    def _may_go_there(self, source: UUri, sink: UUri | None) -> bool:
+        origin = self._endpoints.owner(source.authority_name)
+        if origin is None or self._endpoint is None:
+            return False
+        if origin is self._endpoint:
+            return True
+        if sink is not None and self._endpoints.owner(sink.authority_name) is not self._endpoint:
+            return False  # a publish that names whom it is for
+        rule = self._rules.between(origin.name, self._endpoint.name)
+        return rule is not None and rule.allows(source)
+
+
+def _owned(pattern: Pattern, own: str) -> Pattern:
+    """`pattern` without anything left to be completed."""
+    return Pattern(uris.with_authority(pattern.address, own), own) if pattern.is_own else pattern
+
+
+class Access:
+    """See `history.matching.Access`. Of `entries` the first one counts that names a caller.
+
+    `is_inside()`: whether what is being handled comes from this process.
+    """
+
+    def __init__(
+        self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry] = (), is_inside: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._endpoints, self._rules, self._entries, self._is_inside = endpoints, rules, entries, is_inside
+        self._cached: dict[tuple[str, int, int], _Sight] = {}
+        self._cached_version = rules.version
+
+    def __repr__(self) -> str:
+        return f"Access({len(self._entries)} entries, version={self.version})"
+
+    @property
+    def version(self) -> int:
+        return self._rules.version
+
+    def of(self, caller: UUri) -> Sight:
+        if self._is_inside():
+            return EVERYTHING
+        if self._cached_version != self.version or len(self._cached) >= SIGHTS_CACHED_MAX:
+            self._cached.clear()
+            self._cached_version = self.version
+        key = (caller.authority_name, caller.ue_id, caller.ue_version_major)
+        sight = self._cached.get(key)
+        if sight is None:
+            sight = self._cached[key] = self._made(caller)
+        return sight
+
+    def _made(self, caller: UUri) -> _Sight:
+        endpoint = self._endpoints.owner(caller.authority_name)
+        number, entry = next(
+            ((number, entry) for number, entry in enumerate(self._entries) if entry.names(caller, endpoint)), (-1, Entry())
+        )
+        own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
+        key = (self.version, endpoint.name if endpoint is not None else "", number, own)
+        return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

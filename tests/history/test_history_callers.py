@@ -1,0 +1,374 @@
+"""Callers beside each other: whose a consumer's name is, whose turn it is to read, and what one may take of everything."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from history import consumers
+from history.consumers import Consumers, Owner
+from history.log import Log
+from history.service import HistoryService
+from history.subscriber import HistoryClient
+from history.turns import Turns
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+SERVICE = uris.uri("gateway", 4, 1)
+TOPIC = uris.uri("vcu", 0x10, 1, 0x8000)
+SPARK, OTHER = uris.uri("cloud", 0x1_0020, 1), uris.uri("cloud", 0x21, 1)
+HOUR_MS = 3_600_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.ms = 1_800_000_000_000
+
+    def __call__(self) -> int:
+        return self.ms
+
+
+def code_of(call: object) -> UCode.ValueType:
+    with pytest.raises(UStatusError) as caught:
+        call()  # type: ignore[operator]
+    return caught.value.code
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - any state may be asked for
+            await asyncio.sleep(0.001)
+
+
+# Names of consumers
+
+
+async def opened(path: Path, clock: Clock) -> Log:
+    return await Log.open(path / "l.db", name="durable", now_ms=clock)
+
+
+async def test_a_name_is_its_owners_over_restarts_and_instances_of_a_uentity_are_one(tmp_path: Path) -> None:
+    clock, owner = Clock(), Owner.of(SPARK)
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.hold("job", owner, log, 0, 1)
+    clock.ms += HOUR_MS  # the lease is long over, the name is not free
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.load()
+        assert code_of(lambda: named.require("job", Owner.of(OTHER))) == UCode.PERMISSION_DENIED
+        assert code_of(lambda: named.hold("job", Owner("edge", 0x20), log, 0, 1)) == UCode.PERMISSION_DENIED
+        named.hold("job", Owner.of(uris.uri("cloud", 0x7_0020, 1)), log, 0, 1)
+        assert log._cursors.keep_after() >= 0
+        assert named.release("job") == owner
+        assert code_of(lambda: named.release("job")) == UCode.NOT_FOUND
+        named.hold("job", Owner.of(OTHER), log, 0, 1)
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.load()
+        assert code_of(lambda: named.require("job", owner)) == UCode.PERMISSION_DENIED
+
+
+async def test_a_cursor_of_before_there_were_owners_is_the_first_callers(tmp_path: Path) -> None:
+    clock = Clock()
+    async with await opened(tmp_path, clock) as log:
+        log.set_cursor("consumer:old", 0, lease_ms=60_000)
+        named = Consumers([log], clock)
+        named.load()
+        named.hold("old", Owner.of(OTHER), log, 0, 60_000)
+        assert code_of(lambda: named.require("old", Owner.of(SPARK))) == UCode.PERMISSION_DENIED
+
+
+async def test_an_owner_holds_no_retention_and_is_forgotten_when_the_name_is_long_unused(tmp_path: Path) -> None:
+    clock = Clock()
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock)
+        named.hold("job", Owner.of(SPARK), log, 0, 1_000)
+        clock.ms += 1_001
+        assert log._cursors.keep_after() > 1 << 60
+        clock.ms += consumers.BOUND_MS + consumers.TOUCH_MS
+        named.hold("job", Owner.of(OTHER), log, 0, 1_000)
+        assert list(consumers.owners(log.cursor_rows()).values()) == [Owner.of(OTHER)]
+
+
+async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(tmp_path: Path) -> None:
+    clock = Clock()
+    async with await opened(tmp_path, clock) as log:
+        named = Consumers([log], clock, names_max=16)
+        for number in range(4):
+            named.hold(f"bad{number}", Owner("evil", number), log, 0, 7 * 24 * HOUR_MS if number else 1)
+        clock.ms += 2
+        named.hold("bad4", Owner("evil", 4), log, 0, 7 * 24 * HOUR_MS)  # instead of the one whose lease is over
+        assert "bad0" not in consumers.owners(log.cursor_rows())
+        assert code_of(lambda: named.hold("bad5", Owner("evil", 5), log, 0, 1)) == UCode.RESOURCE_EXHAUSTED
+        named.hold("good", Owner.of(SPARK), log, 0, 1)
+        assert len(named) == 5
+
+
+async def test_a_cursor_stays_within_what_there_is(tmp_path: Path) -> None:
+    clock = Clock()
+    async with await opened(tmp_path, clock) as log:
+        await log.append([log.stream_id(TOPIC)] * 3, [UMessageBuilder.publish(TOPIC).build() for _ in range(3)])
+        named = Consumers([log], clock)
+        for acked, kept in ((1 << 63, 3), (0, 0), ((1 << 64) - 1, 3), (2, 2)):
+            named.hold("job", Owner.of(SPARK), log, acked, 1_000)
+            assert log.cursor("consumer:job") == kept
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "a\nb", "\x1b[2J"])
+async def test_a_name_that_cannot_be_printed_is_none(tmp_path: Path, name: str) -> None:
+    async with await opened(tmp_path, Clock()) as log:
+        assert code_of(lambda: Consumers([log], Clock()).require(name, Owner.of(SPARK))) == UCode.INVALID_ARGUMENT
+
+
+# Turns
+
+
+async def test_callers_read_in_turn_however_many_polls_one_has() -> None:
+    order: list[str] = []
+    turns = Turns(1, lambda *asked: True, seats_max=1)
+
+    async def read(caller: str) -> None:
+        await turns.begin(caller, 60)
+        order.append(caller)
+        await asyncio.sleep(0)
+        turns.end(caller)
+        turns.ended(caller)
+
+    await asyncio.gather(*(read("many") for _ in range(50)), *(read("one") for _ in range(3)), read("other"))
+    assert order.count("many") == 50
+    assert max(place for place, caller in enumerate(order) if caller != "many") <= 8
+    assert "seated=0, waiting=0" in repr(turns)
+
+
+async def test_one_caller_leaves_seats_to_others() -> None:
+    turns = Turns(1, lambda *asked: True, seats_max=8)
+    for _ in range(2):
+        await turns.begin("many", 60)
+    third = asyncio.ensure_future(turns.begin("many", 60))
+    for number in range(6):
+        await turns.begin(f"other{number}", 60)
+    assert not third.done()
+    turns.end("other0")
+    await asyncio.sleep(0)
+    assert not third.done()
+    turns.end("many")
+    await third
+
+
+async def test_who_has_no_room_waits_and_is_told_in_the_end() -> None:
+    room = {"slow": 0, "quick": 100}
+    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller])
+    with pytest.raises(UStatusError) as caught:
+        await turns.begin("slow", 0.01)
+    assert caught.value.code == UCode.RESOURCE_EXHAUSTED
+    slow = asyncio.ensure_future(turns.begin("slow", 60))
+    await turns.begin("quick", 60)
+    assert not slow.done()
+    room["slow"] = 10
+    turns.look()
+    await slow
+    turns.end("slow")
+    again = asyncio.ensure_future(turns.begin("slow", 60))  # the first answer is not on its way yet
+    await asyncio.sleep(0)
+    assert not again.done()
+    turns.ended("slow")
+    await again
+
+
+async def test_a_poll_that_is_cancelled_takes_nobodys_turn() -> None:
+    turns = Turns(1, lambda *asked: True, seats_max=1)
+    await turns.begin("a", 60)
+    waiting = [asyncio.ensure_future(turns.begin(caller, 60)) for caller in "bcb"]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    turns.end("a")
+    waiting[1].cancel()  # seated by now, and not yet told so
+    await asyncio.sleep(0)
+    await asyncio.wait_for(waiting[2], 10)
+    turns.end("b")
+    assert "seated=0, waiting=0" in repr(turns)
+
+
+# The service
+
+
+class World:
+    """A log, its service, and callers from anywhere."""
+
+    async def open(self, path: Path) -> None:
+        self.network = LocalNetwork()
+        self.log = await Log.open(path / "l.db", name="durable")
+        self.transport = LocalTransport.on(self.network, LocalUriProvider("gateway", 4, 1))
+        await self.transport.open()
+        self.service = HistoryService(
+            self.transport, LocalUriProvider("gateway", 4, 1), [self.log], polls_waiting_max=8, replies_bytes_max=4 << 20, drain_ms_max=100
+        )
+        await self.service.start()
+        self._opened: list[InMemoryRpcClient | LocalTransport] = []
+
+    async def caller(self, authority: str, entity: int = 0x20) -> InMemoryRpcClient:
+        transport = LocalTransport.on(self.network, LocalUriProvider(authority, entity, 1))
+        await transport.open()
+        client = InMemoryRpcClient(transport, transport.local)
+        await client.open()
+        self._opened += [client, transport]
+        return client
+
+    async def append(self, count: int, size: int = 1) -> None:
+        messages = [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x" * size, 5)) for _ in range(count)]
+        await self.log.append([self.log.stream_id(TOPIC)] * count, messages)
+
+    async def close(self) -> None:
+        await self.service.stop()
+        for one in self._opened:
+            await one.close()
+        await self.transport.close()
+        await self.log.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    made = World()
+    await made.open(tmp_path)
+    yield made
+    await made.close()
+
+
+async def test_another_uentity_can_neither_move_nor_shorten_a_consumers_cursor(world: World) -> None:
+    await world.append(5)
+    mine, theirs = HistoryClient(await world.caller("cloud"), SERVICE), HistoryClient(await world.caller("cloud", 0x21), SERVICE)
+    at = [Position(incarnation=world.log.incarnation, seq=2)]
+    await mine.poll(PollRequest(consumer="job", acked=at, lease_ms=600_000))
+    before = world.log.cursor_row("consumer:job")
+    with pytest.raises(UStatusError) as caught:
+        await theirs.poll(PollRequest(consumer="job", acked=[Position(incarnation=world.log.incarnation, seq=5)], lease_ms=1))
+    assert caught.value.code == UCode.PERMISSION_DENIED
+    assert "cloud" not in caught.value.message  # whose it is, is not told
+    assert world.log.cursor_row("consumer:job") == before
+    assert world.service.counts["denied"] == 1
+    await theirs.poll(PollRequest(consumer="other"))
+
+
+async def test_the_polls_of_one_authority_leave_room_for_those_of_others(world: World) -> None:
+    many, one = [HistoryClient(await world.caller(name), SERVICE) for name in ("many", "one")]
+    asked = PollRequest(latest=True, wait_ms=20_000)
+    waiting = [asyncio.ensure_future(many.poll(asked)) for _ in range(3)]
+    done, rest = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(UStatusError, match="2 polls of authority 'many' wait already"):
+        done.pop().result()
+    honest = asyncio.ensure_future(one.poll(asked))
+    await until(lambda: len(world.service._waiting) == 3)
+    await world.append(1)
+    assert [len(answer.batches) for answer in await asyncio.gather(honest, *rest)] == [1, 1, 1]
+
+
+async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_and_no_more(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many polls of 768 KiB each: nothing is read for which there is no room."""
+    await world.append(1_000, 1_024)
+    stuck, send_batch = asyncio.Event(), world.transport.send_batch
+    sent: list[list[UMessage]] = []
+
+    async def slow(messages: list[UMessage]) -> object:
+        sent.append(messages)
+        await stuck.wait()
+        return await send_batch(messages)
+
+    monkeypatch.setattr(world.transport, "send_batch", slow)
+    many, one = await world.caller("many"), await world.caller("one")
+    options = CallOptions(timeout_ms=60_000)
+    payload = UPayload.pack(PollRequest())
+    method = uris.uri("gateway", 4, 1, 2)
+    calls = [asyncio.ensure_future(many.invoke_method(method, payload, options)) for _ in range(40)]
+    responses = world.service._server.responses
+    await until(lambda: sent)
+    honest = asyncio.ensure_future(one.invoke_method(method, UPayload.pack(PollRequest(max_records=1)), options))
+    await until(lambda: responses._counts["one"])  # read and ready though the other's answers go nowhere
+    assert responses.bytes <= 2 << 20
+    assert world.service.counts["records"] < 3_000
+    stuck.set()
+    assert (await honest).data
+    assert all(answer.data for answer in await asyncio.gather(*calls))
+    assert responses.bytes == 0
+    assert not responses.dropped
+
+
+WILD = [0, 1, 255, 256, (1 << 31) - 1, (1 << 32) - 1]
+WILD64 = [*WILD, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
+
+
+def wild_poll(seed: int, incarnation: bytes) -> PollRequest:
+    """Any request that can be encoded."""
+    rng = random.Random(seed)
+
+    def position() -> Position:
+        witnesses = [
+            Witness(seq=rng.choice(WILD64), digest=rng.randbytes(rng.choice([0, 8, 65]))) for _ in range(rng.choice([0, 0, 1, 3, 41]))
+        ]
+        return Position(incarnation=rng.choice([incarnation] * 6 + [b"x" * 16, b""]), seq=rng.choice(WILD64), witnesses=witnesses)
+
+    asked = PollRequest(consumer=rng.choice(["", "c", "c\x00", "\N{BELL}" * 300]))
+    for name in ("max_records", "max_bytes", "wait_ms", "lease_ms"):
+        setattr(asked, name, rng.choice([0, 1, 20]) if name == "wait_ms" else rng.choice(WILD))
+    for name in ("positions", "acked", "until"):
+        getattr(asked, name).extend(position() for _ in range(rng.choice([0, 0, 1, 2, 300])))
+    match rng.randrange(5):
+        case 0:
+            asked.earliest = rng.choice([True, False])
+        case 1:
+            asked.latest = rng.choice([True, False])
+        case 2:
+            asked.after_time.seconds = rng.choice([0, -1, -62_135_596_801, 253_402_300_800, (1 << 63) - 1, -(1 << 63)])
+            asked.after_time.nanos = rng.choice([0, -1, 999_999_999, 1_000_000_000, -(1 << 31)])
+        case 3:
+            asked.after_message_id = rng.choice([b"", b"\xff" * 16, b"\x00" * 16, b"x" * 17])
+    for _ in range(rng.choice([0, 0, 1, 2])):
+        asked.topics.add(
+            authority_name=rng.choice(["", "*", "vcu", "A B", "x" * 200]),
+            ue_id=rng.choice(WILD),
+            ue_version_major=rng.choice(WILD),
+            resource_id=rng.choice([*WILD, 0x8000, 0xFFFF]),
+        )
+    return asked
+
+
+@pytest.mark.parametrize("round", range(4))
+async def test_no_request_is_a_fault_of_ours(world: World, round: int) -> None:
+    await world.append(3)
+    client = await world.caller("cloud")
+    codes: set[int] = set()
+    for seed in range(100 * round, 100 * round + 100):
+        asked = wild_poll(seed, world.log.incarnation)
+        for method, payload in ((2, UPayload.pack(asked)), (1, UPayload.pack(DescribeRequest(topics=asked.topics)))):
+            try:
+                await client.invoke_method(uris.uri("gateway", 4, 1, method), payload)
+            except UStatusError as error:
+                codes.add(error.code)
+    assert codes == {UCode.INVALID_ARGUMENT}
+
+
+@pytest.mark.parametrize(("seconds", "nanos"), [(253_402_300_800, 0), (-62_135_596_801, 0), (1 << 62, 0), (0, -1), (0, 1_000_000_000)])
+async def test_a_time_out_of_range_is_the_callers_mistake(
+    world: World, seconds: int, nanos: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = PollRequest()
+    asked.after_time.seconds, asked.after_time.nanos = seconds, nanos
+    capsys.readouterr()
+    with pytest.raises(UStatusError) as caught:
+        await HistoryClient(await world.caller("cloud"), SERVICE).poll(asked)
+    assert caught.value.code == UCode.INVALID_ARGUMENT
+    assert "after_time" in caught.value.message
+    assert capsys.readouterr() == ("", "")
