@@ -5,7 +5,8 @@ patterns -> Match (exact keys, wildcards) -- advance: some streams at a time, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Sequence, Set
 from typing import Final
 
 from history.log import Log, Stream
@@ -37,17 +38,28 @@ class Match:
         self._log = log
         self._exact = {uris.key(pattern) for pattern in patterns if not uris.has_wildcard(pattern)}
         self._wildcards = [pattern for pattern in patterns if uris.has_wildcard(pattern)] if patterns else [uris.ANY]
-        self._seen = 0
+        authorities = {pattern.authority_name for pattern in patterns}
+        self._authorities = authorities if authorities and not any(map(uris.is_pattern, authorities)) else None  # None: any
+        self._seen = 0  # the highest number that was looked at
         self.ids: set[int] = set()
 
     def advance(self) -> bool:
         """One step; True if every stream there is has been looked at."""
         step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards)))
-        for stream in self._log.streams_from(self._seen, step):
-            self._seen += 1
+        streams = self._log.streams_after(self._seen, step)
+        for stream in streams:
+            self._seen = stream.id
             if is_publish(stream) and self._matches(stream.source):
                 self.ids.add(stream.id)
-        return self._seen == self._log.stream_count
+        return len(streams) < step
+
+    def forget(self, ids: Set[int]) -> None:
+        self.ids -= ids
+
+    @property
+    def forgotten_seq(self) -> int:
+        """Up to here there may have been records of theirs of which nothing is known any more."""
+        return self._log.forgotten_seq(self._authorities)
 
     def _matches(self, topic: UUri) -> bool:
         return uris.key(topic) in self._exact or any(uris.matches(pattern, topic) for pattern in self._wildcards)
@@ -57,6 +69,12 @@ class Matches:
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
         self._cached: dict[Key, dict[Log, Match]] = {}
+        for log in self._logs:
+            log.on_forgotten(functools.partial(self._forget, log))
+
+    def _forget(self, log: Log, ids: Set[int]) -> None:
+        for matches in self._cached.values():
+            matches[log].forget(ids)
 
     def of(self, topics: Sequence[UUri], caller: str) -> dict[Log, Match]:
         """A match for each log; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""

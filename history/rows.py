@@ -15,6 +15,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from google.protobuf.message import DecodeError
+
+from uprotocol.v1.uri_pb2 import UUri
+
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
@@ -39,27 +43,28 @@ class Table:
             db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", checked)
 
     def checksum(self, row: Row) -> int:
-        crc = zlib.crc32(self.name.encode())
-        for value in row:
-            crc = zlib.crc32(_packed(value), crc)
-        return crc
+        return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
     def read(self, db: sqlite3.Connection) -> Checked:
         """Every row, held against its checksum. Raises sqlite3.Error."""
         found = Checked()
-        db.text_factory = any_text
-        for *values, crc in db.execute(f"SELECT * FROM {self.name}"):
-            row = tuple(values)
-            if self.checksum(row) == crc:
-                found.rows.append(row)
-                continue
-            right = self._corrected(row, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
-            if right is None:
-                found.bad.append(row)
-            else:
-                found.rows.append(right)
-                found.mended.append((row, right))
+        found.rows.extend(self.each(db, found))
         return found
+
+    def each(self, db: sqlite3.Connection, found: Checked) -> Iterator[Row]:
+        """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the end."""
+        db.text_factory = any_text
+        for row in db.execute(f"SELECT * FROM {self.name}"):
+            values, crc = row[:-1], row[-1]
+            if self.checksum(values) == crc:
+                yield values
+                continue
+            right = self._corrected(values, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
+            if right is None:
+                found.bad.append(values)
+            else:
+                found.mended.append((values, right))
+                yield right
 
     def _corrected(self, row: Row, crc: Any) -> Row | None:
         """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million times at most."""
@@ -193,6 +198,11 @@ def upgrade(db: sqlite3.Connection, version: int) -> None:
 
 def upgraded(table: Table, row: Row) -> Row:
     """A row of version 1 as today's table has it."""
+    if table is STREAM:
+        try:
+            return (row[0], *(None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3]), *row[3:])
+        except DecodeError as error:
+            raise ValueError(f"stream {row[0]} has no address that can be read") from error
     if table is not CURSOR:
         return row
     name, seq, lease_until_ms = row

@@ -114,7 +114,8 @@ class Pump:
         self._back: Back | None = None
         self.aside: Aside | None = None  # streams that don't get through though others do; made with the first one
         self._aside_backoff = backoff.sibling()
-        self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
+        self._due_ms: dict[int, dict[str, int]] = {}  # by stream and authority: when the next message of a thinned topic is due
+        self._sending: list[Item] = []
         self._wake = asyncio.Event()
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
@@ -128,6 +129,8 @@ class Pump:
         self._failing = False  # the last batch was not taken whole
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
+        source.on_forgotten(self._forgotten)
+        source.keep_streams(self._in_hand)
 
     def __repr__(self) -> str:
         return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={self._waiting})"
@@ -301,6 +304,8 @@ class Pump:
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
+        if not self.log.knows_stream(stream_id):  # retention has passed it since it was read
+            return (), False
         stream = self.log.stream(stream_id)
         return self._mine(self._view.decide(stream.source, stream.sink, self.log))
 
@@ -311,6 +316,8 @@ class Pump:
     def _plan(self, stream_id: int) -> Plan:
         targets, is_open = self._wanted(stream_id)
         parked = self.parking.get(stream_id)
+        if parked is None and (due := self._due_ms.get(stream_id)):  # of who wants it no more nothing is kept
+            self._due_ms[stream_id] = {target.authority: due[target.authority] for target in targets if target.authority in due}
         if parked is not None:
             targets = tuple(target for target in targets if target.authority in parked.served)
         elif is_open and not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
@@ -365,10 +372,10 @@ class Pump:
         """At most one message per period and subscribing authority (sample_period; measured by the publisher's clock)."""
         if target.period_ms is None:
             return True
-        key = (stream, target.authority)
-        if 0 < self._due_ms.get(key, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
+        due = self._due_ms.setdefault(stream, {})
+        if 0 < due.get(target.authority, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
             return False
-        self._due_ms[key] = created_ms + target.period_ms
+        due[target.authority] = created_ms + target.period_ms
         return True
 
     # What was parked
@@ -507,6 +514,19 @@ class Pump:
                 taken += found
         return taken
 
+    # What the log forgets
+
+    def _in_hand(self) -> set[int]:
+        """The streams of what was read and has not left, and of what is parked."""
+        held = {item[2] for queue in (*self._lanes, self._sending) for item in queue}
+        back = self._back.targets if self._back is not None else ()
+        return held.union(self.parking, self._found, back, self.aside.known_streams if self.aside is not None else ())
+
+    def _forgotten(self, streams: frozenset[int]) -> None:
+        for known in (self._plans, self._due_ms):
+            for stream in streams.intersection(known):
+                del known[stream]
+
     # What retention took
 
     def _passed(self, passed: Passed) -> None:
@@ -549,7 +569,7 @@ class Pump:
     # Sending
 
     async def _send(self) -> None:
-        batch = self._next_batch()
+        batch = self._sending = self._next_batch()
         if not batch:
             self._put_back([], set())
             return
@@ -562,6 +582,7 @@ class Pump:
         statuses = await self.peer.send_batch(messages)
         again, stuck = self._settle(batch, statuses)
         self._put_back(again, stuck)
+        self._sending = []
         self._confirm()
         self._failing = bool(again) and not stuck
         if again:

@@ -247,6 +247,11 @@ class Ingress:
         """Decide anew: something has changed that `View.version` does not tell."""
         self._routes.clear()
 
+    def forget_streams(self, target: Log, streams: frozenset[int]) -> None:
+        """`target` knows these numbers no more: what comes next for one of them is decided anew."""
+        for key in [key for key, route in self._routes.items() if route.stream in streams and route.log is target]:
+            del self._routes[key]
+
     def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
