@@ -144,13 +144,15 @@ class Log:
             made._age_ring()
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
+        loop = asyncio.get_running_loop()
         try:
-            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
+            store = await loop.run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
+            loaded = store.loaded
+            await loop.run_in_executor(executor, known.load, loaded.streams, loaded.next_stream, loaded.forgotten, loop.time())
         except BaseException:
             executor.shutdown(wait=False)
             raise
         made = cls(name, store.incarnation, retention_ms, retention_bytes, now_ms)
-        known.load(store.streams, store.loaded.next_stream, store.loaded.forgotten, made._loop.time())
         made._know(known)
         made._start(store, executor, tail_bytes)
         return made

@@ -10,8 +10,9 @@ their own (chunk.py). `chunk_stream` and the index on time have none: readers co
 from __future__ import annotations
 
 import sqlite3
+import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -34,6 +35,7 @@ class Table:
     name: str
     columns: tuple[str, ...]
     ddl: str
+    packed: Callable[[Row], bytes] | None = None  # a quick way to what is summed, for rows that have the types they should
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
@@ -43,6 +45,11 @@ class Table:
             db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", checked)
 
     def checksum(self, row: Row) -> int:
+        if self.packed is not None:
+            try:
+                return zlib.crc32(self.packed(row))
+            except (struct.error, TypeError, ValueError):  # it is damaged
+                pass
         return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
     def read(self, db: sqlite3.Connection) -> Checked:
@@ -54,9 +61,10 @@ class Table:
     def each(self, db: sqlite3.Connection, found: Checked) -> Iterator[Row]:
         """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the end."""
         db.text_factory = any_text
-        for row in db.execute(f"SELECT * FROM {self.name}"):
-            values, crc = row[:-1], row[-1]
-            if self.checksum(values) == crc:
+        checksum = self.checksum
+        for *whole, crc in db.execute(f"SELECT * FROM {self.name}"):
+            values = tuple(whole)
+            if checksum(values) == crc:
                 yield values
                 continue
             right = self._corrected(values, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
@@ -122,6 +130,27 @@ def any_text(data: bytes) -> str:
 
 # -- the tables
 
+_STREAM_HEAD: Final = struct.Struct("<cQxcI")
+_STREAM_SINK: Final = struct.Struct("<cI")
+_STREAM_NUMBERS: Final = struct.Struct("<cQxcQxcQxcI")
+_STREAM_TIME: Final = struct.Struct("<cQx")
+
+
+def _packed_stream(row: Row) -> bytes:
+    """What `_packed` makes of each value, in a fifth of the time: there may be millions."""
+    id, source, sink, first_seq, newest_seq, records, newest_id, time_ms = row
+    parts = (
+        b"stream",
+        _STREAM_HEAD.pack(b"i", id, b"b", len(source)),
+        source,
+        b"n" if sink is None else _STREAM_SINK.pack(b"b", len(sink)) + sink,
+        _STREAM_NUMBERS.pack(b"i", first_seq, b"i", newest_seq, b"i", records, b"b", len(newest_id)),
+        newest_id,
+        _STREAM_TIME.pack(b"i", time_ms),
+    )
+    return b"".join(parts)
+
+
 META: Final = Table("meta", ("key", "value"), "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) WITHOUT ROWID")
 STREAM: Final = Table(
     "stream",
@@ -129,6 +158,7 @@ STREAM: Final = Table(
     """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
        newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT NULL,
        crc INTEGER NOT NULL)""",
+    _packed_stream,
 )
 HOLE: Final = Table(
     "hole", ("after", "before"), "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL, crc INTEGER NOT NULL)"
