@@ -28,7 +28,7 @@ from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
 from history.store import RETENTION_BYTES, Store
-from history.streams import FORGET_AFTER_S, STREAMS_MAX, Streams, TopicsFullError
+from history.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
 from storage.faults import is_damage
@@ -86,7 +86,7 @@ class Log:
         self._ledger = Ledger()
         self._cursors = Cursors(name, now_ms, self._save_cursor)
         self.cursors_lost = False
-        self._known = Streams(STREAMS_MAX, STREAMS_MAX, FORGET_AFTER_S)
+        self._known = Streams(STREAMS_MAX, STREAMS_MAX)
         self._appending: set[Append] = set()  # not yet committed
         self._sweeping: asyncio.TimerHandle | None = None
         self._room_due = 0.0  # loop time
@@ -120,21 +120,21 @@ class Log:
         tail_bytes: int = TAIL_BYTES_MAX,
         streams_max: int = STREAMS_MAX,
         authority_streams_max: int | None = None,
-        forget_after_s: float = FORGET_AFTER_S,
+        forget_after_s: float | None = None,
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
     ) -> Log:
         """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
 
         It knows at most `streams_max` streams, `authority_streams_max` of one source authority (None: no limit of its own), and forgets
-        those that have had no record for `forget_after_s`.
+        those that have had no record for `forget_after_s` (None: streams.FORGET_AFTER_S).
 
         Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a newer program or no log,
         RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again), UNAVAILABLE on I/O errors. A damaged file is moved
         aside, never deleted, and a new incarnation starts; `damage` remembers it.
         """
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
-        assert min(streams_max, forget_after_s) > 0, "a log knows something"
+        assert streams_max > 0, "a log knows something"
         now_ms = now_ms or runtime.now_ms
         known = Streams(streams_max, streams_max if authority_streams_max is None else authority_streams_max, forget_after_s)
         if path is None:

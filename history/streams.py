@@ -43,8 +43,9 @@ class TopicsFullError(UStatusError):
 class Streams:
     """The streams of one log, on the loop. `table` may be read from any thread."""
 
-    def __init__(self, streams_max: int, authority_streams_max: int, forget_after_s: float) -> None:
-        self.streams_max, self.authority_streams_max, self.forget_after_s = streams_max, authority_streams_max, forget_after_s
+    def __init__(self, streams_max: int, authority_streams_max: int, forget_after_s: float | None = None) -> None:
+        self.streams_max, self.authority_streams_max = streams_max, authority_streams_max
+        self.forget_after_s = FORGET_AFTER_S if forget_after_s is None else forget_after_s
         self.table: dict[int, Stream] = {}  # in the order of their numbers
         self.next_id = 1
         self.forgotten_total = 0
