@@ -46,6 +46,7 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
+PLANS_MAX: Final = 65_536  # streams whose plan is kept, some 300 bytes each; then all are made anew
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 PASSED_LETTERS_MAX: Final = 100  # dead letters of what retention took before the peer was back; beyond it only the range is told
@@ -297,6 +298,8 @@ class Pump:
     def _plan_all(self, streams: list[int]) -> bool:
         """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
         plans = self._plans
+        if len(plans) > PLANS_MAX:
+            plans.clear()
         for stream in set(streams).difference(plans):
             plans[stream] = self._plan(stream)
         parks = sum(plans[stream].park for stream in set(streams))
