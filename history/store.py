@@ -248,7 +248,7 @@ class Store:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
-        STREAM.insert(db, [self.streams[id].row for id in sorted(self.loaded.dirty)])
+        STREAM.insert(db, [self.streams[id].row for id in sorted(self.loaded.dirty) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)])
