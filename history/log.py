@@ -337,7 +337,7 @@ class Log:
 
     def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
         """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from and goes to."""
-        if self._known.table.keys() >= set(streams):
+        if not set(streams).difference(self._known.table):
             return streams
         found: dict[int, int] = {}
         for id, message in zip(streams, messages, strict=True):
