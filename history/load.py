@@ -24,24 +24,34 @@ import structlog
 from history import damage as kinds
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Row, Table
+from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Checked, Row, Table
 from storage.mark import V1_LEAP_MAX, Marked
 from uprotocol.v1.uri_pb2 import UUri
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
+NEXT_STREAM: Final = "next_stream"  # in meta: the number that the next stream gets, also where those before it are forgotten
+STREAMS: Final = "streams"  # in meta: how many rows there are
+FORGOTTEN_PREFIX: Final = "forgotten:"  # in meta, with a source authority: up to where records of its forgotten streams went ...
+OTHERS: Final = "*"  # ... or of all those that are not named
+NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
+_AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
+_LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
 META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")
 
 log = structlog.get_logger()
 
 
 class Stream:
-    """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done."""
+    """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done.
 
-    __slots__ = ("first_seq", "id", "newest_id", "newest_seq", "newest_time_ms", "records", "sink", "source")
+    The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
+    """
 
-    def __init__(self, id: int, source: UUri, sink: UUri | None) -> None:
-        self.id, self.source, self.sink = id, source, sink
+    __slots__ = ("first_seq", "id", "newest_id", "newest_seq", "newest_time_ms", "records", "sink_bytes", "source_bytes")
+
+    def __init__(self, id: int, source: bytes, sink: bytes | None) -> None:
+        self.id, self.source_bytes, self.sink_bytes = id, source, sink
         self.first_seq = self.newest_seq = self.records = 0  # records: appended, ever
         self.newest_id = b""
         self.newest_time_ms = 0
@@ -50,15 +60,54 @@ class Stream:
         return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
 
     @property
+    def source(self) -> UUri:
+        """Made anew each time."""
+        return UUri.FromString(self.source_bytes)
+
+    @property
+    def sink(self) -> UUri | None:
+        """Made anew each time."""
+        return None if self.sink_bytes is None else UUri.FromString(self.sink_bytes)
+
+    @property
+    def address(self) -> bytes | tuple[bytes, bytes]:
+        return self.source_bytes if self.sink_bytes is None else (self.source_bytes, self.sink_bytes)
+
+    @property
     def row(self) -> Row:
-        sink = None if self.sink is None else self.sink.SerializeToString()
-        source = self.source.SerializeToString()
-        return (self.id, source, sink, self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms)
+        return (
+            self.id,
+            self.source_bytes,
+            self.sink_bytes,
+            self.first_seq,
+            self.newest_seq,
+            self.records,
+            self.newest_id,
+            self.newest_time_ms,
+        )
 
     def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
         self.first_seq = self.first_seq or first_seq
         self.newest_seq, self.newest_id, self.newest_time_ms = newest_seq, newest_id, time_ms
         self.records += records
+
+
+def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
+    """The same for the same address, whatever unknown fields a sender has put into it."""
+    return _plain(source) if sink is None else (_plain(source), _plain(sink))
+
+
+def _plain(uri: UUri) -> bytes:
+    return UUri(
+        authority_name=uri.authority_name, ue_id=uri.ue_id, ue_version_major=uri.ue_version_major, resource_id=uri.resource_id
+    ).SerializeToString()
+
+
+def authority_of(address: bytes) -> str:
+    """Of a UUri that is serialised."""
+    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing it: there may be millions
+        return address[2 : 2 + address[1]].decode()
+    return UUri.FromString(address).authority_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +138,9 @@ class Loaded:
 
     incarnation: bytes = b""
     extent: Extent = field(default_factory=Extent)
-    streams: list[Stream] = field(default_factory=list)
+    streams: dict[int, Stream] = field(default_factory=dict)  # in the order of their numbers
+    next_stream: int = 1
+    forgotten: dict[str, int] = field(default_factory=dict)  # by source authority: up to where its forgotten streams had records
     cursors: dict[str, Cursor] = field(default_factory=dict)
     cursors_lost: bool = False  # of a cursor not even the name is sure
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
@@ -134,6 +185,9 @@ class _Loading:
         self._writes: list[tuple[Table, list[Row]]] = []  # (table, rows) to be written at the end
         self._deletes: list[tuple[str, Any]] = []
         self._rebuild = False
+        self._is_count_sure = True  # nothing of the numbers of streams is damaged
+        self._bad_streams: list[int] = []  # whose rows can't be read
+        self._missing_streams = self._named = 0  # rows that are not there at all, and those that were found anew in the records
         self._notes: list[Row] = []
         self._index: list[tuple[int, int]] | None = None  # made anew
 
@@ -144,14 +198,14 @@ class _Loading:
         made.incarnation = meta["incarnation"]
         self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
         self._load_holes()
-        self._load_streams()
+        self._load_streams(meta)
         oldest = self._db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
         made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
         if not self._rebuild:
             self._roll_forward(meta["indexed_seq"])
         if self._rebuild:
             self._make_anew()
-        made.streams = [self._places[id] for id in sorted(self._places)]
+        made.streams = self._places
         self._heed_mark()
         self._load_cursors()
         for after, before in made.holes:
@@ -187,6 +241,7 @@ class _Loading:
         for row in found.bad:
             self._delete(META.name, "key", row[0])
         self._made.cursors_lost = CURSORS_LOST in meta
+        self._load_forgotten(meta, is_sure=not found.bad)
         missing = [key for key in META_KEYS if key not in meta]
         if missing:
             self._rebuild = True
@@ -213,19 +268,38 @@ class _Loading:
             self._rebuild = True
             self._delete(HOLE.name, "after", row[0])
 
-    def _load_streams(self) -> None:
-        found = STREAM.read(self._db)
-        self._mend(STREAM, "id", found.mended)
-        for id, source, sink, first, newest, records, newest_id, time_ms in sorted(found.rows):
-            stream = Stream(id, UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+    def _load_forgotten(self, meta: dict[str, Any], *, is_sure: bool) -> None:
+        made = self._made
+        self._is_count_sure = is_sure
+        made.next_stream = meta.get(NEXT_STREAM, 1)
+        forgotten = {key.removeprefix(FORGOTTEN_PREFIX): seq for key, seq in meta.items() if key.startswith(FORGOTTEN_PREFIX)}
+        if not is_sure:  # the row that is damaged may be one of these
+            forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
+            self._writes.append((META, [(FORGOTTEN_PREFIX + OTHERS, forgotten[OTHERS])]))
+        made.forgotten = forgotten
+
+    def _load_streams(self, meta: dict[str, Any]) -> None:
+        found = Checked()
+        for id, source, sink, first, newest, records, newest_id, time_ms in STREAM.each(self._db, found):
+            stream = self._places[id] = Stream(id, source, sink)
             stream.grow(first, newest, records, newest_id, time_ms)
-            self._places[id] = stream
+        self._mend(STREAM, "id", found.mended)
         for _, right in found.mended:
             self._found(kinds.STREAM, detail=f"stream {right[0]}: a bit had turned, and was turned back")
+        if found.mended:
+            self._places = dict(sorted(self._places.items()))
         for row in found.bad:
             self._delete(STREAM.name, "id", row[0])
-        if len(self._places) != max(self._places, default=0) or found.bad:
+        self._bad_streams = [row[0] for row in found.bad if isinstance(row[0], int)]
+        self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
+        if not self._is_count_sure:
+            self._made.next_stream += NUMBERS_LEAP
+            self._writes.append((META, [(NEXT_STREAM, self._made.next_stream)]))
+            meta.setdefault(STREAMS, len(self._places) + len(found.bad))
+        expected = meta.get(STREAMS, max(self._places, default=0))  # before streams could be forgotten, none was missing
+        if len(self._places) != expected or found.bad:
             self._rebuild = True
+            self._missing_streams = max(0, expected - len(self._places) - len(found.bad))
 
     def _load_cursors(self) -> None:
         made = self._made
@@ -327,7 +401,6 @@ class _Loading:
         known_holes = set(made.holes)
         expected: int | None = None
         index: list[tuple[int, int]] = []
-        lost = max(self._places, default=0)
         for columns, chunk in self._chunks(-1):
             stored += columns.bytes
             if expected is not None and columns.first_seq > expected:
@@ -338,11 +411,7 @@ class _Loading:
             if chunk is not None:
                 self._name(chunk)
                 self._count(chunk, columns)
-                lost = max(lost, *chunk.streams)
-        for id in set(range(1, lost + 1)) - self._places.keys():
-            self._places[id] = Stream(id, UUri(), UUri())  # nothing of it is there any more; the number must not be given out again
-            self._found(kinds.STREAM, detail=f"stream {id} can't be read, and has no records any more")
-            made.dirty.add(id)
+        self._note_lost_streams()
         made.extent.stored_bytes = stored
         made.extent.newest_seq = max(newest, made.extent.newest_seq)
         if made.extent.floor_seq == NOT_KNOWN:
@@ -355,21 +424,32 @@ class _Loading:
             "stored_bytes": stored,
             "indexed_seq": extent.newest_seq,
         }
+        meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
         self._writes.append((META, list(meta.items())))
         self._writes.append((HOLE, list(made.holes)))
         self._writes.append((STREAM, [self._places[id].row for id in sorted(made.dirty)]))
         self._index = index
         made.dirty.clear()
 
+    def _note_lost_streams(self) -> None:
+        """Those of which nothing is there any more. Their numbers must not be given out again."""
+        made = self._made
+        lost = [id for id in self._bad_streams if id not in self._places]
+        for id in lost:
+            self._found(kinds.STREAM, detail=f"stream {id} can't be read, and has no records any more")
+        if self._missing_streams > self._named:
+            self._found(kinds.STREAM, detail=f"{self._missing_streams - self._named} streams are not there, and have no records any more")
+        self._places = dict(sorted(self._places.items()))
+        likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # its number may be what is wrong
+        made.next_stream = max(made.next_stream, *(id + 1 for id in (*self._places, *likely)), 1) + self._missing_streams
+
     def _name(self, chunk: Chunk) -> None:
         """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
         for id in chunk.stream_set - self._places.keys():
             attributes = chunk.messages[chunk.streams.index(id)].attributes
-            source, sink = UUri(), UUri() if attributes.HasField("sink") else None
-            source.CopyFrom(attributes.source)
-            if sink is not None:
-                sink.CopyFrom(attributes.sink)
-            self._places[id] = Stream(id, source, sink)
+            address = address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
+            self._places[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
+            self._named += id not in self._bad_streams
             self._found(kinds.STREAM, detail=f"stream {id} could not be read, and was found anew in its records")
 
     # -- the mark

@@ -12,12 +12,11 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 from collections import Counter
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 import structlog
 
@@ -29,11 +28,11 @@ from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
 from history.store import RETENTION_BYTES, Store
+from history.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
 from storage.faults import is_damage
 from storage.runtime import REAL, Runtime
-from uprotocol import uri as uris
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,8 +42,9 @@ RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week
 TAIL_BYTES_MAX: Final = 32 << 20  # seconds of the highest rate measured: pumps and pollers at the head never touch the disk
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
 APPEND_RECORDS_MAX: Final = 65_536  # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
-STREAMS_MAX: Final = 200_000  # some 1 KB each
-STREAM_CACHE_MAX: Final = 65_536  # serialised addresses whose stream is known; starts anew when it is full
+SWEEP_S: Final = 10.0  # between looks for streams that can be forgotten, and ...
+SWEEP_AGAIN_S: Final = 0.1  # ... between steps of one
+ROOM_AGAIN_S: Final = 1.0  # until room is looked for again where there was none
 CURSOR_FLUSH_MS: Final = 200  # a cursor is on disk that soon; what is lost of it is only sent twice
 PROBE_MS: Final = 1_000  # a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
 READ_THREADS: Final = 2
@@ -86,10 +86,12 @@ class Log:
         self._ledger = Ledger()
         self._cursors = Cursors(name, now_ms, self._save_cursor)
         self.cursors_lost = False
-        self._streams: dict[int, Stream] = {}
-        self._stream_ids: dict[Any, int] = {}
-        self._stream_cache: dict[tuple[bytes, bytes | None], int] = {}
-        self._next_stream_id = 1
+        self._known = Streams(STREAMS_MAX, STREAMS_MAX)
+        self._appending: set[Append] = set()  # not yet committed
+        self._sweeping: asyncio.TimerHandle | None = None
+        self._room_due = 0.0  # loop time
+        self._forgotten_callbacks: list[Callable[[frozenset[int]], None]] = []
+        self._using: list[Callable[[], Iterable[int]]] = []
         self._flush_due: asyncio.TimerHandle | None = None
         self._aging: asyncio.TimerHandle | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -99,7 +101,7 @@ class Log:
         self._queued = 0
         self._closed = False
         self._tail = Tail(0, TAIL_BYTES_MAX)
-        self._numbering = Numbering(0, ())
+        self._numbering = Numbering(0, self._known.table)  # of the ring
         self._holes: list[tuple[int, int]] = []
         self._allowance = Allowance()  # of the ring
         self._writer: Writer | None = None
@@ -116,37 +118,53 @@ class Log:
         retention_ms: int = RETENTION_MS,
         retention_bytes: int = RETENTION_BYTES,
         tail_bytes: int = TAIL_BYTES_MAX,
+        streams_max: int = STREAMS_MAX,
+        authority_streams_max: int | None = None,
+        forget_after_s: float | None = None,
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
     ) -> Log:
         """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
+
+        It knows at most `streams_max` streams, `authority_streams_max` of one source authority (None: no limit of its own), and forgets
+        those that have had no record for `forget_after_s` (None: streams.FORGET_AFTER_S).
 
         Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a newer program or no log,
         RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again), UNAVAILABLE on I/O errors. A damaged file is moved
         aside, never deleted, and a new incarnation starts; `damage` remembers it.
         """
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
+        assert streams_max > 0, "a log knows something"
         now_ms = now_ms or runtime.now_ms
+        known = Streams(streams_max, streams_max if authority_streams_max is None else authority_streams_max, forget_after_s)
         if path is None:
             made = cls(name, runtime.random_bytes(16), retention_ms, retention_bytes, now_ms)
+            made._know(known)
             made._tail.bytes_max = retention_bytes
             made._age_ring()
             return made
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
+        loop = asyncio.get_running_loop()
         try:
-            store = await asyncio.get_running_loop().run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
+            store = await loop.run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
+            loaded = store.loaded
+            await loop.run_in_executor(executor, known.load, loaded.streams, loaded.next_stream, loaded.forgotten, loop.time())
         except BaseException:
             executor.shutdown(wait=False)
             raise
         made = cls(name, store.incarnation, retention_ms, retention_bytes, now_ms)
+        made._know(known)
         made._start(store, executor, tail_bytes)
         return made
+
+    def _know(self, known: Streams) -> None:
+        self._known = known
+        self._numbering = Numbering(0, known.table)
+        self._sweeping = self._loop.call_later(min(SWEEP_S, known.forget_after_s), self._sweep)
 
     def _start(self, store: Store, executor: ThreadPoolExecutor, tail_bytes: int) -> None:
         loaded = store.loaded
         self._extent = replace(loaded.extent)
-        for stream in loaded.streams:
-            self._know(stream)
         self._cursors.rows = dict(loaded.cursors)
         self.cursors_lost = loaded.cursors_lost
         self._holes = list(loaded.holes)
@@ -163,7 +181,7 @@ class Log:
         if self._closed:
             return
         self._closed = True
-        for timer in (self._flush_due, self._aging):
+        for timer in (self._flush_due, self._aging, self._sweeping):
             if timer is not None:
                 timer.cancel()
         if self._writer is not None:
@@ -228,60 +246,109 @@ class Log:
 
     # -- streams
 
-    def stream_id(self, source: UUri, sink: UUri | None = None) -> int:
-        """The number of this pair, given out on first use. Raises RESOURCE_EXHAUSTED beyond STREAMS_MAX."""
-        cached = (source.SerializeToString(), None if sink is None else sink.SerializeToString())
-        id = self._stream_cache.get(cached)
-        if id is not None:
-            return id
-        id = self._stream_ids.get((uris.key(source), None if sink is None else uris.key(sink)))
-        if id is None:
-            id = self._new_stream(source, sink)
-        if len(self._stream_cache) >= STREAM_CACHE_MAX:
-            self._stream_cache.clear()
-        self._stream_cache[cached] = id
-        return id
+    def stream_id(self, source: UUri, sink: UUri | None = None, *, wanted: bool = False) -> int:
+        """The number of this pair, given out on first use. It may be forgotten when no record of it is kept; `append` bears that.
 
-    def _new_stream(self, source: UUri, sink: UUri | None) -> int:
-        if len(self._streams) >= STREAMS_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"the log {self.name} knows {STREAMS_MAX} topics already, which is the limit")
-        own_source, own_sink = UUri(), None if sink is None else UUri()
-        own_source.CopyFrom(source)
-        if own_sink is not None and sink is not None:
-            own_sink.CopyFrom(sink)
-        stream = Stream(self._next_stream_id, own_source, own_sink)
-        self._know(stream)
+        Raises TopicsFullError (RESOURCE_EXHAUSTED): beyond `authority_streams_max` of the source's authority, or where only the reserve is
+        left of `streams_max`. `wanted`, by somebody who has named just this one, has room in both, as long as there is any at all.
+        """
+        stream = self._known.find(source, sink)
+        return stream.id if stream is not None else self._new_stream(source, sink, wanted)
+
+    def _new_stream(self, source: UUri, sink: UUri | None, wanted: bool) -> int:
+        known = self._known
+        if known.is_crowded and self._loop.time() >= self._room_due and not self._forget(at_once=True):
+            self._room_due = self._loop.time() + ROOM_AGAIN_S
+        known.refuse_beyond(source.authority_name, wanted=wanted)
+        stream = known.add(source, sink, self._loop.time())
         if self._writer is not None:
             self._writer.save_stream(stream)
         return stream.id
 
-    def _know(self, stream: Stream) -> None:
-        self._streams[stream.id] = stream
-        self._stream_ids[uris.key(stream.source), None if stream.sink is None else uris.key(stream.sink)] = stream.id
-        self._next_stream_id = max(self._next_stream_id, stream.id + 1)
-
     def stream(self, id: int) -> Stream:
-        return self._streams[id]
+        """One that is known; see `knows_stream`."""
+        return self._known.table[id]
 
     def knows_stream(self, id: int) -> bool:
-        """False for a number that only damaged bytes name."""
-        return id in self._streams
+        """False for a number that was forgotten, or that only damaged bytes name."""
+        return id in self._known.table
 
     def streams(self) -> list[Stream]:
-        """All of them, in the order of their numbers; streams are never removed while the log is open."""
-        return list(self._streams.values())
+        """All of them, in the order of their numbers."""
+        return list(self._known.table.values())
 
     @property
     def stream_count(self) -> int:
-        return len(self._streams)
+        return len(self._known.table)
+
+    @property
+    def streams_forgotten(self) -> int:
+        """Since the log was opened."""
+        return self._known.forgotten_total
 
     def topics_of(self, authority: str) -> int:
         """How many of them have their source there."""
-        return sum(stream.source.authority_name == authority for stream in self._streams.values())
+        return self._known.count_of(authority)
 
-    def streams_from(self, begin: int, count: int) -> list[Stream]:
-        """At most `count` of them, from the place `begin` in the order of their numbers."""
-        return list(islice(self._streams.values(), begin, begin + count))
+    def streams_after(self, id: int, count: int) -> list[Stream]:
+        """At most `count` of those with a number greater than `id`, in the order of their numbers."""
+        return self._known.after(id, count)
+
+    # -- forgetting streams
+
+    def on_forgotten(self, callback: Callable[[frozenset[int]], None]) -> None:
+        """`callback(ids)` on the loop, in the step in which these streams are forgotten. Their numbers are never used again."""
+        self._forgotten_callbacks.append(callback)
+
+    def keep_streams(self, callback: Callable[[], Iterable[int]]) -> None:
+        """`callback()` on the loop gives the streams that somebody has in hand: those are not forgotten."""
+        self._using.append(callback)
+
+    def forgotten_seq(self, authorities: Set[str] | None) -> int:
+        """Up to here there may have been records of these source authorities (None: of any) in streams that are forgotten. Who has not
+        read so far may have missed some of any topic there."""
+        return self._known.forgotten_seq(authorities)
+
+    def _sweep(self) -> None:
+        if self._closed:
+            return
+        more = self._known.look(self.floor_seq, self._loop.time())
+        more = bool(self._forget()) or more
+        self._sweeping = self._loop.call_later(SWEEP_AGAIN_S if more else min(SWEEP_S, self._known.forget_after_s), self._sweep)
+
+    def _forget(self, *, at_once: bool = False) -> int:
+        """Streams that have had no record for a while; `at_once`: some of those that have none now. How many that were."""
+        if self._closed or not self.healthy:  # what can't be written would only gather
+            return 0
+        known, now = self._known, self._loop.time()
+        known.look(self.floor_seq, now)
+        candidates = known.candidates(self.floor_seq, now, at_once=at_once)
+        if not candidates:
+            return 0
+        used: set[int] = set().union(*(append.streams for append in self._appending), *(callback() for callback in self._using))
+        known.keep_on((stream for stream in candidates if stream.id in used), now)
+        doomed = [stream for stream in candidates if stream.id not in used]
+        ids = frozenset(stream.id for stream in doomed)
+        meta = known.remove(doomed)
+        if not ids:
+            return 0
+        if self._writer is not None:
+            self._writer.save_forgotten(ids, meta)
+            self._schedule_flush()
+        for callback in list(self._forgotten_callbacks):
+            callback(ids)
+        return len(ids)
+
+    def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
+        """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from and goes to."""
+        if not set(streams).difference(self._known.table):
+            return streams
+        found: dict[int, int] = {}
+        for id, message in zip(streams, messages, strict=True):
+            if id not in self._known.table and id not in found:
+                attributes = message.attributes
+                found[id] = self.stream_id(attributes.source, attributes.sink if attributes.HasField("sink") else None, wanted=True)
+        return [found.get(id, id) for id in streams]
 
     # -- append
 
@@ -293,6 +360,12 @@ class Log:
         """
         assert len(streams) == len(messages) > 0, "a batch has messages, and each its stream"
         done: asyncio.Future[int] = self._loop.create_future()
+        if self._known.forgotten_total:
+            try:
+                streams = self._numbered_anew(streams, messages)
+            except UStatusError as error:
+                done.set_exception(error)
+                return done
         if self._closed:
             done.set_exception(UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed"))
         elif self._writer is None:
@@ -304,7 +377,9 @@ class Log:
             )
         else:
             self._queued += len(messages)
-            self._writer.submit(Append(list(streams), list(messages), done))
+            append = Append(list(streams), list(messages), done)
+            self._appending.add(append)
+            self._writer.submit(append)
         return done
 
     def _keep(self, streams: list[int], messages: Sequence[Carried]) -> int:
@@ -319,7 +394,7 @@ class Log:
             newest = dict(zip(part, range(len(part)), strict=True))
             for id, count in Counter(part).items():
                 place = newest[id]
-                stream = self._streams[id]
+                stream = self._known.table[id]
                 stream.grow(
                     seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
                 )
@@ -363,6 +438,7 @@ class Log:
         if batch is None:
             return
         self._queued -= sum(len(append.messages) for append in batch)
+        self._appending.difference_update(batch)
         if written.is_damaged:
             self._note(Damage(self._now_ms(), kinds.STRUCTURE, 0, 0, self.incarnation, "", str(written.error)))
         if written.error is not None:
@@ -523,7 +599,8 @@ class Log:
         if after >= self._tail.after or self._reader is None:
             found = self._scan_tail(max(after, self.floor_seq), until, streams, max_records, max_bytes, strict)
         else:
-            wanted = None if streams is None else {id: self._streams[id].newest_seq for id in streams}
+            table = self._known.table
+            wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
             limits = Limits(max_records, max_bytes, strict)
             found = await self._in_executor(self._reader.scan, after, until, wanted, limits, self._holes)
             if found.is_index_wrong:
@@ -638,4 +715,4 @@ class Log:
         self._writer.flush()
 
 
-__all__ = ["Chunk", "Cursor", "Damage", "Log", "Passed", "Scan", "Stream"]
+__all__ = ["Chunk", "Cursor", "Damage", "Log", "Passed", "Scan", "Stream", "TopicsFullError"]

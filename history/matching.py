@@ -5,7 +5,9 @@ patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+import weakref
+from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Final, NamedTuple, Protocol
 
 from history.log import Log, Stream
@@ -86,22 +88,33 @@ class Match:
         self._log, self._sight = log, sight
         self._exact = {uris.key(pattern) for pattern in patterns if not uris.has_wildcard(pattern)}
         self._wildcards = [pattern for pattern in patterns if uris.has_wildcard(pattern)] if patterns else [uris.ANY]
-        self._seen = 0
+        authorities = {pattern.authority_name for pattern in patterns}
+        self._authorities = authorities if authorities and not any(map(uris.is_pattern, authorities)) else None  # None: any
+        self._seen = 0  # the highest number that was looked at
         self.ids: set[int] = set()
         self.withheld = 0
 
     def advance(self) -> bool:
         """One step; True if every stream there is has been looked at."""
         step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards) + self._sight.cost))
-        for stream in self._log.streams_from(self._seen, step):
-            self._seen += 1
+        streams = self._log.streams_after(self._seen, step)
+        for stream in streams:
+            self._seen = stream.id
             if not is_publish(stream) or not self._matches(stream.source):
                 continue
             if self._sight.sees(stream.source, stream.sink):
                 self.ids.add(stream.id)
             else:
                 self.withheld += 1
-        return self._seen == self._log.stream_count
+        return len(streams) < step
+
+    def forget(self, ids: Set[int]) -> None:
+        self.ids -= ids
+
+    @property
+    def forgotten_seq(self) -> int:
+        """Up to here there may have been records of theirs of which nothing is known any more."""
+        return self._log.forgotten_seq(self._authorities)
 
     def _matches(self, topic: UUri) -> bool:
         return uris.key(topic) in self._exact or any(uris.matches(pattern, topic) for pattern in self._wildcards)
@@ -140,6 +153,14 @@ class Matches:
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
         self._cached: dict[Key, tuple[str, dict[Log, Match]]] = {}  # with the authority that asked first; what was used last is last
+        self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # those that a poll still holds, too
+        for log in self._logs:
+            self._in_use[log] = weakref.WeakSet()
+            log.on_forgotten(functools.partial(self._forget, log))
+
+    def _forget(self, log: Log, ids: Set[int]) -> None:
+        for match in self._in_use[log]:
+            match.forget(ids)
 
     def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
         """A match for each log."""
@@ -148,6 +169,8 @@ class Matches:
         if known is None:
             self._make_room(caller)
             known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
+            for log, match in known[1].items():
+                self._in_use[log].add(match)
         self._cached[key] = known
         return known[1]
 

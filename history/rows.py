@@ -10,10 +10,15 @@ their own (chunk.py). `chunk_stream` and the index on time have none: readers co
 from __future__ import annotations
 
 import sqlite3
+import struct
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from google.protobuf.message import DecodeError
+
+from uprotocol.v1.uri_pb2 import UUri
 
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
@@ -30,6 +35,7 @@ class Table:
     name: str
     columns: tuple[str, ...]
     ddl: str
+    packed: Callable[[Row], bytes] | None = None  # a quick way to what is summed, for rows that have the types they should
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
@@ -39,27 +45,34 @@ class Table:
             db.executemany(f"INSERT OR REPLACE INTO {self.name} VALUES ({places})", checked)
 
     def checksum(self, row: Row) -> int:
-        crc = zlib.crc32(self.name.encode())
-        for value in row:
-            crc = zlib.crc32(_packed(value), crc)
-        return crc
+        if self.packed is not None:
+            try:
+                return zlib.crc32(self.packed(row))
+            except (struct.error, TypeError, ValueError):  # it is damaged
+                pass
+        return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
     def read(self, db: sqlite3.Connection) -> Checked:
         """Every row, held against its checksum. Raises sqlite3.Error."""
         found = Checked()
-        db.text_factory = any_text
-        for *values, crc in db.execute(f"SELECT * FROM {self.name}"):
-            row = tuple(values)
-            if self.checksum(row) == crc:
-                found.rows.append(row)
-                continue
-            right = self._corrected(row, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
-            if right is None:
-                found.bad.append(row)
-            else:
-                found.rows.append(right)
-                found.mended.append((row, right))
+        found.rows.extend(self.each(db, found))
         return found
+
+    def each(self, db: sqlite3.Connection, found: Checked) -> Iterator[Row]:
+        """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the end."""
+        db.text_factory = any_text
+        checksum = self.checksum
+        for *whole, crc in db.execute(f"SELECT * FROM {self.name}"):
+            values = tuple(whole)
+            if checksum(values) == crc:
+                yield values
+                continue
+            right = self._corrected(values, crc) if len(found.mended) + len(found.bad) < CORRECTED_MAX else None
+            if right is None:
+                found.bad.append(values)
+            else:
+                found.mended.append((values, right))
+                yield right
 
     def _corrected(self, row: Row, crc: Any) -> Row | None:
         """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million times at most."""
@@ -117,6 +130,27 @@ def any_text(data: bytes) -> str:
 
 # -- the tables
 
+_STREAM_HEAD: Final = struct.Struct("<cQxcI")
+_STREAM_SINK: Final = struct.Struct("<cI")
+_STREAM_NUMBERS: Final = struct.Struct("<cQxcQxcQxcI")
+_STREAM_TIME: Final = struct.Struct("<cQx")
+
+
+def _packed_stream(row: Row) -> bytes:
+    """What `_packed` makes of each value, in a fifth of the time: there may be millions."""
+    id, source, sink, first_seq, newest_seq, records, newest_id, time_ms = row
+    parts = (
+        b"stream",
+        _STREAM_HEAD.pack(b"i", id, b"b", len(source)),
+        source,
+        b"n" if sink is None else _STREAM_SINK.pack(b"b", len(sink)) + sink,
+        _STREAM_NUMBERS.pack(b"i", first_seq, b"i", newest_seq, b"i", records, b"b", len(newest_id)),
+        newest_id,
+        _STREAM_TIME.pack(b"i", time_ms),
+    )
+    return b"".join(parts)
+
+
 META: Final = Table("meta", ("key", "value"), "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) WITHOUT ROWID")
 STREAM: Final = Table(
     "stream",
@@ -124,6 +158,7 @@ STREAM: Final = Table(
     """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
        newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT NULL,
        crc INTEGER NOT NULL)""",
+    _packed_stream,
 )
 HOLE: Final = Table(
     "hole", ("after", "before"), "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL, crc INTEGER NOT NULL)"
@@ -193,6 +228,11 @@ def upgrade(db: sqlite3.Connection, version: int) -> None:
 
 def upgraded(table: Table, row: Row) -> Row:
     """A row of version 1 as today's table has it."""
+    if table is STREAM:
+        try:
+            return (row[0], *(None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3]), *row[3:])
+        except DecodeError as error:
+            raise ValueError(f"stream {row[0]} has no address that can be read") from error
     if table is not CURSOR:
         return row
     name, seq, lease_until_ms = row

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from history.connection import PAGE_BYTES, transaction
 from history.damage import Damage, Ledger
-from history.load import CURSORS_LOST, NOT_KNOWN
+from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
 from history.rows import CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, SCHEMAS, Checked, Table, any_text, create, upgraded
 from history.walk import walk
 from storage.disk import Disk
@@ -149,6 +149,9 @@ def _fill(
             "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
             "stored_bytes": 0,
         }
+        kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
+        if read[META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
+            kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
         if read[CURSOR.name].bad or CURSORS_LOST in meta:
             kept[CURSORS_LOST] = 1
         with transaction(db):

@@ -187,7 +187,9 @@ class HistoryService:
             await _complete(matches[log])
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once")
-            response.topics.extend(_topic_state(log, id) for id in sorted(matches[log].ids) if log.stream(id).records)
+            response.topics.extend(
+                _topic_state(log, id) for id in sorted(matches[log].ids) if log.knows_stream(id) and log.stream(id).records
+            )
         self._count_withheld(matches)
         return response
 
@@ -386,8 +388,8 @@ class HistoryService:
 
     def _note_retention(self, match: Match, log: Log, place: int, floor: int, response: PollResponse) -> None:
         """A gap, if retention passed something of these streams that the caller has not seen."""
-        streams = map(log.stream, match.ids)
-        if any(stream.newest_seq > place and stream.first_seq <= floor for stream in streams):
+        streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
+        if match.forgotten_seq > place or any(stream.newest_seq > place and stream.first_seq <= floor for stream in streams):
             response.gaps.append(_gap(Gap.REASON_RETENTION, log, place, floor + 1))
 
     def _appended(self, log: Log) -> None:

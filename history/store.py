@@ -11,13 +11,13 @@ import sqlite3
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from history.chunk import Columns, unpack_streams
 from history.connection import empty_wal, file_bytes_max, pragma, settle, transaction, transaction_bytes, wal_bytes_max
-from history.load import CURSORS_LOST, NOT_KNOWN, Cursor, Extent, Loaded, Stream
+from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent, Loaded, Stream
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
@@ -40,6 +40,8 @@ class Changes:
     """What is committed beside the chunks."""
 
     streams: list[Stream] = field(default_factory=list)  # new ones
+    forgotten: list[int] = field(default_factory=list)  # streams
+    meta: dict[str, Any] = field(default_factory=dict)  # None: gone
     cursors: dict[str, Cursor | None] = field(default_factory=dict)  # None: dropped
     damage: list[Row] = field(default_factory=list)
     distrusts_index: bool = False
@@ -47,6 +49,8 @@ class Changes:
     def followed_by(self, later: Changes) -> Changes:
         return Changes(
             self.streams + later.streams,
+            self.forgotten + later.forgotten,
+            self.meta | later.meta,
             self.cursors | later.cursors,
             self.damage + later.damage,
             self.distrusts_index or later.distrusts_index,
@@ -76,7 +80,8 @@ class Store:
         self.loaded: Loaded = opened.loaded
         self.allowance = Allowance()
         self._opened = opened
-        self._stream_places = {stream.id: stream for stream in self.loaded.streams}
+        self._stream_rows = len(self.loaded.streams)
+        self._must_count = False  # after an error: some of those that were to be written may be there
         self._data_version = 0  # of SQLite: changes when another process has written
         self._used_bytes = 0  # of pages that are in use, when we last looked
         self._added_bytes = 0  # since then
@@ -97,7 +102,8 @@ class Store:
         return self.loaded.extent
 
     @property
-    def streams(self) -> list[Stream]:
+    def streams(self) -> dict[int, Stream]:
+        """By their numbers. They are added and forgotten on the loop; here they are only looked up."""
         return self.loaded.streams
 
     # -- open and close
@@ -157,6 +163,7 @@ class Store:
             with transaction(db):
                 db.execute("DELETE FROM chunk WHERE first_seq > ?", (newest,))
             log.warning("a commit that had failed was on disk, and was taken back", path=str(self.path), after=newest)
+        self._must_count = True
         meta: dict[str, int] = {}
         meta.update(META.read(db).rows)
         if meta.get("floor_seq", 0) > self.extent.floor_seq:
@@ -179,7 +186,7 @@ class Store:
         db, loaded = self._connection(), self.loaded
         checkpoint = len(loaded.unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
         with transaction(db):
-            self._write_changes(db, changes)
+            stream_rows = self._write_changes(db, changes)
             db.executemany(
                 "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
                 [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in chunks],
@@ -190,15 +197,17 @@ class Store:
                 self._checkpoint(db)
         if checkpoint:
             self._checkpointed()
-        for stream in changes.streams:
-            self.streams.append(stream)
-            self._stream_places[stream.id] = stream
+        if changes.streams or changes.forgotten:
+            self._stream_rows, self._must_count = stream_rows, False
         loaded.unindexed.extend((c.first_seq, c.streams) for c in chunks)
         if chunks:
             self._grown(db, chunks)
 
-    def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> None:
-        STREAM.insert(db, [stream.row for stream in changes.streams])
+    def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> int:
+        """Returns how many streams there are then."""
+        stream_rows = self._write_streams(db, changes) if changes.streams or changes.forgotten else self._stream_rows
+        META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
+        db.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key, value in changes.meta.items() if value is None])
         DAMAGE.insert(db, changes.damage)
         if changes.cursors:
             kept = [(name, c.seq, c.lease_until_ms, int(c.holds), c.absent_ms) for name, c in changes.cursors.items() if c is not None]
@@ -207,6 +216,17 @@ class Store:
         if changes.distrusts_index:
             self.loaded.is_index_trusted = False
             META.insert(db, [("indexed_seq", NOT_KNOWN)])
+        return stream_rows
+
+    def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> int:
+        STREAM.insert(db, [stream.row for stream in changes.streams])
+        stream_rows = self._stream_rows + len(changes.streams)
+        for id in changes.forgotten:
+            stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
+        if self._must_count:
+            stream_rows = db.execute("SELECT count(*) FROM stream").fetchone()[0]
+        META.insert(db, [(STREAMS, stream_rows)])
+        return stream_rows
 
     def _grown(self, db: sqlite3.Connection, chunks: Sequence[Columns]) -> None:
         added = sum(c.bytes for c in chunks)
@@ -228,7 +248,7 @@ class Store:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
-        STREAM.insert(db, [self._stream_places[id].row for id in sorted(self.loaded.dirty)])
+        STREAM.insert(db, [self.streams[id].row for id in sorted(self.loaded.dirty) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)])

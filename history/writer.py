@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
 from history.chunk import Chunk, Columns, encode
-from history.load import Cursor, Extent, Stream, growth_of
+from history.load import NEXT_STREAM, Cursor, Extent, Stream, growth_of
 from history.passed import Passed
 from history.rows import Row
 from history.store import Changes, Store, status_error
@@ -35,7 +35,7 @@ IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 log = structlog.get_logger()
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Append:
     streams: list[int]
     messages: list[Carried]
@@ -82,22 +82,22 @@ def _weigh(job: Append | None) -> int:
 
 
 class Numbering:
-    """Gives out seqs and prev_seqs; `undo` takes back what was not committed."""
+    """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo` takes it back."""
 
-    def __init__(self, newest_seq: int, streams: Sequence[Stream]) -> None:
+    def __init__(self, newest_seq: int, streams: Mapping[int, Stream]) -> None:
         self.newest_seq = newest_seq
-        self._newest = {stream.id: stream.newest_seq for stream in streams}
-        self._before: dict[int, int] = {}
+        self._streams = streams
+        self._newest: dict[int, int] = {}  # since `begin`
         self._seq_before = newest_seq
 
     def begin(self) -> None:
-        self._before, self._seq_before = {}, self.newest_seq
+        self._newest, self._seq_before = {}, self.newest_seq
 
     def number(self, streams: list[int]) -> tuple[range, list[int]]:
-        newest, before = self._newest, self._before
+        newest, known = self._newest, self._streams
         for stream in set(streams):
-            before.setdefault(stream, newest.get(stream, 0))
-            newest.setdefault(stream, 0)
+            if stream not in newest:
+                newest[stream] = known[stream].newest_seq
         first = self.newest_seq + 1
         prev_seqs = []
         for seq, stream in enumerate(streams, first):
@@ -107,7 +107,7 @@ class Numbering:
         return range(first, first + len(streams)), prev_seqs
 
     def undo(self) -> None:
-        self._newest.update(self._before)
+        self._newest.clear()
         self.newest_seq = self._seq_before
 
 
@@ -119,7 +119,6 @@ class Writer:
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
         self._numbering = Numbering(store.loaded.start_seq, store.streams)
-        self._places = {stream.id: stream for stream in store.streams}
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
         self._unsaved = Changes()  # what a failed transaction left
@@ -143,6 +142,12 @@ class Writer:
     def save_stream(self, stream: Stream) -> None:
         with self._shared:
             self._changes.streams.append(stream)
+            self._changes.meta[NEXT_STREAM] = stream.id + 1
+
+    def save_forgotten(self, ids: Iterable[int], meta: Mapping[str, Any]) -> None:
+        with self._shared:
+            self._changes.forgotten.extend(ids)
+            self._changes.meta.update(meta)
 
     def save_cursor(self, name: str, cursor: Cursor | None) -> None:
         with self._shared:
@@ -227,8 +232,6 @@ class Writer:
             self._numbering.undo()
             raise
         self._unsaved = Changes()
-        for stream in changes.streams:
-            self._places[stream.id] = stream
         for chunk, column in zip(chunks, columns, strict=True):
             self._grow(chunk, column)
         return chunks
@@ -249,7 +252,7 @@ class Writer:
     def _grow(self, chunk: Chunk, columns: Columns) -> None:
         growths = growth_of(chunk.first_seq, chunk.streams, columns.ids, chunk.time_ms)
         for id, growth in growths.items():
-            self._places[id].grow(*growth)
+            self._store.streams[id].grow(*growth)
         self._store.grown(growths)
 
     def _retain(self) -> None:

@@ -23,12 +23,13 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
+from history import streams
 from simulation.apps import Foreign, Hearer, HistoryReader, Publisher, Subscriber, node
 from simulation.checker import Checker, Hop, Key
 from simulation.disk import SimulatedDisk
@@ -53,6 +54,7 @@ KINDS: Final = ("static", "static", "chain", "foreign")
 HEAL_S_MAX: Final = 150.0  # back-offs end, services are asked again: then gateways must be ready
 SETTLE_S_MAX: Final = 460.0  # remote commands are repeated after a minute, audits come every five
 QUIET_S: Final = 3.0  # after all is there, for what should not come any more
+FORGET_AFTER_S: Final = 0.5  # a topic without records
 STEPS_MAX: Final = 3_000_000
 SHM: Final = Path("/dev/shm")
 
@@ -315,7 +317,7 @@ class World:
         asyncio.set_event_loop(self.loop)
         World.current = self
         try:
-            with uuids.simulated(_wall_ns, self._new_id), _captured(self):
+            with uuids.simulated(_wall_ns, self._new_id), _captured(self), _forgetful():
                 try:
                     self.loop.run_until_complete(self._live())
                 except DeadlockError as error:
@@ -457,6 +459,16 @@ def problems_of(machine: Machine) -> list[str]:
     if machine.streamer is None:
         return ["it does not run"]
     return [problem for problem in machine.streamer.problems() if "is not configured" not in problem and "acknowledge" not in problem]
+
+
+@contextlib.contextmanager
+def _forgetful() -> Iterator[None]:
+    """Topics whose records are gone are forgotten soon: a world is over in minutes."""
+    before, streams.FORGET_AFTER_S = streams.FORGET_AFTER_S, FORGET_AFTER_S
+    try:
+        yield
+    finally:
+        streams.FORGET_AFTER_S = before
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Self
@@ -160,6 +161,8 @@ class Streamer:
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
+        for one in logs:
+            one.on_forgotten(functools.partial(self._forget_streams, one))
         self.hosted.entities_changed = self._entities_changed
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
@@ -217,16 +220,26 @@ class Streamer:
         transports = transports_of(config)
         history = config.history
         retention_ms = int(history.retention_hours * 3_600_000)
+        limits = Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+        volatile_topics = limits.volatile_topics_max if history.volatile else 1  # none is used without a pattern
         durable = await Log.open(
             data_dir / "history.db",
             name="durable",
             retention_ms=retention_ms,
             retention_bytes=history.retention_mib << 20,
+            streams_max=max(1, limits.topics_max - volatile_topics),
+            authority_streams_max=limits.authority_topics_max,
             runtime=runtime,
         )
         try:
             volatile = await Log.open(
-                None, name="volatile", retention_ms=retention_ms, retention_bytes=history.volatile_mib << 20, runtime=runtime
+                None,
+                name="volatile",
+                retention_ms=retention_ms,
+                retention_bytes=history.volatile_mib << 20,
+                streams_max=volatile_topics,
+                authority_streams_max=limits.authority_topics_max,
+                runtime=runtime,
             )
             window = IdWindow()
             for stream, id in await durable.recent_ids(RECENT_IDS):
@@ -286,6 +299,10 @@ class Streamer:
         if self.config.streamer.admin is None:
             return None
         return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles)
+
+    def _forget_streams(self, one: Log, streams: frozenset[int]) -> None:
+        for ingress in (*self.ingresses.values(), self._entry):
+            ingress.forget_streams(one, streams)
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"

@@ -47,6 +47,7 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
+PLANS_MAX: Final = 65_536  # streams whose plan is kept, some 300 bytes each; then all are made anew
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 PASSED_LETTERS_MAX: Final = 100  # dead letters of what retention took before the peer was back; beyond it only the range is told
@@ -116,7 +117,8 @@ class Pump:
         self._back: Back | None = None
         self.aside: Aside | None = None  # streams that don't get through though others do; made with the first one
         self._aside_backoff = backoff.sibling()
-        self._due_ms: dict[tuple[int, str], int] = {}  # (stream, authority) -> next message of a thinned topic
+        self._due_ms: dict[int, dict[str, int]] = {}  # by stream and authority: when the next message of a thinned topic is due
+        self._sending: list[Item] = []
         self._wake = asyncio.Event()
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
@@ -130,6 +132,8 @@ class Pump:
         self._failing = False  # the last batch was not taken whole
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
+        source.on_forgotten(self._forgotten)
+        source.keep_streams(self._in_hand)
 
     def __repr__(self) -> str:
         return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={self._waiting})"
@@ -301,6 +305,8 @@ class Pump:
     def _plan_all(self, streams: list[int]) -> bool:
         """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
         plans = self._plans
+        if len(plans) > PLANS_MAX:
+            plans.clear()
         for stream in set(streams).difference(plans):
             plans[stream] = self._plan(stream)
         parks = sum(plans[stream].park for stream in set(streams))
@@ -308,6 +314,8 @@ class Pump:
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
+        if not self.log.knows_stream(stream_id):  # retention has passed it since it was read
+            return (), False
         stream = self.log.stream(stream_id)
         return self._mine(self._view.decide(stream.source, stream.sink, self.log))
 
@@ -318,6 +326,8 @@ class Pump:
     def _plan(self, stream_id: int) -> Plan:
         targets, is_open = self._wanted(stream_id)
         parked = self.parking.get(stream_id)
+        if parked is None and (due := self._due_ms.get(stream_id)):  # of who wants it no more nothing is kept
+            self._due_ms[stream_id] = {target.authority: due[target.authority] for target in targets if target.authority in due}
         if parked is not None:
             targets = tuple(target for target in targets if target.authority in parked.served)
         elif is_open and not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
@@ -372,10 +382,10 @@ class Pump:
         """At most one message per period and subscribing authority (sample_period; measured by the publisher's clock)."""
         if target.period_ms is None:
             return True
-        key = (stream, target.authority)
-        if 0 < self._due_ms.get(key, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
+        due = self._due_ms.setdefault(stream, {})
+        if 0 < due.get(target.authority, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
             return False
-        self._due_ms[key] = created_ms + target.period_ms
+        due[target.authority] = created_ms + target.period_ms
         return True
 
     # What was parked
@@ -514,6 +524,19 @@ class Pump:
                 taken += found
         return taken
 
+    # What the log forgets
+
+    def _in_hand(self) -> set[int]:
+        """The streams of what was read and has not left, and of what is parked."""
+        held = {item[2] for queue in (*self._lanes, self._sending) for item in queue}
+        back = self._back.targets if self._back is not None else ()
+        return held.union(self.parking, self._found, back, self.aside.known_streams if self.aside is not None else ())
+
+    def _forgotten(self, streams: frozenset[int]) -> None:
+        for known in (self._plans, self._due_ms):
+            for stream in streams.intersection(known):
+                del known[stream]
+
     # What retention took
 
     def _passed(self, passed: Passed) -> None:
@@ -556,7 +579,7 @@ class Pump:
     # Sending
 
     async def _send(self) -> None:
-        batch = self._next_batch()
+        batch = self._sending = self._next_batch()
         if not batch:
             self._put_back([], set())
             return
@@ -571,6 +594,7 @@ class Pump:
         statuses = await self.peer.send_batch(messages)
         again, stuck = self._settle(batch, statuses)
         self._put_back(again, stuck)
+        self._sending = []
         self._confirm()
         self._failing = bool(again) and not stuck
         if again:

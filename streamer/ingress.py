@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from history.log import Log
+from history.log import Log, TopicsFullError
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
@@ -66,6 +66,7 @@ class Route:
     inside: Callable[[Carried], Carried] | None = None  # gives a message the addresses that it has inside; None: it has them
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
+    found_no_room: bool = False  # as one more topic
 
 
 class IdWindow:
@@ -107,6 +108,11 @@ class Logs:
 
     def is_recorded(self, source: UUri) -> bool:
         return any(uris.matches(pattern, source) for pattern in self._record)
+
+    def names(self, source: UUri) -> bool:
+        """True if it is configured to be recorded by itself, for whichever authority, and not just as one of many."""
+        key = uris.key(source)[1:]
+        return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self._record)
 
     @property
     def record(self) -> Sequence[UUri]:
@@ -248,9 +254,7 @@ class Ingress:
             return
         self.endpoint.dropped[route.reason] += 1
         route.account.dropped += 1
-        if route.reason == "topics_full":
-            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, "the log knows too many topics to take another one", self.endpoint)
-        elif route.reason == "denied":
+        if route.reason == "denied":
             self._express.fail(
                 message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
             )
@@ -273,6 +277,12 @@ class Ingress:
         """Decide anew: something has changed that `View.version` does not tell."""
         self._routes.clear()
 
+    def forget_streams(self, target: Log, streams: frozenset[int]) -> None:
+        """`target` knows these numbers no more: what comes next for one of them is decided anew, and what found no room before."""
+        gone = [key for key, route in self._routes.items() if (route.stream in streams and route.log is target) or route.found_no_room]
+        for key in gone:
+            del self._routes[key]
+
     def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
@@ -280,9 +290,9 @@ class Ingress:
         source, sink = self._inside(attributes)
         try:
             route = self._decide(attributes, source, sink, version)
-        except UStatusError as error:  # the log knows too many topics: the others must not suffer
+        except TopicsFullError as error:  # the others must not suffer
             log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
-            route = Route(version, Lane.DROP, reason="topics_full")
+            route = Route(version, Lane.DROP, reason=error.reason, found_no_room=True)
         route.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         route.source = source.SerializeToString()
         route.account = self._ledger.account(source.authority_name, "" if self._trusted else self.endpoint.name)
@@ -342,7 +352,8 @@ class Ingress:
     def _decide_published(self, source: UUri, version: Version) -> Route:
         target = self._logs.of(source)
         if self._view.decide(source, None, target) or self._logs.is_recorded(source):
-            return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, None))
+            is_named = self._view.names(source) or self._logs.names(source)
+            return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, None, wanted=is_named))
         return Route(version, Lane.DROP)  # nobody wants it
 
     # What to listen to

@@ -13,6 +13,7 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
 TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
+VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: few topics with high rates belong there
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
 
@@ -36,6 +37,11 @@ class Limits:
     def authorities_max(self) -> int:
         """Source authorities with an account of their own, some 500 bytes each."""
         return self.memory_bytes // 16 // 512
+
+    @property
+    def volatile_topics_max(self) -> int:
+        """Of `topics_max`, those of the volatile log, where topics are configured for it; the durable one has the others."""
+        return max(1, self.topics_max // VOLATILE_SHARE)
 
     @property
     def express_bytes_max(self) -> int:

@@ -95,6 +95,8 @@ class StreamerCollector(Collector):
         oldest = GaugeMetricFamily("up_streamer_log_oldest_seq", "Oldest record of a log", labels=["log"])
         size = GaugeMetricFamily("up_streamer_log_bytes", "Size of the records in a log", labels=["log"])
         healthy = GaugeMetricFamily("up_streamer_log_healthy", "0 while a log refuses messages", labels=["log"])
+        topics = GaugeMetricFamily("up_streamer_log_topics", "Topics that a log knows", labels=["log"])
+        forgotten = CounterMetricFamily("up_streamer_log_topics_forgotten", "Topics that had no record any more", labels=["log"])
         dropped = CounterMetricFamily("up_streamer_log_dropped", "What a log could not keep or read, by reason", labels=["log", "reason"])
         holes = GaugeMetricFamily("up_streamer_log_holes", "Ranges of records that were committed once and are lost", labels=["log"])
         damage = GaugeMetricFamily(
@@ -106,12 +108,14 @@ class StreamerCollector(Collector):
             oldest.add_metric(label, log.oldest_seq)
             size.add_metric(label, log.stored_bytes)
             healthy.add_metric(label, int(log.healthy))
+            topics.add_metric(label, log.stream_count)
+            forgotten.add_metric(label, log.streams_forgotten)
             holes.add_metric(label, len(log.holes))
             for reason, count in log.dropped.items():
                 dropped.add_metric([*label, reason], count)
             for kind, count in Counter(one.kind for one in log.damage).items():
                 damage.add_metric([*label, kind], count)
-        yield from (newest, oldest, size, healthy, dropped, holes, damage)
+        yield from (newest, oldest, size, healthy, topics, forgotten, dropped, holes, damage)
 
     def _disk(self) -> Iterator[Metric]:
         used = GaugeMetricFamily("up_streamer_log_disk_bytes", "What all files of a log take, its write-ahead log included", labels=["log"])

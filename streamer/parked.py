@@ -65,12 +65,11 @@ class Parking:
 
     def load(self) -> None:
         """What was parked when the log was closed. Who was served then is not known any more: they may get it twice."""
-        known = {stream.id for stream in self._log.streams()}
         for name, cursor in self._log.cursor_rows().items():
             number = name.removeprefix(self._prefix)
             if number == name:
                 continue
-            if number.isdecimal() and int(number) in known:
+            if number.isdecimal() and self._log.knows_stream(int(number)):
                 self._topics[int(number)] = Parked(cursor.seq, waited_ms=cursor.absent_ms)
             else:
                 self._log.drop_cursor(name)

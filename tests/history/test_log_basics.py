@@ -97,15 +97,6 @@ async def test_streams_are_told_apart_by_their_sink(log: Log) -> None:
     assert [stream.id for stream in log.streams()] == [one, other]
 
 
-async def test_too_many_streams_are_refused(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "STREAMS_MAX", 1)
-    log.stream_id(TOPICS[0])
-    with pytest.raises(UStatusError) as error:
-        log.stream_id(TOPICS[1])
-    assert error.value.code == UCode.RESOURCE_EXHAUSTED
-    assert log.stream_id(TOPICS[0])
-
-
 async def test_too_much_waiting_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log_module, "APPEND_RECORDS_MAX", 4)
     async with await Log.open(tmp_path / "l.db", name="test") as log:

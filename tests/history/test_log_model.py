@@ -44,6 +44,9 @@ class LogMachine(RuleBasedStateMachine):
         self.cursors: dict[str, int] = {}
         self.leases: dict[str, tuple[int, int]] = {}  # name -> (seq, until)
         self.now = 1_800_000_000_000
+        self.ids: dict[int, int] = {}  # the number of each topic that is known
+        self.used: set[int] = set()  # all that were ever given out
+        self.forgotten = 0  # newest seq of a topic that was
 
     def run(self, awaitable: Any) -> Any:
         return self.loop.run_until_complete(awaitable)
@@ -55,7 +58,23 @@ class LogMachine(RuleBasedStateMachine):
         )
         if log._writer is not None:
             log._writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
+        log.on_forgotten(self._forgotten)
         return log
+
+    def _forgotten(self, ids: frozenset[int]) -> None:
+        for topic in [topic for topic, id in self.ids.items() if id in ids]:
+            assert self.newest.get(topic, 0) <= self.log.floor_seq, "a topic with records was forgotten"
+            assert not self.log.knows_stream(self.ids.pop(topic))
+            self.forgotten = max(self.forgotten, self.newest.pop(topic, 0))
+
+    def id(self, topic: int) -> int:
+        id = self.log.stream_id(TOPICS[topic])
+        if topic not in self.ids:
+            assert id not in self.used, "the number of a topic that was forgotten"
+            self.ids[topic] = id
+            self.used.add(id)
+        assert id == self.ids[topic]
+        return id
 
     @initialize()
     def open(self) -> None:
@@ -68,7 +87,7 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _append(self, batches: list[list[int]]) -> None:
         sent = [[message(topic) for topic in batch] for batch in batches]
-        ids = [[self.log.stream_id(TOPICS[topic]) for topic in batch] for batch in batches]
+        ids = [[self.id(topic) for topic in batch] for batch in batches]
         futures = [self.log.append(streams, messages) for streams, messages in zip(ids, sent, strict=True)]
         firsts = await asyncio.gather(*futures)
         for first, batch, messages in zip(firsts, batches, sent, strict=True):
@@ -139,6 +158,18 @@ class LogMachine(RuleBasedStateMachine):
         found = await self.log.scan(self.log.floor_seq, max_records=10_000, max_bytes=1 << 30)
         return [(chunk.first_seq, chunk.last_seq, chunk.time_ms) for chunk in found.chunks]
 
+    @rule()
+    def forget(self) -> None:
+        """All that has no record; the log would wait for some minutes."""
+        self.run(self._forget())
+
+    async def _forget(self) -> None:
+        log = self.log
+        log._known.forget_after_s = 0.0
+        log._forget()
+        assert {topic for topic in self.ids if self.newest.get(topic, 0) <= log.floor_seq} == set()
+        log._known.forget_after_s = 1e9
+
     @invariant()
     def agree(self) -> None:
         if hasattr(self, "log"):
@@ -146,6 +177,8 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _agree(self) -> None:
         log = self.log
+        assert {stream.id for stream in log.streams()} == set(self.ids.values())
+        assert log.forgotten_seq({"vcu.vin"}) == log.forgotten_seq(None) == self.forgotten
         assert log.newest_seq == (self.records[-1][0] if self.records else 0)
         assert {name: seq for name, seq in log.cursors().items() if name != "leased"} == self.cursors
         there = [record for record in self.records if record[0] > log.floor_seq]
@@ -160,7 +193,7 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _read(self, after: int, topics: set[int] | None) -> list[tuple[int, int, int, bytes]]:
         log = self.log
-        wanted = None if topics is None else {log.stream_id(TOPICS[topic]) for topic in topics}
+        wanted = None if topics is None else {self.id(topic) for topic in topics}
         found: list[tuple[int, int, int, bytes]] = []
         while chunks := await log.read(after, max_records=7, streams=wanted):
             after = chunks[-1].last_seq
