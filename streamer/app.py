@@ -211,6 +211,7 @@ class Streamer:
             also=self.config.answers_for,
             runtime=self._runtime,
             drain_ms_max=DRAIN_MS_MAX,
+            reset=self.config.usubscription.reset,
         )
 
     def _interest_sources(self) -> list[InterestSource]:

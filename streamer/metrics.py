@@ -25,6 +25,7 @@ class StreamerCollector(Collector):
         yield from self._pumps()
         yield from self._history()
         yield from self._disk()
+        yield from self._usubscription()
         yield from self._rest()
 
     def _endpoints(self) -> Iterator[Metric]:
@@ -122,6 +123,17 @@ class StreamerCollector(Collector):
                 limit.add_metric(["durable"], log.retention_bytes)
                 free.add_metric(["durable"], log.disk_free_bytes)
         yield from (used, limit, free)
+
+    def _usubscription(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("up_streamer_usubscription_requests", "Requests to the embedded uSubscription", labels=["method"])
+        refused = CounterMetricFamily("up_streamer_usubscription_refused", "Those that it refused, by reason", labels=["reason"])
+        service = self._streamer.usubscription
+        if service is not None:
+            for method, count in service.requests.items():
+                requests.add_metric([method], count)
+            for reason, count in service.refused.items():
+                refused.add_metric([reason], count)
+        yield from (requests, refused)
 
     def _rest(self) -> Iterator[Metric]:
         letters = CounterMetricFamily("up_streamer_dead_letters", "Messages that could not be delivered, by code", labels=["code"])

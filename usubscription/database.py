@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +29,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.handled import Handled
 from usubscription.reader import Reader, StoredChange, read_link, write_change
 from usubscription.schema import StoreFile, explain
-from usubscription.state import Change, Event, Key, Link, Moved, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
+from usubscription.state import Change, Ended, Event, Key, Link, Moved, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
@@ -39,6 +40,7 @@ URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew wh
 
 log = structlog.get_logger()
 
+V3: Final = 3  # the version whose subscribers hear of their own end
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
 
@@ -64,7 +66,9 @@ class Unregister:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget everything, and tell everybody."""
+    """Forget what is shared with the authority `of`, or everything (None), and tell whom it concerned."""
+
+    of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,7 @@ class Outcome:
     topic: Key | None = None
     link: Link | None = None  # of `topic`, if that changed
     many_changes: bool = False  # too many for a list: they are in the outbox only
+    links: list[tuple[Key, Link]] = field(default_factory=list)  # of a Reset: those that it has changed
     tag: Any = None
 
 
@@ -149,6 +154,7 @@ class Database:
         self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
         self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
         self._handled: Handled | None = None  # None: to be read
+        self.refused: Counter[str] = Counter()  # by the limit that was reached
         self.outbox_dropped = 0
         self.lost_changes = 0  # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
         self._store_id = b""
@@ -276,7 +282,7 @@ class Database:
                 self._unregister(db, event)
                 return Outcome()
             case Reset():
-                return self._reset(db)
+                return self._reset(db) if event.of is None else self._reset_shared(db, event.of, now_ms)
             case Settle():
                 return self._settle(db, now_ms)
             case Subscribe() if self._count >= self._subscriptions_max:
@@ -377,10 +383,14 @@ class Database:
             for client in registered:
                 if client not in recipients and (client[1] >= 4 or change.status_changed):
                     recipients.append(client)
-            self._number += 1
-            self._telling += (self._number, write_change(change, recipients))
-            stored.append(StoredChange(self._number, change, tuple(recipients)))
+            stored.append(self._note(change, recipients))
         return stored
+
+    def _note(self, change: Change, recipients: Sequence[tuple[Key, int]]) -> StoredChange:
+        """Into the outbox with it, at the end of the batch."""
+        self._number += 1
+        self._telling += (self._number, write_change(change, recipients))
+        return StoredChange(self._number, change, tuple(recipients))
 
     def _store_changes(self, db: sqlite3.Connection) -> None:
         """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it again."""
@@ -481,6 +491,54 @@ class Database:
         self._number = self._last_number(db)
         return Outcome(many_changes=True)
 
+    def _reset_shared(self, db: sqlite3.Connection, authority: str, now_ms: int) -> Outcome | UStatusError:
+        """What we have agreed with the service of `authority`, and what its clients have here; what others have is not its to end."""
+        if uris.is_one_of(authority, self._own):
+            return _denied(f"this is the uSubscription of {authority}: only another one may reset what it shares")
+        topics, subscribed, registered = self._shared(db, authority)
+        if not (topics or subscribed or registered):
+            return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
+        ended = [self._step(db, Ended(topic), now_ms) for topic in topics]
+        ended += [self._step(db, Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
+        outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
+        outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
+        if self._handled is None:
+            self._handled = Handled(db)
+        abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
+        self._handled.reset(db, abouts)
+        told = {recipient for stored in outcome.changes for recipient in stored.recipients}
+        for client, major, topic in registered:
+            self._unregister(db, Unregister(client, major, topic))
+            if (client, major) not in told:
+                told.add((client, major))
+                change = Change(topic or UNSEEN, client, Status.UNSUBSCRIBED, major)
+                outcome.changes.append(self._note(change, [(client, major)]))
+        return outcome
+
+    def _shared(self, db: sqlite3.Connection, authority: str) -> tuple[list[Key], list[tuple[Key, Key]], list[tuple[Key, int, Key | None]]]:
+        """Topics of `authority` that somebody has here; (topic, subscriber) of its clients elsewhere; their registrations."""
+        topics = db.execute(
+            """SELECT authority, ue_id, version, resource FROM uri u WHERE authority = ? AND (EXISTS(SELECT 1 FROM link WHERE topic = u.id)
+               OR EXISTS(SELECT 1 FROM subscription WHERE topic = u.id)) ORDER BY id""",
+            (authority,),
+        ).fetchall()
+        clients = db.execute(
+            """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource
+               FROM uri c JOIN subscription s ON s.subscriber = c.id JOIN uri t ON t.id = s.topic
+               WHERE c.authority = ?1 AND t.authority != ?1 ORDER BY s.seq""",
+            (authority,),
+        ).fetchall()
+        registered = db.execute(
+            """SELECT c.id, r.major, r.topic FROM uri c JOIN registration r ON r.client = c.id WHERE c.authority = ?
+               ORDER BY r.topic, r.client, r.major""",
+            (authority,),
+        ).fetchall()
+        return (
+            topics,
+            [(row[:4], row[4:]) for row in clients],
+            [(self._key(db, client), major, self._key(db, topic) if topic else None) for client, major, topic in registered],
+        )
+
     # -- URIs -------------------------------------------------------------------------------------------------------------------------
 
     def _find(self, db: sqlite3.Connection, key: Key) -> int | None:
@@ -569,6 +627,10 @@ class _StoredRecords:
         found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
         self.seen.update(subscriber for subscriber, _ in found)
         return found
+
+
+def _denied(why: str) -> UStatusError:
+    return UStatusError(UCode.PERMISSION_DENIED, why)
 
 
 def _record(row: Sequence[Any]) -> Record:

@@ -144,6 +144,10 @@ class Remote:
         """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
         for lane in self._lanes.values():
             lane.clear()
+        self.ask_all()
+
+    def ask_all(self) -> None:
+        """What do they have of ours?"""
         self._auditor.now()
 
     # -- for the lanes ----------------------------------------------------------------------------------------------------------------

@@ -12,15 +12,17 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 from google.protobuf.message import Message
 
 from storage.runtime import REAL, Runtime
+from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
 from usubscription.database import Database, Outcome, Probe, Register, Reset, Settle, Unregister
@@ -40,6 +42,7 @@ EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
 COMMANDS: Final = ("subscribe", "unsubscribe")
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
+MayReset = Literal["linked", "all", "off"]
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
 
 log = structlog.get_logger()
@@ -66,8 +69,13 @@ class USubscriptionService:
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
+        reset: MayReset = "linked",
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them."""
+        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them.
+
+        `reset`: a uSubscription service may end what it shares with this one ("linked"), everything ("all", as the specification has
+        it), or nothing ("off").
+        """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
         self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
@@ -113,6 +121,8 @@ class USubscriptionService:
         self._expiry_news = asyncio.Event()
         self._started = False
         self._calls: Counter[str] = Counter()
+        self._may_reset: MayReset = reset
+        self._refused: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
@@ -136,6 +146,11 @@ class USubscriptionService:
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
         return self._calls + self._entry.requests
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Requests that a caller may not make, or not any more, by reason."""
+        return self._refused + self._store.database.refused
 
     @property
     def dropped(self) -> Counter[str]:
@@ -261,8 +276,18 @@ class USubscriptionService:
         return codec.registered()
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
-        codec.check_reset(request)
-        await self._store.submit(Reset(), _tag(request))
+        caller = uris.format(request.attributes.source)
+        try:
+            codec.check_reset(request)
+            if self._may_reset == "off":
+                raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
+            await self._store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+        except UStatusError as error:
+            if error.code == UCode.PERMISSION_DENIED:
+                self._refused["reset"] += 1
+                log.warning("a Reset was refused", caller=caller, why=error.message)
+            raise
+        log.warning("a Reset has ended subscriptions", caller=caller, of="everybody" if self._may_reset == "all" else "its own authority")
         return codec.reset()
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -326,8 +351,13 @@ class USubscriptionService:
             if outcome.changes:
                 self._pump.add(outcome.changes, outcome.tag)
                 self._watch_expiry(outcome)
+            number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
-                self._remote.update(outcome.topic, outcome.link, outcome.changes[-1].number if outcome.changes else 0)
+                self._remote.update(outcome.topic, outcome.link, number)
+            for topic, link in outcome.links:
+                self._remote.update(topic, link, number)
+            if outcome.links:
+                self._remote.ask_all()
 
     # -- expiry -----------------------------------------------------------------------------------------------------------------------
 
