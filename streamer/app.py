@@ -212,6 +212,8 @@ class Streamer:
             runtime=self._runtime,
             drain_ms_max=DRAIN_MS_MAX,
             reset=self.config.usubscription.reset,
+            subscriptions_max=self.limits.subscriptions_max,
+            message_bytes_max=self.limits.message_bytes_max,
         )
 
     def _interest_sources(self) -> list[InterestSource]:

@@ -13,6 +13,7 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
 TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
+SUBSCRIPTION_BYTES: Final = 2_048  # what a subscription to a topic of its own costs in memory, interest and index; measured likewise
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
 
@@ -31,6 +32,11 @@ class Limits:
     @property
     def authority_topics_max(self) -> int:
         return max(1, self.topics_max // AUTHORITIES_SHARE)
+
+    @property
+    def subscriptions_max(self) -> int:
+        """Stored by the embedded uSubscription, and known of each one that is asked; its quotas are shares of that."""
+        return self.memory_bytes // 4 // SUBSCRIPTION_BYTES
 
     @property
     def express_bytes_max(self) -> int:

@@ -27,13 +27,30 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.handled import Handled
+from usubscription.quota import UNIT_BYTES, Quota, caller, weight
 from usubscription.reader import Reader, StoredChange, read_link, write_change
 from usubscription.schema import StoreFile, explain
-from usubscription.state import Change, Ended, Event, Key, Link, Moved, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
+from usubscription.state import (
+    Change,
+    Ended,
+    Event,
+    Key,
+    Link,
+    Moved,
+    Orphaned,
+    Record,
+    Status,
+    Subscribe,
+    TimedOut,
+    Unsubscribe,
+    is_past,
+    step,
+)
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
 REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
+DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
 OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
 OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
@@ -144,11 +161,12 @@ class Database:
         self.path, self.authority, self._disk = Path(path), authority, disk
         self._own = frozenset((authority, *also))
         self._subscriptions_max, self._outbox_max = subscriptions_max, outbox_changes_max
+        self.subscriptions = Quota("subscriptions", subscriptions_max, self._own)
+        self._for_topics = self._for_all = Quota("registrations", 0, self._own)  # until they are loaded
         self._majors = majors or {}
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._unused: set[int] = set()
-        self._count = self._registrations = 0
         self._held = 0  # changes that wait for a destination of theirs
         self._number = 0  # of the last change
         self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
@@ -163,7 +181,7 @@ class Database:
         self._db: sqlite3.Connection | None = None
 
     def __repr__(self) -> str:
-        return f"Database({self.path}, {self.authority}, subscriptions={self._count})"
+        return f"Database({self.path}, {self.authority}, subscriptions={self.subscriptions!r})"
 
     def open(self) -> None:
         """Raises UStatusError as StoreFile does."""
@@ -176,14 +194,33 @@ class Database:
             raise explain(error, self.path) from error
 
     def _load(self, db: sqlite3.Connection) -> None:
-        (self._count,) = db.execute("SELECT count(*) FROM subscription").fetchone()
-        (self._registrations,) = db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
+        self._load_quotas(db)
         (self._held,) = db.execute("SELECT count(*) FROM held").fetchone()
         (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
         self._number = self._last_number(db)
         self._clients = self._handled = None
         self._heed_mark(db)
+
+    def _load_quotas(self, db: sqlite3.Connection) -> None:
+        """What is there stays, also where it is more than a share of today."""
+        self.subscriptions = Quota("subscriptions", self._subscriptions_max, self._own)
+        self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
+        self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
+        stored = db.execute(
+            """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?) FROM subscription s JOIN uri c ON c.id = s.subscriber
+               GROUP BY s.subscriber""",
+            (UNIT_BYTES,),
+        )
+        for authority, ue_id, count in stored:
+            self.subscriptions.add((authority, ue_id), count)
+        registered = db.execute("SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client")
+        for authority, ue_id, topic in registered:
+            (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
+
+    @property
+    def _quotas(self) -> tuple[Quota, ...]:
+        return self.subscriptions, self._for_topics, self._for_all
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
         """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
@@ -232,7 +269,9 @@ class Database:
         """
         db = self._db
         assert db is not None, "open() comes first"
-        counts = self._count, self._registrations, self._number, self._held
+        counts = self._number, self._held
+        for quota in self._quotas:
+            quota.begin()
         try:
             db.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(db, event, now_ms) for event in events]
@@ -243,11 +282,13 @@ class Database:
             if self._unused:
                 self._sweep(db)
             db.execute("COMMIT")
-            if self._number != counts[2] and self._mark is not None:
+            if self._number != counts[0] and self._mark is not None:
                 with contextlib.suppress(OSError):  # in place, without waiting for the disk
                     self._mark.write(marks.pack(self._store_id, self._number))
         except BaseException as error:
-            self._count, self._registrations, self._number, self._held = counts
+            self._number, self._held = counts
+            for quota in self._quotas:
+                quota.rollback()
             self._telling.clear()
             self._clients = self._handled = None
             self._ids.clear()
@@ -285,9 +326,27 @@ class Database:
                 return self._reset(db) if event.of is None else self._reset_shared(db, event.of, now_ms)
             case Settle():
                 return self._settle(db, now_ms)
-            case Subscribe() if self._count >= self._subscriptions_max:
-                return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._count} subscriptions are stored, which is the limit")
+            case Subscribe() if (refusal := self._refusal(db, event, now_ms)) is not None:
+                return refusal
         return self._step(db, event, now_ms)
+
+    def _refusal(self, db: sqlite3.Connection, event: Subscribe, now_ms: int) -> UStatusError | None:
+        """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
+        size = len(event.details)
+        if size > DETAILS_BYTES_MAX:
+            return self._full("details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}")
+        why = self.subscriptions.room(caller(event.subscriber), weight(size))
+        if why is None or is_past(event.expires_ms, now_ms):
+            return None
+        topic = self._find(db, event.topic)
+        known = _StoredRecords(self, db, topic).get(event.subscriber) if topic is not None else None
+        if known is not None and weight(len(known.details)) >= weight(size):
+            return None
+        return self._full("subscriptions", why)
+
+    def _full(self, reason: str, why: str) -> UStatusError:
+        self.refused[reason] += 1
+        return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     def _command(self, db: sqlite3.Connection, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
         """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks go back."""
@@ -313,7 +372,7 @@ class Database:
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
-            self._keep(db, topic, subscriber, record, known=subscriber in records.seen)
+            self._keep(db, topic, subscriber, record, records.seen.get(subscriber))
         outcome = Outcome(done.answer, self._tell(db, topic, done.changes))
         if done.link != link:
             self._keep_link(db, topic, done.link)
@@ -336,16 +395,17 @@ class Database:
         db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (" ".join(sorted(self._own)),))
         return Outcome()
 
-    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, *, known: bool) -> None:
+    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, known: Record | None) -> None:
         who = self._id(db, subscriber)
+        had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
+        self.subscriptions.add(caller(subscriber), has - had)
         if record is None:
             db.execute("DELETE FROM subscription WHERE subscriber = ? AND topic = ?", (who, topic))
-            self._count -= 1
             self._unused.add(who)
             return
         status, major, expires_ms, period, details, bare = record
         values = (int(status), major, expires_ms, period, details or None, bare, who, topic)
-        if known:
+        if known is not None:
             db.execute(
                 """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?, bare = ?
                    WHERE subscriber = ? AND topic = ?""",
@@ -357,7 +417,6 @@ class Database:
                    VALUES(?, ?, ?, ?, ?, ?, ?, ?)""",
                 values,
             )
-            self._count += 1
 
     def _link(self, db: sqlite3.Connection, topic: int) -> Link:
         row = db.execute(
@@ -431,16 +490,12 @@ class Database:
         if not done.rowcount:
             return Outcome()  # it was registered already
         self._clients = None
-        if topic:
-            count, limit = self._registrations, REGISTRATIONS_MAX
-        else:
-            (count,) = db.execute("SELECT count(*) - 1 FROM registration WHERE topic = 0").fetchone()
-            limit = REGISTERED_FOR_ALL_MAX
-        if count >= limit:
+        quota = self._for_topics if topic else self._for_all
+        if (why := quota.room(caller(event.client))) is not None:
             db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
             self._unused.update((topic, client))
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} registrations for notifications are stored, which is the limit")
-        self._registrations += 1 if topic else 0
+            return self._full("registrations", why)
+        quota.add(caller(event.client), 1)
         return Outcome()
 
     def _unregister(self, db: sqlite3.Connection, event: Unregister) -> None:
@@ -448,7 +503,7 @@ class Database:
         client = self._find(db, event.client)
         if topic is not None and client is not None:
             done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
-            self._registrations -= done.rowcount if topic else 0
+            (self._for_topics if topic else self._for_all).add(caller(event.client), -done.rowcount)
             self._clients = None
             self._unused.update((topic, client))
 
@@ -486,7 +541,8 @@ class Database:
         if self._handled is not None:
             self._handled.store(db)
         db.execute("UPDATE handled SET about = 0")
-        self._count = self._registrations = 0
+        for quota in self._quotas:
+            quota.clear()
         self._clients = self._handled = None
         self._number = self._last_number(db)
         return Outcome(many_changes=True)
@@ -599,7 +655,7 @@ class _StoredRecords:
 
     def __init__(self, database: Database, db: sqlite3.Connection, topic: int) -> None:
         self._database, self._db, self._topic = database, db, topic
-        self.seen: set[Key] = set()  # subscribers that have a record, as far as anybody asked
+        self.seen: dict[Key, Record] = {}  # by subscriber, as far as anybody asked
 
     def get(self, subscriber: Key, /) -> Record | None:
         who = self._database._find(self._db, subscriber)
@@ -611,8 +667,8 @@ class _StoredRecords:
         ).fetchone()
         if row is None:
             return None
-        self.seen.add(subscriber)
-        return _record(row)
+        self.seen[subscriber] = _record(row)
+        return self.seen[subscriber]
 
     def has_others(self, subscriber: Key, /) -> bool:
         who = self._database._find(self._db, subscriber)
@@ -625,7 +681,7 @@ class _StoredRecords:
             (self._topic,),
         ).fetchall()
         found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
-        self.seen.update(subscriber for subscriber, _ in found)
+        self.seen.update(found)
         return found
 
 
