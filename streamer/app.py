@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, Self
@@ -235,6 +236,8 @@ class Streamer:
                             refresh_ms=int(config.usubscription.refresh_s * 1000),
                             memory=config.streamer.data_dir / f"interest-{authority}.json",
                             runtime=self._runtime,
+                            lives_there=functools.partial(self._lives_at, self.endpoints[section.name]),
+                            subscriptions_max=self.limits.subscriptions_max,
                         )
                         for authority in section.authorities
                         if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
@@ -242,6 +245,9 @@ class Streamer:
         if config.usubscription.static_file is not None:
             sources.append(StaticFile(config.usubscription.static_file))
         return sources
+
+    def _lives_at(self, endpoint: Endpoint, authority: str) -> bool:
+        return self.endpoints.owner(authority) is endpoint
 
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:
