@@ -52,6 +52,8 @@ REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
 REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
 DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
 OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
+HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
 OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 
@@ -167,7 +169,7 @@ class Database:
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._unused: set[int] = set()
-        self._held = 0  # changes that wait for a destination of theirs
+        self._held = 0  # changes that wait for a destination of theirs; one with long details counts as several
         self._number = 0  # of the last change
         self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
         self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
@@ -195,7 +197,7 @@ class Database:
 
     def _load(self, db: sqlite3.Connection) -> None:
         self._load_quotas(db)
-        (self._held,) = db.execute("SELECT count(*) FROM held").fetchone()
+        (self._held,) = db.execute(f"SELECT coalesce(sum({HELD_WEIGHT}), 0) FROM held").fetchone()
         (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
         self._number = self._last_number(db)
@@ -315,7 +317,7 @@ class Database:
                 self._hold(db, changes)
                 return Outcome()
             case Released(destination, number):
-                self._held -= db.execute("DELETE FROM held WHERE destination = ? AND number <= ?", (destination, number)).rowcount
+                self._let_go(db, "destination = ? AND number <= ?", (destination, number))
                 return Outcome()
             case Register():
                 return self._register(db, event)
@@ -463,17 +465,28 @@ class Database:
 
     def _hold(self, db: sqlite3.Connection, changes: Sequence[tuple[str, int, Change, Sequence[tuple[Key, int]]]]) -> None:
         """At the limit the destination that holds most loses its oldest."""
-        rows = [(destination, number, write_change(change, recipients)) for destination, number, change, recipients in changes]
-        self._held += db.executemany("INSERT OR IGNORE INTO held VALUES(?, ?, ?)", rows).rowcount
+        fresh = {
+            (destination, number): write_change(change, recipients)
+            for destination, number, change, recipients in changes
+            if not self._is_held(db, destination, number)
+        }
+        db.executemany("INSERT INTO held VALUES(?, ?, ?)", [(*key, text) for key, text in fresh.items()])
+        self._held += sum(1 + len(text) // HELD_UNIT_CHARACTERS for text in fresh.values())
         while self._held > self._outbox_max:
-            (longest,) = db.execute("SELECT destination FROM held GROUP BY destination ORDER BY count(*) DESC LIMIT 1").fetchone()
-            dropped = db.execute(
-                """DELETE FROM held WHERE destination = ?1
-                   AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)""",
-                (longest, self._held - self._outbox_max + self._outbox_max // 64),
-            ).rowcount
-            self._held -= dropped
-            self.outbox_dropped += dropped
+            (longest,) = db.execute(
+                f"SELECT destination FROM held GROUP BY destination ORDER BY sum({HELD_WEIGHT}) DESC LIMIT 1"
+            ).fetchone()
+            oldest = "destination = ?1 AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
+            self.outbox_dropped += self._let_go(db, oldest, (longest, max(1, self._outbox_max // 64)))
+
+    def _is_held(self, db: sqlite3.Connection, destination: str, number: int) -> bool:
+        return db.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number)).fetchone() is not None
+
+    def _let_go(self, db: sqlite3.Connection, which: str, values: Sequence[Any]) -> int:
+        """How many changes waited no longer for a destination."""
+        (weight,) = db.execute(f"SELECT coalesce(sum({HELD_WEIGHT}), 0) FROM held WHERE {which}", values).fetchone()
+        self._held -= weight
+        return db.execute(f"DELETE FROM held WHERE {which}", values).rowcount
 
     def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
         """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask the disk."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from streamer.limits import Limits
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -15,9 +16,10 @@ from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.database import DETAILS_BYTES_MAX, Database, Outcome, Probe, Register, Reset
+from usubscription.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, Probe, Register, Released, Reset
 from usubscription.quota import UNIT_BYTES, Quota
-from usubscription.state import Expire, Key, Subscribe, Unsubscribe
+from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
+from usubscription.store import WAITING_MAX
 from usubscription_client.wire import Subscription
 
 WHOLE = 64  # a caller has 16 of them, another authority 8, the own one 48
@@ -272,3 +274,49 @@ async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pyt
     for _ in range(5):
         entry.on_receive(UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), method.sink, 20_000).pack(asked))
     assert entry.refused["waiting"] == 1
+
+
+# -- of a gateway -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_shares_are_those_of_the_page() -> None:
+    """docs/security.md, "How much one caller may take"."""
+    page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
+    whole = Limits().subscriptions_max
+    quota = Quota("subscriptions", whole, {"cloud"})
+    for number in (whole, quota.caller_max, quota.authority_max, WAITING_MAX, WAITING_MAX // 4, WAITING_MAX // 8):
+        assert f"{number:,} " in page, number
+    for fleet, callers, each in ((50_000, 10_000, 5), (500_000, 100_000, 5), (30_000, 1, 30_000)):
+        (mib,) = {50_000: [512], 500_000: [4_096], 30_000: [1_024]}[fleet]
+        fits = Quota("subscriptions", Limits(mib << 20).subscriptions_max, {"cloud"})
+        authority = "cloud" if callers == 1 else "vehicle"
+        assert fits.whole >= fleet
+        assert fits.room((authority, 0), each) is None
+        assert f"| {mib:,}" in page
+
+
+def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
+    """With long details few of them are as much as many without."""
+    db = Database(tmp_path / "store.db", "dev1", outbox_changes_max=64)
+    db.open()
+
+    def hold(destination: str, first: int, count: int, details: bytes) -> None:
+        changes = [
+            (destination, first + n, Change(topic(n), ("dev1", 1, 1, 0), Status.SUBSCRIBED, 3, details=details), ()) for n in range(count)
+        ]
+        db.apply([Hold(tuple(changes)), Hold(tuple(changes))], 0)  # the second time they are there already
+
+    hold("away", 1, 20, b"x" * DETAILS_BYTES_MAX)
+    assert db._db is not None
+    (size,) = db._db.execute("SELECT sum(length(change)) FROM held").fetchone()
+    assert size <= 64 * 2 * UNIT_BYTES
+    assert db.outbox_dropped > 0
+    hold("other", 100, 10, b"")
+    assert len(db.reader().held("other", 100)) == 10, "who holds most loses"
+    before = db._held
+    db.close()
+    db.open()
+    assert db._held == before
+    db.apply([Released("away", 99), Released("other", 200)], 0)
+    assert db._held == 0
+    db.close()
