@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,17 @@ def test_a_reset_that_is_rolled_back_has_ended_nothing(tmp_path: Path) -> None:
     assert [type(one).__name__ for one in db.apply([Reset("dev2")], 0)] == ["Outcome"]
     assert db.reader().count() == 0
     db.close()
+
+
+async def test_what_the_sender_still_has_of_ours_is_ended_there(world: Any) -> None:
+    """It says that all is void; where it is not, nobody counts on it any more."""
+    other = await world.service("dev2")
+    await world.service(audit_ms=600_000)
+    app, peer = await world.raw(), await world.raw("dev2", 0, 9)
+    await subscribe(app, FAR)
+    await app.notified[4].count(2)
+    assert await pairs(other) == [("dev2", "dev1")]
+    assert await reset(peer) == UCode.OK
+    async with asyncio.timeout(20):
+        while await pairs(other):  # noqa: ASYNC110 - state of a store, which has no event
+            await asyncio.sleep(0.01)
