@@ -266,6 +266,9 @@ class Streamer:
             also=self.config.answers_for,
             runtime=self._runtime,
             drain_ms_max=DRAIN_MS_MAX,
+            reset=self.config.usubscription.reset,
+            subscriptions_max=self.limits.subscriptions_max,
+            message_bytes_max=self.limits.message_bytes_max,
         )
 
     def _interest_sources(self) -> list[InterestSource]:
@@ -287,6 +290,8 @@ class Streamer:
                             refresh_ms=int(config.usubscription.refresh_s * 1000),
                             memory=config.streamer.data_dir / f"interest-{authority}.json",
                             runtime=self._runtime,
+                            lives_there=functools.partial(self._lives_at, self.endpoints[section.name]),
+                            subscriptions_max=self.limits.subscriptions_max,
                         )
                         for authority in section.authorities
                         if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
@@ -294,6 +299,9 @@ class Streamer:
         if config.usubscription.static_file is not None:
             sources.append(StaticFile(config.usubscription.static_file))
         return sources
+
+    def _lives_at(self, endpoint: Endpoint, authority: str) -> bool:
+        return self.endpoints.owner(authority) is endpoint
 
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:

@@ -234,6 +234,13 @@ class USubscriptionSection(_Section):
         description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families "
         "(`*.x`) at home",
     )
+    reset: Literal["linked", "all", "off"] = Field(
+        default="linked",
+        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority ends what it shares "
+        "with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification has it; for networks "
+        "on which nobody else can speak as entity 0. `off`: nothing. What is not allowed is PERMISSION_DENIED. See "
+        "[security.md](security.md)",
+    )
     refresh_s: float = Field(
         default=60, ge=1, description="how often a service is asked again, in seconds, though its notifications are followed"
     )

@@ -14,6 +14,7 @@ MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
 TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
 VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: few topics with high rates belong there
+SUBSCRIPTION_BYTES: Final = 2_048  # what a subscription to a topic of its own costs in memory, interest and index; measured likewise
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
 
@@ -42,6 +43,10 @@ class Limits:
     def volatile_topics_max(self) -> int:
         """Of `topics_max`, those of the volatile log, where topics are configured for it; the durable one has the others."""
         return max(1, self.topics_max // VOLATILE_SHARE)
+
+    def subscriptions_max(self) -> int:
+        """Stored by the embedded uSubscription, and known of each one that is asked; its quotas are shares of that."""
+        return self.memory_bytes // 4 // SUBSCRIPTION_BYTES
 
     @property
     def express_bytes_max(self) -> int:

@@ -26,6 +26,7 @@ class StreamerCollector(Collector):
         yield from self._history()
         yield from self._disk()
         yield from self._authorities()
+        yield from self._usubscription()
         yield from self._rest()
 
     def _endpoints(self) -> Iterator[Metric]:
@@ -146,6 +147,17 @@ class StreamerCollector(Collector):
         yield from (received, size, dropped, topics)
         yield GaugeMetricFamily("up_streamer_authorities", "Source authorities that are known", value=len(ledger))
         yield GaugeMetricFamily("up_streamer_busy", "Share of its time in which the streamer's thread has work", value=ledger.busy)
+
+    def _usubscription(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily("up_streamer_usubscription_requests", "Requests to the embedded uSubscription", labels=["method"])
+        refused = CounterMetricFamily("up_streamer_usubscription_refused", "Those that it refused, by reason", labels=["reason"])
+        service = self._streamer.usubscription
+        if service is not None:
+            for method, count in service.requests.items():
+                requests.add_metric([method], count)
+            for reason, count in service.refused.items():
+                refused.add_metric([reason], count)
+        yield from (requests, refused)
 
     def _rest(self) -> Iterator[Metric]:
         letters = CounterMetricFamily("up_streamer_dead_letters", "Messages that could not be delivered, by code", labels=["code"])

@@ -156,6 +156,9 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "usubscription.database:SUBSCRIPTIONS_MAX", "usubscription.database:REGISTRATIONS_MAX",
         "usubscription.database:REGISTERED_FOR_ALL_MAX", "usubscription.database:OUTBOX_CHANGES_MAX",
     ]),
+    ("usubscription", "The details of a subscription have at most # bytes, and each # of them", 1, [
+        "usubscription.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
+    ]),
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.index:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),

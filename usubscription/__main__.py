@@ -27,7 +27,7 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
 from usubscription.codec import ENTITY_TYPE
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
-from usubscription.service import USubscriptionService
+from usubscription.service import MayReset, USubscriptionService
 
 SWITCH_INTERVAL_S: Final = 0.0002  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
@@ -49,6 +49,11 @@ class ServiceConfig(BaseModel):
         description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the link",
     )
     remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes")
+    reset: MayReset = Field(
+        default="linked",
+        description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one. "
+        "`all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED",
+    )
     audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
 
 
@@ -87,6 +92,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
             remote_majors=config.remote_majors,
             remote_timeout_ms=config.remote_timeout_ms,
             audit_ms=config.audit_ms,
+            reset=config.reset,
         )
         await service.start()
         gc.collect()

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Awaitable, Callable
+from itertools import islice
 from typing import Final
 
 import structlog
@@ -24,10 +24,11 @@ from usubscription.store import Store
 
 AUDITS_AT_ONCE: Final = 16
 PARTNERS_A_ROUND_MAX: Final = 160  # services without links: if all of these are silent, those with links wait 100 s for their next turn
+UNKNOWN_MAX: Final = 20_000  # that a service may have of ours beside our links to it; more is a lie, or a store that was lost long ago
 SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
 
-Fetch = Callable[[str, int], Awaitable[dict[Key, Status]]]
-"""(authority, major) -> what that service has of ours. Raises UStatusError."""
+Fetch = Callable[[str, int, int], Awaitable[dict[Key, Status]]]
+"""(authority, major, how many at most) -> what that service has of ours. Raises UStatusError."""
 
 log = structlog.get_logger()
 
@@ -51,7 +52,7 @@ class Auditor:
         self._interval_ms, self._random = interval_ms, random
         self._suspects: dict[Key, int] = {}  # and which suspicion it is, so that an answer ends none that came after the question
         self._suspicions = itertools.count()
-        self._due: deque[Partner] = deque()  # partners without links that have not had their turn
+        self._due: dict[Partner, None] = {}  # partners without links that have not had their turn, in order
         self._everybody = False
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -80,7 +81,7 @@ class Auditor:
     def stranger(self, partner: Partner) -> None:
         """A service that we don't know of has something of ours."""
         if len(self._due) < PARTNERS_MAX and partner not in self._due:
-            self._due.append(partner)
+            self._due[partner] = None
             self._wake.set()
 
     def suspect(self, topic: Key) -> None:
@@ -120,8 +121,10 @@ class Auditor:
             self._clear(topic, suspects)  # the answer to the command decides
         linked = {(topic[0], link.major): None for topic, link in settled if everybody or topic in self._suspects}
         if everybody and not self._due:
-            self._due.extend(self._partners.all())
-        others = [self._due.popleft() for _ in range(min(len(self._due), PARTNERS_A_ROUND_MAX))]
+            self._due = dict.fromkeys(self._partners.all())
+        others = list(islice(self._due, PARTNERS_A_ROUND_MAX))
+        for partner in others:
+            del self._due[partner]
         asked = [*linked, *(partner for partner in others if partner not in linked)]
         for start in range(0, len(asked), AUDITS_AT_ONCE):
             await asyncio.gather(*(self._audit(*partner) for partner in asked[start : start + AUDITS_AT_ONCE]))
@@ -133,7 +136,7 @@ class Auditor:
         moving = {topic for topic in before if self._busy(topic)}
         theirs: dict[Key, Status] | None = None
         try:
-            theirs = await self._fetch(authority, major)
+            theirs = await self._fetch(authority, major, UNKNOWN_MAX + len(before))
         except UStatusError as error:
             log.info("a remote uSubscription does not say what it has of ours", authority=authority, why=str(error))
             if error.code not in FINAL:

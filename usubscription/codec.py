@@ -8,14 +8,15 @@ numbers and topic rules; the service sees neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
@@ -26,9 +27,12 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription.state import Change, Key, Status, Subscribe, Unsubscribe
 
 M = TypeVar("M", bound=Message)
+R = TypeVar("R")
 
 ENTITY_TYPE: Final = 0x0000  # of core.usubscription
 CHANGE_RESOURCE: Final = 0x8000
+ENTRY_BYTES: Final = 5  # before each entry of a list: its tag and its size
+SEQ_MAX: Final = (1 << 63) - 1  # of SQLite's integers
 EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp there is
 EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last one
 
@@ -51,6 +55,16 @@ class Fetch:
     topic: Key | None = None
     subscriber: Key | None = None
     offset: int = 0
+    after: int | None = None  # version 4, of who can take pages
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """How much of a listing one answer may hold, and whether its caller asks for the rest."""
+
+    entries_max: int
+    bytes_max: int
+    asked: bool = True
 
 
 def to_uri(key: Key) -> UUri:
@@ -119,18 +133,16 @@ class V3:
     def unsubscribed(self) -> v3.UnsubscribeResponse:
         return v3.UnsubscribeResponse()
 
-    def fetched(self, rows: Iterable[Row], more: bool) -> v3.FetchSubscriptionsResponse:
-        response = v3.FetchSubscriptionsResponse(has_more_records=more)
-        add = response.subscriptions.add
-        for row in rows:
-            self._fill(add(), row)
+    def fetched(self, rows: Iterable[tuple[int, Row]], page: Page) -> v3.FetchSubscriptionsResponse:
+        response = v3.FetchSubscriptionsResponse()
+        response.has_more_records = _fill_page(response.subscriptions, rows, self._fill, page) is not None
         return response
 
-    def subscribers(self, subscribers: Iterable[Key], more: bool) -> v3.FetchSubscribersResponse:
-        response = v3.FetchSubscribersResponse(has_more_records=more)
-        add = response.subscribers.add
-        for key in subscribers:
-            _fill_uri(add().uri, key)
+    def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> v3.FetchSubscribersResponse:
+        response = v3.FetchSubscribersResponse()
+        rows = ((1, key) for key in subscribers)
+        left_out = _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page) is not None
+        response.has_more_records = more or left_out
         return response
 
     def registered(self) -> v3.NotificationsResponse:
@@ -216,7 +228,9 @@ class V4:
     def fetch(self, request: UMessage, own: str) -> Fetch:
         asked = _read(request, v4.FetchSubscriptionsRequest)
         topic = _filter(asked.topic_filter, own) if asked.HasField("topic_filter") else None
-        return Fetch(topic, _filter(asked.subscriber_filter, own) if asked.HasField("subscriber_filter") else None)
+        subscriber = _filter(asked.subscriber_filter, own) if asked.HasField("subscriber_filter") else None
+        page = PageAsked.FromString(asked.SerializeToString())  # beside what the specification has, see paging.proto
+        return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
 
     def registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
         _read(request, v4.NotificationsRequest)
@@ -234,12 +248,15 @@ class V4:
     def unsubscribed(self) -> v4.UnsubscribeResponse:
         return v4.UnsubscribeResponse()
 
-    def fetched(self, rows: Iterable[Row], more: bool) -> v4.FetchSubscriptionsResponse:
-        assert not more, "version 4 has no pages"
+    def fetched(self, rows: Iterable[tuple[int, Row]], page: Page) -> v4.FetchSubscriptionsResponse:
+        """Raises RESOURCE_EXHAUSTED for what needs a page, where the caller knows none."""
         response = v4.FetchSubscriptionsResponse()
-        add = response.subscriptions.add
-        for row in rows:
-            self._fill(add(), row)
+        last = _fill_page(response.subscriptions, rows, self._fill, page)
+        if last is not None and not page.asked:
+            what = f"more subscriptions match than one answer can hold ({page.bytes_max} bytes): narrow the filters, or ask for pages"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        if last is not None:
+            response.MergeFromString(PageGiven(next=last).SerializeToString())
         return response
 
     def registered(self) -> v4.NotificationsResponse:
@@ -309,6 +326,20 @@ def _named_entity(uri: UUri, own: str) -> Key:
 def _filter(pattern: UUri, own: str) -> Key:
     uris.validate(pattern)
     return uris.key(uris.with_authority(pattern, own))
+
+
+def _fill_page(entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any, R], None], page: Page) -> int | None:
+    """The number of the last entry, if there are more behind it; an answer has at least one."""
+    size = last = 0
+    for number, row in rows:
+        entry = entries.add()
+        fill(entry, row)
+        size += entry.ByteSize() + ENTRY_BYTES
+        if len(entries) > page.entries_max or (last and size > page.bytes_max):
+            del entries[-1]
+            return last
+        last = number
+    return None
 
 
 def _check_resource(topic: UUri, own: str) -> Key:

@@ -13,6 +13,7 @@ import contextlib
 import itertools
 import os
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,19 +27,39 @@ from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.handled import Handled
+from usubscription.quota import UNIT_BYTES, Quota, caller, weight
 from usubscription.reader import Reader, StoredChange, read_link, write_change
 from usubscription.schema import StoreFile, explain
-from usubscription.state import Change, Event, Key, Link, Moved, Orphaned, Record, Status, Subscribe, TimedOut, Unsubscribe, step
+from usubscription.state import (
+    Change,
+    Ended,
+    Event,
+    Key,
+    Link,
+    Moved,
+    Orphaned,
+    Record,
+    Status,
+    Subscribe,
+    TimedOut,
+    Unsubscribe,
+    is_past,
+    step,
+)
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
 REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
+DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
 OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
+HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
 OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 
 log = structlog.get_logger()
 
+V3: Final = 3  # the version whose subscribers hear of their own end
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
 
@@ -64,7 +85,9 @@ class Unregister:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget everything, and tell everybody."""
+    """Forget what is shared with the authority `of`, or everything (None), and tell whom it concerned."""
+
+    of: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +142,7 @@ class Outcome:
     topic: Key | None = None
     link: Link | None = None  # of `topic`, if that changed
     many_changes: bool = False  # too many for a list: they are in the outbox only
+    links: list[tuple[Key, Link]] = field(default_factory=list)  # of a Reset: those that it has changed
     tag: Any = None
 
 
@@ -139,16 +163,18 @@ class Database:
         self.path, self.authority, self._disk = Path(path), authority, disk
         self._own = frozenset((authority, *also))
         self._subscriptions_max, self._outbox_max = subscriptions_max, outbox_changes_max
+        self.subscriptions = Quota("subscriptions", subscriptions_max, self._own)
+        self._for_topics = self._for_all = Quota("registrations", 0, self._own)  # until they are loaded
         self._majors = majors or {}
         self._ids: dict[Key, int] = {}
         self._keys: dict[int, Key] = {}
         self._unused: set[int] = set()
-        self._count = self._registrations = 0
-        self._held = 0  # changes that wait for a destination of theirs
+        self._held = 0  # changes that wait for a destination of theirs; one with long details counts as several
         self._number = 0  # of the last change
         self._telling: list[Any] = []  # number and text of the changes of this batch, in turn
         self._clients: dict[int, list[tuple[Key, int]]] | None = None  # registered, by topic (0: all); None: to be read
         self._handled: Handled | None = None  # None: to be read
+        self.refused: Counter[str] = Counter()  # by the limit that was reached
         self.outbox_dropped = 0
         self.lost_changes = 0  # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
         self._store_id = b""
@@ -157,7 +183,7 @@ class Database:
         self._db: sqlite3.Connection | None = None
 
     def __repr__(self) -> str:
-        return f"Database({self.path}, {self.authority}, subscriptions={self._count})"
+        return f"Database({self.path}, {self.authority}, subscriptions={self.subscriptions!r})"
 
     def open(self) -> None:
         """Raises UStatusError as StoreFile does."""
@@ -170,14 +196,33 @@ class Database:
             raise explain(error, self.path) from error
 
     def _load(self, db: sqlite3.Connection) -> None:
-        (self._count,) = db.execute("SELECT count(*) FROM subscription").fetchone()
-        (self._registrations,) = db.execute("SELECT count(*) FROM registration WHERE topic != 0").fetchone()
-        (self._held,) = db.execute("SELECT count(*) FROM held").fetchone()
+        self._load_quotas(db)
+        (self._held,) = db.execute(f"SELECT coalesce(sum({HELD_WEIGHT}), 0) FROM held").fetchone()
         (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
         self._number = self._last_number(db)
         self._clients = self._handled = None
         self._heed_mark(db)
+
+    def _load_quotas(self, db: sqlite3.Connection) -> None:
+        """What is there stays, also where it is more than a share of today."""
+        self.subscriptions = Quota("subscriptions", self._subscriptions_max, self._own)
+        self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
+        self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
+        stored = db.execute(
+            """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?) FROM subscription s JOIN uri c ON c.id = s.subscriber
+               GROUP BY s.subscriber""",
+            (UNIT_BYTES,),
+        )
+        for authority, ue_id, count in stored:
+            self.subscriptions.add((authority, ue_id), count)
+        registered = db.execute("SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client")
+        for authority, ue_id, topic in registered:
+            (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
+
+    @property
+    def _quotas(self) -> tuple[Quota, ...]:
+        return self.subscriptions, self._for_topics, self._for_all
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
         """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
@@ -226,7 +271,9 @@ class Database:
         """
         db = self._db
         assert db is not None, "open() comes first"
-        counts = self._count, self._registrations, self._number, self._held
+        counts = self._number, self._held
+        for quota in self._quotas:
+            quota.begin()
         try:
             db.execute("BEGIN IMMEDIATE")
             outcomes = [self._apply(db, event, now_ms) for event in events]
@@ -237,11 +284,13 @@ class Database:
             if self._unused:
                 self._sweep(db)
             db.execute("COMMIT")
-            if self._number != counts[2] and self._mark is not None:
+            if self._number != counts[0] and self._mark is not None:
                 with contextlib.suppress(OSError):  # in place, without waiting for the disk
                     self._mark.write(marks.pack(self._store_id, self._number))
         except BaseException as error:
-            self._count, self._registrations, self._number, self._held = counts
+            self._number, self._held = counts
+            for quota in self._quotas:
+                quota.rollback()
             self._telling.clear()
             self._clients = self._handled = None
             self._ids.clear()
@@ -268,7 +317,7 @@ class Database:
                 self._hold(db, changes)
                 return Outcome()
             case Released(destination, number):
-                self._held -= db.execute("DELETE FROM held WHERE destination = ? AND number <= ?", (destination, number)).rowcount
+                self._let_go(db, "destination = ? AND number <= ?", (destination, number))
                 return Outcome()
             case Register():
                 return self._register(db, event)
@@ -276,12 +325,30 @@ class Database:
                 self._unregister(db, event)
                 return Outcome()
             case Reset():
-                return self._reset(db)
+                return self._reset(db) if event.of is None else self._reset_shared(db, event.of, now_ms)
             case Settle():
                 return self._settle(db, now_ms)
-            case Subscribe() if self._count >= self._subscriptions_max:
-                return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._count} subscriptions are stored, which is the limit")
+            case Subscribe() if (refusal := self._refusal(db, event, now_ms)) is not None:
+                return refusal
         return self._step(db, event, now_ms)
+
+    def _refusal(self, db: sqlite3.Connection, event: Subscribe, now_ms: int) -> UStatusError | None:
+        """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
+        size = len(event.details)
+        if size > DETAILS_BYTES_MAX:
+            return self._full("details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}")
+        why = self.subscriptions.room(caller(event.subscriber), weight(size))
+        if why is None or is_past(event.expires_ms, now_ms):
+            return None
+        topic = self._find(db, event.topic)
+        known = _StoredRecords(self, db, topic).get(event.subscriber) if topic is not None else None
+        if known is not None and weight(len(known.details)) >= weight(size):
+            return None
+        return self._full("subscriptions", why)
+
+    def _full(self, reason: str, why: str) -> UStatusError:
+        self.refused[reason] += 1
+        return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
     def _command(self, db: sqlite3.Connection, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
         """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks go back."""
@@ -307,7 +374,7 @@ class Database:
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
-            self._keep(db, topic, subscriber, record, known=subscriber in records.seen)
+            self._keep(db, topic, subscriber, record, records.seen.get(subscriber))
         outcome = Outcome(done.answer, self._tell(db, topic, done.changes))
         if done.link != link:
             self._keep_link(db, topic, done.link)
@@ -330,16 +397,17 @@ class Database:
         db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (" ".join(sorted(self._own)),))
         return Outcome()
 
-    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, *, known: bool) -> None:
+    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, known: Record | None) -> None:
         who = self._id(db, subscriber)
+        had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
+        self.subscriptions.add(caller(subscriber), has - had)
         if record is None:
             db.execute("DELETE FROM subscription WHERE subscriber = ? AND topic = ?", (who, topic))
-            self._count -= 1
             self._unused.add(who)
             return
         status, major, expires_ms, period, details, bare = record
         values = (int(status), major, expires_ms, period, details or None, bare, who, topic)
-        if known:
+        if known is not None:
             db.execute(
                 """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?, bare = ?
                    WHERE subscriber = ? AND topic = ?""",
@@ -351,7 +419,6 @@ class Database:
                    VALUES(?, ?, ?, ?, ?, ?, ?, ?)""",
                 values,
             )
-            self._count += 1
 
     def _link(self, db: sqlite3.Connection, topic: int) -> Link:
         row = db.execute(
@@ -377,10 +444,14 @@ class Database:
             for client in registered:
                 if client not in recipients and (client[1] >= 4 or change.status_changed):
                     recipients.append(client)
-            self._number += 1
-            self._telling += (self._number, write_change(change, recipients))
-            stored.append(StoredChange(self._number, change, tuple(recipients)))
+            stored.append(self._note(change, recipients))
         return stored
+
+    def _note(self, change: Change, recipients: Sequence[tuple[Key, int]]) -> StoredChange:
+        """Into the outbox with it, at the end of the batch."""
+        self._number += 1
+        self._telling += (self._number, write_change(change, recipients))
+        return StoredChange(self._number, change, tuple(recipients))
 
     def _store_changes(self, db: sqlite3.Connection) -> None:
         """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it again."""
@@ -394,17 +465,28 @@ class Database:
 
     def _hold(self, db: sqlite3.Connection, changes: Sequence[tuple[str, int, Change, Sequence[tuple[Key, int]]]]) -> None:
         """At the limit the destination that holds most loses its oldest."""
-        rows = [(destination, number, write_change(change, recipients)) for destination, number, change, recipients in changes]
-        self._held += db.executemany("INSERT OR IGNORE INTO held VALUES(?, ?, ?)", rows).rowcount
+        fresh = {
+            (destination, number): write_change(change, recipients)
+            for destination, number, change, recipients in changes
+            if not self._is_held(db, destination, number)
+        }
+        db.executemany("INSERT INTO held VALUES(?, ?, ?)", [(*key, text) for key, text in fresh.items()])
+        self._held += sum(1 + len(text) // HELD_UNIT_CHARACTERS for text in fresh.values())
         while self._held > self._outbox_max:
-            (longest,) = db.execute("SELECT destination FROM held GROUP BY destination ORDER BY count(*) DESC LIMIT 1").fetchone()
-            dropped = db.execute(
-                """DELETE FROM held WHERE destination = ?1
-                   AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)""",
-                (longest, self._held - self._outbox_max + self._outbox_max // 64),
-            ).rowcount
-            self._held -= dropped
-            self.outbox_dropped += dropped
+            (longest,) = db.execute(
+                f"SELECT destination FROM held GROUP BY destination ORDER BY sum({HELD_WEIGHT}) DESC LIMIT 1"
+            ).fetchone()
+            oldest = "destination = ?1 AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
+            self.outbox_dropped += self._let_go(db, oldest, (longest, max(1, self._outbox_max // 64)))
+
+    def _is_held(self, db: sqlite3.Connection, destination: str, number: int) -> bool:
+        return db.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number)).fetchone() is not None
+
+    def _let_go(self, db: sqlite3.Connection, which: str, values: Sequence[Any]) -> int:
+        """How many changes waited no longer for a destination."""
+        (weight,) = db.execute(f"SELECT coalesce(sum({HELD_WEIGHT}), 0) FROM held WHERE {which}", values).fetchone()
+        self._held -= weight
+        return db.execute(f"DELETE FROM held WHERE {which}", values).rowcount
 
     def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
         """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask the disk."""
@@ -421,16 +503,12 @@ class Database:
         if not done.rowcount:
             return Outcome()  # it was registered already
         self._clients = None
-        if topic:
-            count, limit = self._registrations, REGISTRATIONS_MAX
-        else:
-            (count,) = db.execute("SELECT count(*) - 1 FROM registration WHERE topic = 0").fetchone()
-            limit = REGISTERED_FOR_ALL_MAX
-        if count >= limit:
+        quota = self._for_topics if topic else self._for_all
+        if (why := quota.room(caller(event.client))) is not None:
             db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
             self._unused.update((topic, client))
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{count} registrations for notifications are stored, which is the limit")
-        self._registrations += 1 if topic else 0
+            return self._full("registrations", why)
+        quota.add(caller(event.client), 1)
         return Outcome()
 
     def _unregister(self, db: sqlite3.Connection, event: Unregister) -> None:
@@ -438,7 +516,7 @@ class Database:
         client = self._find(db, event.client)
         if topic is not None and client is not None:
             done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
-            self._registrations -= done.rowcount if topic else 0
+            (self._for_topics if topic else self._for_all).add(caller(event.client), -done.rowcount)
             self._clients = None
             self._unused.update((topic, client))
 
@@ -476,10 +554,59 @@ class Database:
         if self._handled is not None:
             self._handled.store(db)
         db.execute("UPDATE handled SET about = 0")
-        self._count = self._registrations = 0
+        for quota in self._quotas:
+            quota.clear()
         self._clients = self._handled = None
         self._number = self._last_number(db)
         return Outcome(many_changes=True)
+
+    def _reset_shared(self, db: sqlite3.Connection, authority: str, now_ms: int) -> Outcome | UStatusError:
+        """What we have agreed with the service of `authority`, and what its clients have here; what others have is not its to end."""
+        if uris.is_one_of(authority, self._own):
+            return _denied(f"this is the uSubscription of {authority}: only another one may reset what it shares")
+        topics, subscribed, registered = self._shared(db, authority)
+        if not (topics or subscribed or registered):
+            return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
+        ended = [self._step(db, Ended(topic), now_ms) for topic in topics]
+        ended += [self._step(db, Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
+        outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
+        outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
+        if self._handled is None:
+            self._handled = Handled(db)
+        abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
+        self._handled.reset(db, abouts)
+        told = {recipient for stored in outcome.changes for recipient in stored.recipients}
+        for client, major, topic in registered:
+            self._unregister(db, Unregister(client, major, topic))
+            if (client, major) not in told:
+                told.add((client, major))
+                change = Change(topic or UNSEEN, client, Status.UNSUBSCRIBED, major)
+                outcome.changes.append(self._note(change, [(client, major)]))
+        return outcome
+
+    def _shared(self, db: sqlite3.Connection, authority: str) -> tuple[list[Key], list[tuple[Key, Key]], list[tuple[Key, int, Key | None]]]:
+        """Topics of `authority` that somebody has here; (topic, subscriber) of its clients elsewhere; their registrations."""
+        topics = db.execute(
+            """SELECT authority, ue_id, version, resource FROM uri u WHERE authority = ? AND (EXISTS(SELECT 1 FROM link WHERE topic = u.id)
+               OR EXISTS(SELECT 1 FROM subscription WHERE topic = u.id)) ORDER BY id""",
+            (authority,),
+        ).fetchall()
+        clients = db.execute(
+            """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource
+               FROM uri c JOIN subscription s ON s.subscriber = c.id JOIN uri t ON t.id = s.topic
+               WHERE c.authority = ?1 AND t.authority != ?1 ORDER BY s.seq""",
+            (authority,),
+        ).fetchall()
+        registered = db.execute(
+            """SELECT c.id, r.major, r.topic FROM uri c JOIN registration r ON r.client = c.id WHERE c.authority = ?
+               ORDER BY r.topic, r.client, r.major""",
+            (authority,),
+        ).fetchall()
+        return (
+            topics,
+            [(row[:4], row[4:]) for row in clients],
+            [(self._key(db, client), major, self._key(db, topic) if topic else None) for client, major, topic in registered],
+        )
 
     # -- URIs -------------------------------------------------------------------------------------------------------------------------
 
@@ -541,7 +668,7 @@ class _StoredRecords:
 
     def __init__(self, database: Database, db: sqlite3.Connection, topic: int) -> None:
         self._database, self._db, self._topic = database, db, topic
-        self.seen: set[Key] = set()  # subscribers that have a record, as far as anybody asked
+        self.seen: dict[Key, Record] = {}  # by subscriber, as far as anybody asked
 
     def get(self, subscriber: Key, /) -> Record | None:
         who = self._database._find(self._db, subscriber)
@@ -553,8 +680,8 @@ class _StoredRecords:
         ).fetchone()
         if row is None:
             return None
-        self.seen.add(subscriber)
-        return _record(row)
+        self.seen[subscriber] = _record(row)
+        return self.seen[subscriber]
 
     def has_others(self, subscriber: Key, /) -> bool:
         who = self._database._find(self._db, subscriber)
@@ -567,8 +694,12 @@ class _StoredRecords:
             (self._topic,),
         ).fetchall()
         found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]
-        self.seen.update(subscriber for subscriber, _ in found)
+        self.seen.update(found)
         return found
+
+
+def _denied(why: str) -> UStatusError:
+    return UStatusError(UCode.PERMISSION_DENIED, why)
 
 
 def _record(row: Sequence[Any]) -> Record:

@@ -12,7 +12,7 @@ The other methods are served by InMemoryRpcServer; to callers there is no differ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, NamedTuple
 
 from google.protobuf.message import Message
@@ -29,8 +29,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.database import Commanded, Outcome
 from usubscription.outbox import AnswersFirst, Tag
+from usubscription.quota import Caller, Quota, weight
 from usubscription.state import Subscribe, Unsubscribe
-from usubscription.store import Store
+from usubscription.store import WAITING_MAX, Store
 
 RESPONSES_WAITING_MAX: Final = 20_000  # for the network to take them: as many as there may be requests before the store
 RESPONSES_BATCH_MAX: Final = 128  # at once: beyond it what waits behind them would feel it
@@ -52,10 +53,10 @@ class Method(NamedTuple):
 class Asked:
     """One request until it is answered."""
 
-    __slots__ = ("context", "entry", "method", "request", "tag", "waits")
+    __slots__ = ("context", "entry", "method", "request", "tag", "waits", "weight", "who")
 
-    def __init__(self, entry: CommandEntry, method: Method, request: UAttributes, context: Any) -> None:
-        self.entry, self.method, self.request, self.context = entry, method, request, context
+    def __init__(self, entry: CommandEntry, method: Method, request: UAttributes, context: Any, who: Caller, weight: int) -> None:
+        self.entry, self.method, self.request, self.context, self.who, self.weight = entry, method, request, context, who, weight
         self.tag: Tag = (request.id.msb, request.id.lsb)
         self.waits = True
 
@@ -67,14 +68,20 @@ class Asked:
     def answered(self, answer: Outcome | BaseException) -> None:
         if self.waits:
             self.waits = False
+            self.entry.waiting.add(self.who, -self.weight)
             self.entry.answer(self, answer)
 
 
 class CommandEntry:
     """Subscribe and Unsubscribe of all versions. `requests` counts by the methods' names."""
 
-    def __init__(self, answers: AnswersFirst, store: Store, methods: Sequence[Method], check: RequestCheck | None) -> None:
+    def __init__(
+        self, answers: AnswersFirst, store: Store, methods: Sequence[Method], check: RequestCheck | None, own: Collection[str] = ()
+    ) -> None:
+        """`own`: the authorities of the service, whose share of what may wait is larger."""
         self._answers, self._store, self._check = answers, store, check
+        self.waiting = Quota("requests waiting", WAITING_MAX, own)
+        self.refused: Counter[str] = Counter()
         self._methods = {(method.sink.ue_version_major, method.sink.resource_id): method for method in methods}
         self._responses = Responses(answers, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
         self.dropped = self._responses.dropped
@@ -115,11 +122,21 @@ class CommandEntry:
             try:
                 if self._check is not None:
                     self._check(request)
-                event, context = method.read(request)
-                asked = Asked(self, method, request.attributes, context)
-                self._store.command(Commanded(event, asked.request_id), asked)
+                self._take(method, request)
             except Exception as error:
                 self._responses.refuse(request.attributes, error)
+
+    def _take(self, method: Method, request: UMessage) -> None:
+        """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has its share of what may wait for the store."""
+        source = request.attributes.source
+        who, size = (source.authority_name, source.ue_id), weight(len(request.payload))
+        if (why := self.waiting.room(who, size)) is not None:
+            self.refused["waiting"] += 1
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: wait for the answers")
+        event, context = method.read(request)
+        asked = Asked(self, method, request.attributes, context, who, size)
+        self._store.command(Commanded(event, asked.request_id), asked)
+        self.waiting.add(who, size)
 
     def answer(self, asked: Asked, answer: Outcome | BaseException) -> None:
         """dsn~service-error-model-success-response~1."""

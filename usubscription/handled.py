@@ -7,7 +7,9 @@ command -> is_past? handled before, and not the last about its client and topic:
 from __future__ import annotations
 
 import hashlib
+import json
 import sqlite3
+from collections.abc import Collection
 from typing import Final
 
 from usubscription.state import Key
@@ -47,6 +49,13 @@ class Handled:
         self._remember(request, about)
         self._number += 1
         self._fresh += (self._number, request, about)
+
+    def reset(self, db: sqlite3.Connection, abouts: Collection[int]) -> None:
+        """None of the commands about these is the last one any more: a Reset came after them."""
+        self.store(db)
+        for about in abouts:
+            self._last.pop(about, None)
+        db.execute("UPDATE handled SET about = ? WHERE about IN (SELECT value FROM json_each(?))", (OF_RESET, json.dumps(list(abouts))))
 
     def _remember(self, request: bytes, about: int) -> None:
         self._about[request] = about

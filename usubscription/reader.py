@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -29,7 +29,7 @@ class StoredChange(NamedTuple):
 
 _STATUSES: Final = tuple(Status)
 _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource,
-    s.status, s.expires_ms, s.sample_period_ms, s.details
+    s.status, s.expires_ms, s.sample_period_ms, s.details, s.seq
     FROM subscription s JOIN uri t ON t.id = s.topic JOIN uri c ON c.id = s.subscriber"""
 
 
@@ -70,13 +70,15 @@ class Reader:
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
     ) -> tuple[list[Row], bool]:
         """Those that match both patterns (None: any), in the order in which they came, and whether there are more."""
-        found = list(self.each(topic, subscriber, now_ms, offset, limit + 1 if limit is not None else -1))
+        found = [row for _, row in self.each(topic, subscriber, now_ms, offset=offset, limit=limit + 1 if limit is not None else -1)]
         more = limit is not None and len(found) > limit
         return found[:limit] if more else found, more
 
-    def each(self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int = -1) -> Iterator[Row]:
-        """The same, one by one: there may be a million."""
-        wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)"], [now_ms]
+    def each(
+        self, topic: Key | None, subscriber: Key | None, now_ms: int, *, after: int = 0, offset: int = 0, limit: int = -1
+    ) -> Generator[tuple[int, Row], None, None]:
+        """The same, one by one, with the number of each (`after` one of them): there may be a million."""
+        wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)", "s.seq > ?"], [now_ms, after]
         for alias, column, pattern in (("t", "topic", topic), ("c", "subscriber", subscriber)):
             if pattern is not None:
                 condition, parameters = _matches(alias, column, pattern)
@@ -84,7 +86,7 @@ class Reader:
                 values.extend(parameters)
         query = f"{_ROWS} WHERE {' AND '.join(wheres)} ORDER BY s.seq LIMIT ? OFFSET ?"
         for row in self._db.execute(query, (*values, limit, offset)):
-            yield Row(row[0:4], row[4:8], _STATUSES[row[8]], row[9], row[10], row[11] or b"")
+            yield row[12], Row(row[0:4], row[4:8], _STATUSES[row[8]], row[9], row[10], row[11] or b"")
 
     def expired(self, now_ms: int, limit: int) -> tuple[list[tuple[Key, Key]], int | None]:
         """(topic, subscriber) of what has expired, the oldest first, and when the next one will."""

@@ -22,6 +22,7 @@ from google.protobuf.message import Message
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
@@ -42,7 +43,6 @@ TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-m
 CALLS_PENDING_MAX: Final = 40_000  # a fleet that is away holds some for each of its services; beyond it commands wait out a back-off
 AUDIT_MS: Final = 300_000  # between questions for what the remote services have of ours
 AUDIT_CALL_MS: Final = 10_000  # for the answer to one
-PAGES_MAX: Final = 10_000  # of one version 3 listing
 RECENT_MS: Final = 60_000  # a late notification about an Unsubscribe may be under way that long
 RECENT_MAX: Final = 10_000  # topics for which that is remembered
 
@@ -144,6 +144,10 @@ class Remote:
         """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
         for lane in self._lanes.values():
             lane.clear()
+        self.ask_all()
+
+    def ask_all(self) -> None:
+        """What do they have of ours?"""
         self._auditor.now()
 
     # -- for the lanes ----------------------------------------------------------------------------------------------------------------
@@ -216,17 +220,15 @@ class Remote:
 
     # -- audits -----------------------------------------------------------------------------------------------------------------------
 
-    async def _fetch(self, authority: str, major: int) -> dict[Key, Status]:
-        """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, since it says nothing."""
+    async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
+        """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`: it says nothing."""
         own = self._locals[major].get_source()
         if major == 4:
-            answer = await self._list(authority, 4, v4.FetchSubscriptionsRequest(subscriber_filter=own))
-            with _readable(authority):
-                rows = [read_subscription(one) for one in answer.unpack(v4.FetchSubscriptionsResponse).subscriptions]
-            return {row.topic: row.status for row in rows}
+            return await self._fetch_4(authority, own, most)
         found: dict[Key, Status] = {}
         offset = 0
-        for _ in range(PAGES_MAX):
+        while True:
+            _bounded(authority, found, most)
             request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=own), offset=offset or None)
             answer = await self._list(authority, 3, request)
             with _readable(authority):
@@ -237,9 +239,33 @@ class Remote:
                 break
         return found
 
+    async def _fetch_4(self, authority: str, own: UUri, most: int) -> dict[Key, Status]:
+        """In pages, where the other side knows them (paging.proto); else all at once."""
+        found: dict[Key, Status] = {}
+        after: int | None = 0
+        while after is not None:
+            _bounded(authority, found, most)
+            request = v4.FetchSubscriptionsRequest(subscriber_filter=own)
+            request.MergeFromString(PageAsked(after=after).SerializeToString())
+            answer = await self._list(authority, 4, request)
+            with _readable(authority):
+                page = answer.unpack(v4.FetchSubscriptionsResponse)
+                rows = [read_subscription(one) for one in page.subscriptions]
+                given = PageGiven.FromString(page.SerializeToString())
+                if given.HasField("next") and given.next <= after:
+                    raise ValueError("its pages don't come to an end")
+            found |= {row.topic: row.status for row in rows}
+            after = given.next if given.HasField("next") else None
+        return found
+
     async def _list(self, authority: str, major: int, request: Message) -> UPayload:
         method = uris.uri(authority, ENTITY_TYPE, major, V4_CODEC.methods["fetch_subscriptions"])
         return await self._clients[major].invoke_method(method, UPayload.pack(request), CallOptions(timeout_ms=self._audit_call_ms))
+
+
+def _bounded(authority: str, found: dict[Key, Status], most: int) -> None:
+    if len(found) > most:
+        raise UStatusError(UCode.DATA_LOSS, f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours")
 
 
 @contextlib.contextmanager

@@ -12,18 +12,20 @@ import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 from google.protobuf.message import Message
 
 from storage.runtime import REAL, Runtime
+from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Row
-from usubscription.database import Database, Outcome, Probe, Register, Reset, Settle, Unregister
+from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Page, Row
+from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.entry import DRAIN_MS_MAX, CommandEntry, Method
 from usubscription.gate import Gate
 from usubscription.lane import REPEAT_FIRST_MS
@@ -33,13 +35,14 @@ from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
 from usubscription.state import Change, Expire, Key
 from usubscription.store import LONG, Store
 
-PAGE_ENTRIES_MAX: Final = 50_000  # of a version 3 listing (A-37): some 4 MB, which every transport takes as one message
+PAGE_ENTRIES_MAX: Final = 20_000  # of a listing (A-37), and three quarters of what a message may have
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
 EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
 EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
 COMMANDS: Final = ("subscribe", "unsubscribe")
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
+MayReset = Literal["linked", "all", "off"]
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
 
 log = structlog.get_logger()
@@ -56,6 +59,8 @@ class USubscriptionService:
         *,
         check: RequestCheck | None = None,
         page_entries_max: int = PAGE_ENTRIES_MAX,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
+        subscriptions_max: int = SUBSCRIPTIONS_MAX,
         remote_majors: dict[str, int] | None = None,
         remote_timeout_ms: int = TIMEOUT_MS,
         remote_repeat_ms: int = REPEAT_FIRST_MS,
@@ -66,15 +71,21 @@ class USubscriptionService:
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
+        reset: MayReset = "linked",
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them."""
+        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them.
+
+        `reset`: a uSubscription service may end what it shares with this one ("linked"), everything ("all", as the specification has
+        it), or nothing ("off"). `subscriptions_max` is for all together, see quota.py; what is stored already stays.
+        """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._transport, self._now_ms, self._page_max = transport, now_ms, page_entries_max
+        self._transport, self._now_ms, self._message_bytes_max = transport, now_ms, message_bytes_max
+        self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
         self._answers = AnswersFirst(gate)
         self._store = Store(
-            Database(path, authority, also=self.also, majors=remote_majors, disk=runtime.disk),
+            Database(path, authority, also=self.also, majors=remote_majors, disk=runtime.disk, subscriptions_max=subscriptions_max),
             committed=self._committed,
             answered=self._answered,
             now_ms=now_ms,
@@ -104,7 +115,7 @@ class USubscriptionService:
             for major in CODECS
         }
         methods = [self._command(major, name) for major in CODECS for name in COMMANDS]
-        self._entry = CommandEntry(self._answers, self._store, methods, check)
+        self._entry = CommandEntry(self._answers, self._store, methods, check, self.also | {authority})
         self._store.on_trouble = self._in_trouble
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
@@ -113,6 +124,8 @@ class USubscriptionService:
         self._expiry_news = asyncio.Event()
         self._started = False
         self._calls: Counter[str] = Counter()
+        self._may_reset: MayReset = reset
+        self._refused: Counter[str] = Counter()
 
     def __repr__(self) -> str:
         return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
@@ -136,6 +149,11 @@ class USubscriptionService:
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
         return self._calls + self._entry.requests
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Requests that a caller may not make, or not any more, by reason."""
+        return self._refused + self._store.database.refused + self._entry.refused
 
     @property
     def dropped(self) -> Counter[str]:
@@ -263,17 +281,31 @@ class USubscriptionService:
         return codec.registered()
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
-        codec.check_reset(request)
-        await self._store.submit(Reset(), _tag(request))
+        caller = uris.format(request.attributes.source)
+        try:
+            codec.check_reset(request)
+            if self._may_reset == "off":
+                raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
+            await self._store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+        except UStatusError as error:
+            if error.code == UCode.PERMISSION_DENIED:
+                self._refused["reset"] += 1
+                log.warning("a Reset was refused", caller=caller, why=error.message)
+            raise
+        log.warning("a Reset has ended subscriptions", caller=caller, of="everybody" if self._may_reset == "all" else "its own authority")
         return codec.reset()
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
         asked, now_ms = codec.fetch(request, self._host(request)), self._now_ms()
 
+        page = self._page
+        if codec.major == 4 and asked.after is None:  # as the specification has it: everything at once
+            page = Page(SUBSCRIPTIONS_MAX, self._message_bytes_max, asked=False)
+
         def fetch(reader: Reader) -> Message:
-            if codec.major == 4:  # has no pages
-                return codec.fetched(reader.each(asked.topic, asked.subscriber, now_ms), more=False)
-            return codec.fetched(*reader.subscriptions(asked.topic, asked.subscriber, now_ms, asked.offset, self._page_max))
+            rows = reader.each(asked.topic, asked.subscriber, now_ms, after=asked.after or 0, offset=asked.offset)
+            with contextlib.closing(rows):  # it may not have been read to its end
+                return codec.fetched(rows, page)
 
         return await self._store.read(fetch, lane=LONG)
 
@@ -283,12 +315,13 @@ class USubscriptionService:
         assert topic is not None
 
         self._store.require()
-        found = self._store.index.subscribers(topic, now_ms, asked.offset, self._page_max)
+        page = self._page
+        found = self._store.index.subscribers(topic, now_ms, asked.offset, page.entries_max)
         if found is not None:
-            return V3_CODEC.subscribers(*found)
+            return V3_CODEC.subscribers(*found, page)
 
         def fetch(reader: Reader) -> Message:
-            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, self._page_max))
+            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, page.entries_max), page)
 
         return self._store.read(fetch)
 
@@ -328,8 +361,13 @@ class USubscriptionService:
             if outcome.changes:
                 self._pump.add(outcome.changes, outcome.tag)
                 self._watch_expiry(outcome)
+            number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
-                self._remote.update(outcome.topic, outcome.link, outcome.changes[-1].number if outcome.changes else 0)
+                self._remote.update(outcome.topic, outcome.link, number)
+            for topic, link in outcome.links:
+                self._remote.update(topic, link, number)
+            if outcome.links:
+                self._remote.ask_all()
 
     # -- expiry -----------------------------------------------------------------------------------------------------------------------
 

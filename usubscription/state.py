@@ -135,13 +135,20 @@ class Orphaned:
 
 
 @dataclass(frozen=True, slots=True)
+class Ended:
+    """What was agreed with the topic's own service is void, and that service need not be told: it says so itself."""
+
+    topic: Key
+
+
+@dataclass(frozen=True, slots=True)
 class Moved:
     """The topic is of this service now, or not any more: it answers for other authorities than before."""
 
     topic: Key
 
 
-Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Moved
+Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
 
 
 class Change(NamedTuple):
@@ -323,6 +330,8 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
                 machine.move(L.LOST)
         case Moved():
             machine.place()
+        case Ended():
+            machine.end()
         case Orphaned():
             if link.state is U:
                 machine.step.link = link._replace(major=event.major)
@@ -399,6 +408,10 @@ class _Machine:
         elif link.state is U and any(True for _ in self.records.items()):
             self.step.link = link._replace(state=S)
             self.move(L.LOST)
+
+    def end(self) -> None:
+        self.step.link = Link()
+        self._all(R.LINK_UNSUBSCRIBED)
 
     def expire(self, subscriber: Key) -> None:
         known = self.records.get(subscriber)

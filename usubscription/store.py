@@ -24,6 +24,7 @@ from usubscription.reader import Reader
 from usubscription.schema import damaged, explain
 
 WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
+READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
 BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
 GATHER_MS: Final = 4  # from one commit to the next while requests keep coming: the more share a commit, the less each costs
 ANSWERS_AT_ONCE: Final = 8  # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
@@ -144,7 +145,7 @@ class Store:
         self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker)
         for name, reader in self._reading.items():
             answer = functools.partial(_answer_reads, reader)
-            self._readers[name] = Lane(f"usubscription-{name}", answer, self._read, worker=self._start_worker)
+            self._readers[name] = Lane(f"usubscription-{name}", answer, self._read, batch_max=READ_BATCH_MAX, worker=self._start_worker)
         self._answering = asyncio.ensure_future(self._answer())
 
     def _damaged(self, error: UStatusError) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
@@ -34,7 +34,7 @@ COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left
 COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
 RESTORE_FIRST_MS: Final = 500  # before what could not be said again after a reconnect is tried once more; doubles up to ...
 RESTORE_MAX_MS: Final = 30_000  # ... as long as the service can't take it
-PAGES_MAX: Final = 10_000  # of one version 3 listing; a service that always has more is broken
+LISTED_MAX: Final = 5_000_000  # entries of one listing, as many as our own service stores; one that always has more is broken
 NOT_SPOKEN: Final = frozenset({UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED})
 
 log = structlog.get_logger()
@@ -74,6 +74,7 @@ class USubscriptionClient:
         version: int | None = None,
         *,
         call_ms: int = CALL_MS,
+        listed_max: int = LISTED_MAX,
         probe_ms: int = PROBE_MS,
         history: HistorySource | None = None,
     ) -> None:
@@ -82,7 +83,7 @@ class USubscriptionClient:
         self._transport, self._local = transport, local
         self.authority = authority or local.get_authority()
         self.version = version
-        self._call_ms, self._probe_ms, self._history = call_ms, probe_ms, history
+        self._call_ms, self._probe_ms, self._history, self._listed_max = call_ms, probe_ms, history, listed_max
         self._rpc = InMemoryRpcClient(transport, local)
         self._probing: asyncio.Task[int] | None = None
         self._commands: dict[tuple[str, int, int, int], _Command] = {}
@@ -254,19 +255,25 @@ class USubscriptionClient:
         if version == 3 and (topic is None) == (subscriber is None):
             raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service lists the subscriptions of one topic or of one subscriber only")
         found: list[Subscription] = []
-        for _ in range(PAGES_MAX):
-            request = wire.fetch_subscriptions(version, topic, subscriber, len(found))
-            page, more = wire.read_subscriptions(version, await self._call(wire.FETCH_SUBSCRIPTIONS, request))
+        place: int | None = 0
+        while place is not None:
+            request = wire.fetch_subscriptions(version, topic, subscriber, place)
+            page, place = wire.read_subscriptions(version, await self._call(wire.FETCH_SUBSCRIPTIONS, request), place)
             found.extend(page)
-            if not more or not page:
-                break
+            self._require_bounded(found)
         return found
+
+    def _require_bounded(self, listed: Sized) -> None:
+        if len(listed) > self._listed_max:
+            what = f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
         if await self._version() == 4:
             return wire.subscribers_of(await self.fetch_subscriptions(topic))
         found: list[UUri] = []
-        for _ in range(PAGES_MAX):
+        while True:
+            self._require_bounded(found)
             payload = await self._call(wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(topic, len(found)))
             page, more = wire.read_subscribers(payload)
             found.extend(page)

@@ -28,7 +28,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.memory import InterestMemory
-from usubscription_client.table import Key, Positions, TableSource, Want, merge, uri_of
+from usubscription_client.table import SUBSCRIPTIONS_MAX, Key, Positions, TableSource, Want, merge, uri_of
 from usubscription_client.wire import Status, Subscription
 
 REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do the work, this only mends what they lost
@@ -99,11 +99,20 @@ class ServiceInterest(TableSource):
         memory: Path | None = None,
         random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
+        lives_there: Callable[[str], bool] = lambda authority: True,
+        subscriptions_max: int = SUBSCRIPTIONS_MAX,
     ) -> None:
-        """`memory` is a file that keeps what is known over a restart, for when the service is away then."""
-        super().__init__(authority)
+        """`memory` is a file that keeps what is known over a restart, for when the service is away then.
+
+        `lives_there(authority)`: it is one of the service's own network. Of subscriptions to others' topics by others' clients, it has
+        nothing to say.
+        """
+        super().__init__(authority, subscriptions_max=subscriptions_max)
+        self._lives_there = lives_there
+        self.ignored = 0  # subscriptions of which it has nothing to say
         self._memory = InterestMemory(memory, self._table.subscriptions, runtime.disk) if memory is not None else None
         settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
+        settings["listed_max"] = subscriptions_max
         self._client = USubscriptionClient(transport, local, authority, version, **settings)
         self._client.on_change(self._hear)
         self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random or runtime.rng.random
@@ -197,8 +206,10 @@ class ServiceInterest(TableSource):
 
     async def _run(self, first: asyncio.Future[None]) -> None:
         delay_ms = self._retry_first_ms
+        loop = asyncio.get_running_loop()
         while True:
             self._kick.clear()
+            earliest = loop.time() + self._retry_first_ms / 1000  # whatever we are told: a notification costs its sender nothing
             ok = await self._try()
             if not first.done():
                 first.set_result(None)
@@ -207,6 +218,7 @@ class ServiceInterest(TableSource):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._kick.wait()
+            await asyncio.sleep(max(earliest - loop.time(), 0))
 
     async def _try(self) -> bool:
         async with self._fetching:
@@ -239,12 +251,23 @@ class ServiceInterest(TableSource):
             meanwhile = self._during_fetch
         finally:
             self._during_fetch = None
-        changed = self._table.replace(subscriptions)
+        changed = self._table.replace(filter(self._may_say, subscriptions))
         for change in meanwhile:
             changed = self._table.put(change) or changed
         if changed or not self.complete:
             self.complete = True
             self._table.changed()
+
+    def _may_say(self, told: Subscription) -> bool:
+        topic, subscriber = told.topic, told.subscriber
+        one_topic = topic.authority_name != uris.WILDCARD_AUTHORITY and topic.ue_id & 0xFFFF != uris.WILDCARD_ENTITY_TYPE
+        if one_topic and uris.is_topic(topic) and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name)):
+            return True
+        if not self.ignored:
+            what = f"{uris.format(topic)} for {uris.format(subscriber)}"
+            log.warning("a uSubscription tells of a subscription that is not of its network: passed over", authority=self.name, what=what)
+        self.ignored += 1
+        return False
 
     async def _ask_all_again(self) -> None:
         topics = [topic for of_it in self._asked.values() for topic in of_it.values()]
@@ -265,7 +288,7 @@ class ServiceInterest(TableSource):
             return False
         self._unanswered.discard(key)
         known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
-        if self._table.replace(known, only=topic) or key not in self._answered:
+        if self._table.replace(filter(self._may_say, known), only=topic) or key not in self._answered:
             self._answered.add(key)
             self._table.changed()
         return True
@@ -273,6 +296,8 @@ class ServiceInterest(TableSource):
     def _hear(self, change: Subscription) -> None:
         if not change.topic.resource_id:
             self._kick.set()  # it was reset, and with it our registration
+            return
+        if not self._may_say(change):
             return
         if self._during_fetch is not None and len(self._during_fetch) < CHANGES_KEPT_MAX:
             self._during_fetch.append(change)

@@ -20,6 +20,7 @@ Positions = tuple[int, ...]
 """Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
 
 FROM_THE_CURSOR: Final[Positions] = ()
+SUBSCRIPTIONS_MAX: Final = 5_000_000  # as many as our own service stores
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +54,16 @@ class _Topic:
 
 
 class InterestTable:
-    """Topic -> subscribers -> authorities. A lookup costs a dictionary access, and a scan of the topics that have wildcards."""
+    """Topic -> subscribers -> authorities. A lookup costs some dictionary accesses, however many topics have wildcards."""
 
-    def __init__(self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR) -> None:
+    def __init__(self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
         """`since(topic)` says from where a subscription counts that was not known here before."""
-        self._since = since
+        self._since, self._most = since, subscriptions_max
+        self.count = 0  # of subscriptions
+        self.left_out = 0  # since there was no room for more
         self._topics: dict[Key, _Topic] = {}
-        self._patterns: dict[Key, _Topic] = {}  # topics with a wildcard (version 4 allows all instances)
+        self._patterns: dict[Key, _Topic] = {}  # topics with a wildcard: version 4 allows all instances, and all versions
+        self._wide: dict[Key, _Topic] = {}  # of those the ones with another wildcard, which only a file can have
         self._callbacks: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
@@ -67,11 +71,13 @@ class InterestTable:
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`."""
-        found = self._topics.get(uris.key(topic))
+        key = uris.key(topic)
+        found = self._topics.get(key)
         wants = _wants_of(found) if found is not None else NOBODY
-        for pattern in self._patterns.values():
-            if uris.matches(pattern.uri, topic):
-                wants = merge((wants, _wants_of(pattern)))
+        if self._patterns:
+            patterns = [self._patterns[one] for one in _wildcards(key) if one in self._patterns]
+            patterns += [pattern for pattern in self._wide.values() if uris.matches(pattern.uri, topic)]
+            wants = merge((wants, *map(_wants_of, patterns)))
         return wants
 
     def names(self, topic: UUri) -> bool:
@@ -108,30 +114,40 @@ class InterestTable:
             known = entry.subscribers.get(subscriber) if entry is not None else None
             if known is not None and known.period_ms == subscription.sample_period_ms:
                 return False
+            if known is None and self.count >= self._most:
+                self.left_out += 1
+                return False
             if entry is None:
                 entry = entries[topic_key] = _Topic(subscription.topic)
+                if entries is self._patterns and _is_wide(topic_key):
+                    self._wide[topic_key] = entry
+            self.count += known is None
             since = self._since(subscription.topic) if known is None else known.since
             entry.subscribers[subscriber] = _Subscriber(subscription.sample_period_ms, since)
         else:
             if entry is None or subscriber not in entry.subscribers:
                 return False
             del entry.subscribers[subscriber]
+            self.count -= 1
             if not entry.subscribers:
                 del entries[topic_key]
+                self._wide.pop(topic_key, None)
         entry.wants = None
         return True
 
     def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> bool:
         """These are all there are (of topic `only`, if given). True if that changed anything."""
-        fresh = InterestTable(self._since)
+        fresh = InterestTable(self._since, self._most)
         for subscription in subscriptions:
             fresh.put(subscription)
+        self.left_out += fresh.left_out
         fresh._keep_places(self)
         if only is not None:
             key = uris.key(only)
             old, new = self._topics.get(key), fresh._topics.get(key)
             if (old.subscribers if old else {}) == (new.subscribers if new else {}):
                 return False
+            self.count += (len(new.subscribers) if new else 0) - (len(old.subscribers) if old else 0)
             if new is None:
                 del self._topics[key]
             else:
@@ -139,7 +155,7 @@ class InterestTable:
             return True
         if fresh._flat() == self._flat():
             return False
-        self._topics, self._patterns = fresh._topics, fresh._patterns
+        self._topics, self._patterns, self._wide, self.count = fresh._topics, fresh._patterns, fresh._wide, fresh.count
         return True
 
     def _keep_places(self, known: InterestTable) -> None:
@@ -159,6 +175,23 @@ class InterestTable:
     def changed(self) -> None:
         for callback in self._callbacks:
             callback()
+
+
+def _wildcards(key: Key) -> Iterable[Key]:
+    """The patterns of version 4 that match: any instance, any version, both. Each once: `key` may be one of them itself."""
+    authority, ue_id, version, resource = key
+    any_instance, any_version = ue_id | uris.WILDCARD_ENTITY_INSTANCE << 16, uris.WILDCARD_VERSION
+    return {
+        (authority, any_instance, version, resource): None,
+        (authority, ue_id, any_version, resource): None,
+        (authority, any_instance, any_version, resource): None,
+    }
+
+
+def _is_wide(key: Key) -> bool:
+    """No subscription that a service may take, for the specification forbids these wildcards."""
+    authority, ue_id, _, resource = key
+    return authority == uris.WILDCARD_AUTHORITY or ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE or resource == uris.WILDCARD_RESOURCE
 
 
 def _wants_of(entry: _Topic) -> Mapping[str, Want]:
@@ -206,11 +239,11 @@ class TableSource:
     healthy = True
     complete = False  # True from the first complete answer after a start
 
-    def __init__(self, name: str, scope: str | None = None) -> None:
+    def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
         self.name, self.scope = name, scope if scope is not None else name
         self.also: Collection[str] = ()
         self.positions: Callable[[], Positions] = tuple
-        self._table = InterestTable(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR)
+        self._table = InterestTable(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"

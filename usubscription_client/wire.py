@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
@@ -71,9 +72,13 @@ def unsubscribe(version: int, topic: UUri) -> Message:
     return v4.UnsubscribeRequest(topic=topic) if version == 4 else v3.UnsubscribeRequest(topic=topic)
 
 
-def fetch_subscriptions(version: int, topic: UUri | None, subscriber: UUri | None, offset: int = 0) -> Message:
+def fetch_subscriptions(version: int, topic: UUri | None, subscriber: UUri | None, place: int = 0) -> Message:
+    """What comes behind `place`, as the page before has told it (0: from the beginning)."""
+    offset = place
     if version == 4:
-        return v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
+        request = v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
+        request.MergeFromString(PageAsked(after=place).SerializeToString())  # beside what the specification has: paging.proto
+        return request
     assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
     if topic is not None:
         return v3.FetchSubscriptionsRequest(topic=topic, offset=offset or None)
@@ -106,12 +111,17 @@ def read_status(version: int, payload: UPayload) -> Status:
     raise UStatusError(UCode.INTERNAL, f"the answer of the uSubscription service can't be read: {why}")
 
 
-def read_subscriptions(version: int, payload: UPayload) -> tuple[list[Subscription], bool]:
-    """The subscriptions, and whether there are more of them."""
+def read_subscriptions(version: int, payload: UPayload, place: int = 0) -> tuple[list[Subscription], int | None]:
+    """The subscriptions behind `place`, and the place behind which there are more of them."""
     if version == 4:
-        return [_from_v4(one) for one in payload.unpack(v4.FetchSubscriptionsResponse).subscriptions], False
+        page = payload.unpack(v4.FetchSubscriptionsResponse)
+        given = PageGiven.FromString(page.SerializeToString())
+        if given.HasField("next") and given.next <= place:
+            raise UStatusError(UCode.DATA_LOSS, "the pages of the uSubscription service don't come to an end")
+        return [_from_v4(one) for one in page.subscriptions], given.next if given.HasField("next") else None
     response = payload.unpack(v3.FetchSubscriptionsResponse)
-    return [_from_v3(one) for one in response.subscriptions], response.has_more_records
+    found = [_from_v3(one) for one in response.subscriptions]
+    return found, place + len(found) if response.has_more_records and found else None
 
 
 def read_subscribers(payload: UPayload) -> tuple[list[UUri], bool]:

@@ -166,7 +166,7 @@ async def test_a_clock_that_jumps_back_ends_nothing_early(world: Any, clock: Clo
 @spec("req~usubscription-reset-request-signature~1", doc="v4")
 @spec("req~usubscription-reset-response-signature~1", doc="v4")
 async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any, major: int) -> None:
-    await world.service()
+    await world.service(reset="all")
     old, new, watcher, quiet = [await world.raw(ue_id=ue_id) for ue_id in (0x10, 0x11, 0x99, 0x98)]
     await subscribe(old, 3, None)
     await subscribe(new, 4, None, FAR)
@@ -187,7 +187,7 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
         assert await service.subscriptions() == []
         assert await service.read(lambda reader: (reader.links(), reader.registrations())) == ([], [])
         await world.stop()
-        await world.service()
+        await world.service(reset="all")
     await subscribe(old, 3, None)
     await old.notified[3].count(3)
     assert len(watcher.notified[4].heard) == 2, "its registration is gone"
@@ -198,7 +198,7 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
 @spec("req~usubscription-reset~1", doc="v4")
 async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, major: int) -> None:
     """In this order: subscriptions and their store, registrations and theirs, then the messages. Looked at from outside, in that moment."""
-    await world.service()
+    await world.service(reset="all")
     raw, watcher = await world.raw(), await world.raw(ue_id=0x99)
     for topic in (TOPIC, FAR):
         await subscribe(raw, major, None, topic)
@@ -253,7 +253,7 @@ async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(wor
 @spec("req~usubscription-reset-only-usubscription~1", doc="v3")
 @spec("req~usubscription-reset-only-usubscription~1", doc="v4")
 async def test_only_a_usubscription_service_may_reset(world: Any, major: int, ue_id: int, allowed: bool) -> None:
-    service = await world.service()
+    service = await world.service(reset="all")
     await subscribe(await world.raw(), 3, None)
     caller = await world.raw(ue_id=ue_id, version=9)
     call = caller.call(major, 9 if major == 3 else 6)
@@ -267,7 +267,7 @@ async def test_only_a_usubscription_service_may_reset(world: Any, major: int, ue
 
 
 async def test_reset_cancels_remote_commands_and_tells_the_peers_nothing(world: Any) -> None:
-    service = await world.service(remote_repeat_ms=20)
+    service = await world.service(remote_repeat_ms=20, reset="all")
     raw, peer = await world.raw(), await world.raw(ue_id=0, version=9)
     await world.network("dev2")
     log = world.forwarders["dev1", "dev2"].log

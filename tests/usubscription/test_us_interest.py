@@ -181,7 +181,7 @@ async def test_service_interest_refetches_what_it_missed_when_the_connection_ret
 
 
 async def test_service_interest_begins_again_after_a_reset(world: Any) -> None:
-    await world.service()
+    await world.service(reset="all")
     client, reset = await world.client(), await world.raw("dev1", 0, 9)
     await client.subscribe(TOPIC)
     source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1")
@@ -311,7 +311,7 @@ async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monk
 
 
 async def test_embedded_interest_is_fresh_before_the_subscriber_has_its_answer(world: Any) -> None:
-    service = await world.service()
+    service = await world.service(reset="all")
     client, far = await world.client(), await world.client("dev2")
     await client.subscribe(OTHER)
     source = EmbeddedInterest(service)

@@ -211,7 +211,7 @@ async def test_the_clients_last_word_counts_over_a_reconnect_too(world: Any) -> 
 
 @pytest.mark.parametrize("version", [3, 4])
 async def test_a_restore_that_meets_a_shortage_is_tried_again(world: Any, version: int) -> None:
-    service = await world.service()
+    service = await world.service(reset="all")
     client = await world.client(version=version, call_ms=2_000)
     await client.subscribe(TOPIC)
     await client.register_for_notifications(TOPIC if version == 3 else None)

@@ -56,7 +56,7 @@ async def no_partners(world: Any) -> bool:
 
 
 async def test_a_reset_ends_our_copies_at_every_other_service(world: Any) -> None:
-    await three(world, audit_ms=60_000)
+    await three(world, audit_ms=60_000, reset="all")
     other = await world.raw("a", ue_id=0, version=9)
     await other.call(4, 6)
     await until(lambda: no_copies(world))
@@ -70,7 +70,7 @@ async def test_a_reset_ends_our_copies_at_every_other_service(world: Any) -> Non
 
 @pytest.mark.parametrize("audited_at", ["start", "reconnect"])
 async def test_a_reset_that_the_others_missed_is_made_good_later(world: Any, audited_at: str) -> None:
-    await three(world, audit_call_ms=100, audit_ms=600_000)
+    await three(world, audit_call_ms=100, audit_ms=600_000, reset="all")
     for name in "bc":
         world.forwarders["a", name].lose = lambda message: True
     other = await world.raw("a", ue_id=0, version=9)

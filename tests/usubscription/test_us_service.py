@@ -197,7 +197,7 @@ async def test_one_that_goes_on_in_version_4_is_told_the_whole_topic(world: Any)
 
 
 async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
-    await world.service()
+    await world.service(reset="all")
     raw, peer = await world.raw(), await world.raw(ue_id=0, version=3)
     await subscribe3(raw, BARE)
     await peer.call(3, 9, v3.ResetRequest())

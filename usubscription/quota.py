@@ -1,0 +1,93 @@
+"""How much of something one caller, and one authority, may have of what there is for all. Pure.
+
+room(who, more) -> None, or whose share is full     add(who, more) -> counted     begin(), rollback(): what was not stored does not count
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final, TypeVar
+
+from uprotocol import uri as uris
+
+CALLERS_SHARE: Final = 4  # a caller (authority and uEntity) has at most a quarter: three others must find room beside it
+AUTHORITIES_SHARE: Final = 8  # another authority has an eighth with all its uEntities, whose ids it makes up as it likes
+UNIT_BYTES: Final = 512  # of what somebody sends to be kept count as one more
+
+K = TypeVar("K")
+Caller = tuple[str, int]
+"""Authority and ue_id: a version is no other caller."""
+
+
+class Quota:
+    """Counts `what` by caller and authority. The `own` authorities together leave the last share of a caller to the others."""
+
+    def __init__(self, what: str, whole: int, own: Collection[str], *, authorities_share: int = AUTHORITIES_SHARE) -> None:
+        self._what, self._own = what, own
+        self.whole = whole
+        self.caller_max = max(1, whole // CALLERS_SHARE)
+        self.authority_max = max(1, whole // authorities_share)
+        self.own_max = whole - whole // CALLERS_SHARE
+        self.used = 0
+        self._callers: dict[Caller, int] = {}
+        self._authorities: dict[str, int] = {}
+        self._batch: list[tuple[Caller, int]] | None = None
+
+    def __repr__(self) -> str:
+        return f"Quota({self._what}, {self.used} of {self.whole}, {len(self._callers)} callers)"
+
+    def room(self, who: Caller, more: int = 1) -> str | None:
+        """None if there is room for `more`; else why not, in words for the caller."""
+        authority = who[0]
+        if self.used + more > self.whole:
+            return f"{self.used} {self._what} are there, which is the limit"
+        its_max = self.own_max if uris.is_one_of(authority, self._own) else self.authority_max
+        if self._authorities.get(authority, 0) + more > its_max:
+            return f"the uEntities of {authority} have {self._authorities.get(authority, 0)} {self._what}, and may have {its_max}"
+        if self._callers.get(who, 0) + more > self.caller_max:
+            return f"uEntity {who[1]:X} of {authority} has {self._callers.get(who, 0)} {self._what}, and may have {self.caller_max}"
+        return None
+
+    def add(self, who: Caller, more: int) -> None:
+        """`more` below zero: they are gone."""
+        if more:
+            self._count(who, more)
+            if self._batch is not None:
+                self._batch.append((who, more))
+
+    def begin(self) -> None:
+        """What is added from here on may be taken back."""
+        self._batch = []
+
+    def rollback(self) -> None:
+        """Nothing that was added since `begin` counts."""
+        batch, self._batch = self._batch or (), None
+        for who, more in batch:
+            self._count(who, -more)
+
+    def clear(self) -> None:
+        """Everything is gone."""
+        for who, has in list(self._callers.items()):
+            self.add(who, -has)
+
+    def _count(self, who: Caller, more: int) -> None:
+        self.used += more
+        _count(self._callers, who, more)
+        _count(self._authorities, who[0], more)
+
+
+def _count(counts: dict[K, int], key: K, more: int) -> None:
+    has = counts.get(key, 0) + more
+    if has:
+        counts[key] = has
+    else:
+        counts.pop(key, None)
+
+
+def caller(key: tuple[str, int, int, int]) -> Caller:
+    return key[0], key[1]
+
+
+def weight(bytes: int) -> int:
+    """What something counts that takes `bytes` beside its addresses."""
+    return 1 + bytes // UNIT_BYTES
