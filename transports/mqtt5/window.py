@@ -23,6 +23,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
+WRITE_BYTES_MAX: Final = 1 << 20  # the same in bytes; the one message that passes it is still written
+IN_FLIGHT_BYTES_MAX: Final = 16 << 20  # not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
 PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 
 log = structlog.get_logger()
@@ -43,7 +45,7 @@ class _Batch:
 
 
 class Window:
-    """What has been sent and not been acknowledged. Lives on the event loop; at most `room` messages are in flight.
+    """What has been sent and not been acknowledged. Lives on the event loop; messages in flight are bounded, and so are their bytes.
 
     A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if it matters. (MQTT
     would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss it.)
@@ -51,7 +53,8 @@ class Window:
 
     def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
         self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
-        self._in_flight: dict[int, tuple[_Batch, int]] = {}
+        self._in_flight: dict[int, tuple[_Batch, int, int]] = {}  # by packet id: its place in a batch, and its bytes
+        self._in_flight_bytes = 0
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
@@ -75,8 +78,8 @@ class Window:
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
         self._away = why
-        in_flight, self._in_flight = self._in_flight, {}
-        for batch, index in in_flight.values():
+        in_flight, self._in_flight, self._in_flight_bytes = self._in_flight, {}, 0
+        for batch, index, _ in in_flight.values():
             batch.statuses[index] = why
             batch.why = why
             self._count_down(batch)
@@ -102,7 +105,7 @@ class Window:
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
-                if room <= 0:
+                if room <= 0 or self._in_flight_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
                     await self._freed.wait()
                     continue
@@ -118,9 +121,12 @@ class Window:
         return sent if len(sent) == count else stopped(sent, count, why)
 
     def _write_some(self, batch: _Batch, messages: Sequence[Carried]) -> None:
+        """As many of `messages` as one write may have."""
         packets: list[bytes] = []
-        in_flight = self._in_flight
+        in_flight, octets = self._in_flight, 0
         for message in messages:
+            if octets >= WRITE_BYTES_MAX:
+                break
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -133,13 +139,16 @@ class Window:
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
-            in_flight[packet_id] = (batch, len(batch.statuses))
+            size = len(head) + len(tail)
+            octets += size
+            in_flight[packet_id] = (batch, len(batch.statuses), size)
             batch.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
             batch.due += len(packets) // 3
+            self._in_flight_bytes += octets
             self._write(b"".join(packets))
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
@@ -149,7 +158,8 @@ class Window:
             entry = take(packet_id, None)
             if entry is None:
                 continue
-            batch, index = entry
+            batch, index, size = entry
+            self._in_flight_bytes -= size
             if reason < reasons.FAILURE_MIN:
                 is_heard = reason != reasons.NO_MATCHING_SUBSCRIBERS or not _is_request(batch.messages[index])
                 batch.statuses[index] = OK if is_heard else _NOBODY
