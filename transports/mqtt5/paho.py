@@ -91,6 +91,7 @@ class Mqtt5Transport(UTransport):
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
         self._leaving: set[asyncio.Task[None]] = set()
+        self._bytes_max = self.wire_bytes_max  # since `open`
         self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
@@ -105,8 +106,9 @@ class Mqtt5Transport(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow; `broker_dropped` are those
-        that the broker threw away, at most; `session_lost` counts sessions, and what was lost with one nobody knows.
+        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow, too_large; those that are
+        too large the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room, at
+        most; `session_lost` counts sessions, and what was lost with one nobody knows.
         """
         return self._table.dropped
 
@@ -144,7 +146,7 @@ class Mqtt5Transport(UTransport):
         if self._open:
             return
         self._open = True
-        self._link.wire_bytes_max = self.wire_bytes_max
+        self._link.wire_bytes_max = self._bytes_max = self.wire_bytes_max
         self._intake.open()
         try:
             await self._link.open()
@@ -320,7 +322,11 @@ class Mqtt5Transport(UTransport):
         if wanted is False:
             return nothing
         payload = publish.payload
-        arrived = Arrived((None, payload, encoded), self._connection, publish.packet_id, len(payload) + len(encoded))
+        size = len(payload) + len(encoded)
+        if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
+            self.dropped["too_large"] += 1
+            return nothing
+        arrived = Arrived((None, payload, encoded), self._connection, publish.packet_id, size)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
