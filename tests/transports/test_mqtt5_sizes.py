@@ -195,9 +195,9 @@ async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch
         def measured(data: bytes) -> None:
             nonlocal most
             write(data)
-            most = max(most, sum(size for *_, size in window._in_flight.values()))
+            most = max(most, sum(window._large.values()))
 
         window._write = measured
         assert {one.code for one in await sender.send_batch([message(bytes(300_000)) for _ in range(40)])} == {UCode.OK}
-        assert not window._in_flight_bytes
+        assert not window._large_bytes
     assert 0 < most <= 3 * MIB

@@ -37,7 +37,7 @@ class Arrived(NamedTuple):
     message: Message | None  # None: nothing to deliver, only to acknowledge in its turn
     connection: int  # which of our connections brought it: on another one the broker would take our answer for another message's
     packet_id: int  # 0: QoS 0
-    size: int = 0  # bytes of its message
+    size: int = 0  # bytes of its message; 0 if it is one of many that are small
 
 
 class Intake:
@@ -74,13 +74,13 @@ class Intake:
         """Messages that have not been taken."""
         return len(self._queue) + sum(len(batch) for batch, _ in self._taking)
 
-    def arrive(self, arrived: Sequence[Arrived], *, counted: bool = False) -> None:
-        """`counted`: their bytes are in `count` already."""
+    def arrive(self, arrived: Sequence[Arrived], octets: int = 0) -> None:
+        """`octets` is the sum of their sizes, as far as that is not in `count` already."""
         if self._closed or not arrived:
             return
         self._queue.extend(arrived)
-        if not counted:
-            self.count(sum([one.size for one in arrived]))
+        if octets:
+            self.count(octets)
         self._idle.clear()
         self._wake()
 
@@ -93,7 +93,8 @@ class Intake:
 
     def _acknowledge(self, batch: Sequence[Arrived]) -> None:
         self._taken(batch)
-        self.count(-sum([one.size for one in batch]))
+        if self._bytes:
+            self.count(-sum([one.size for one in batch]))
 
     def _wake(self, after_ms: int = 0) -> None:
         if not self._awake:

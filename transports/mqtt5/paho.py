@@ -43,6 +43,7 @@ DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, bot
 LEAVE_MS_MAX: Final = 500  # how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
 
+MANY: Final = 64  # so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
 COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
@@ -291,18 +292,19 @@ class Mqtt5Transport(UTransport):
             self._shed(publishes)
             return
         taken: list[Arrived] = []
+        weigh = len(publishes) < MANY
         for publish in publishes:
             if not publish.packet_id and self._intake.full:
                 self.dropped["overflow"] += 1
                 continue
-            arrived = self._read(publish)
+            arrived = self._read(publish, weigh)
             if arrived is not None:
                 taken.append(arrived)
-        self._intake.arrive(taken)
+        self._intake.arrive(taken, sum([one.size for one in taken]) if weigh else 0)
         if self._intake.waiting + len(self._unclaimed) >= self._lag_messages:
             self._losses.lagged()
 
-    def _read(self, publish: wire.Publish) -> Arrived | None:
+    def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
         if publish.topic == _DROPPED_TOPIC:
@@ -321,12 +323,13 @@ class Mqtt5Transport(UTransport):
         wanted = self._subscriptions.match(topic, identifiers)
         if wanted is False:
             return nothing
-        payload = publish.payload
-        size = len(payload) + len(encoded)
-        if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
-            self.dropped["too_large"] += 1
-            return nothing
-        arrived = Arrived((None, payload, encoded), self._connection, publish.packet_id, size)
+        size = 0
+        if weigh:
+            size = len(publish.payload) + len(encoded)
+            if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
+                self.dropped["too_large"] += 1
+                return nothing
+        arrived = Arrived((None, publish.payload, encoded), self._connection, publish.packet_id, size)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
@@ -340,7 +343,7 @@ class Mqtt5Transport(UTransport):
         """A resumed session may have brought what belongs to a listener before the listener came."""
         claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
         self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
-        self._intake.arrive(claimed, counted=True)
+        self._intake.arrive(claimed)
 
     def _take_unclaimed(self) -> list[Arrived]:
         taken = [arrived for _, arrived in self._unclaimed]

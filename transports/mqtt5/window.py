@@ -23,8 +23,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
-WRITE_BYTES_MAX: Final = 1 << 20  # the same in bytes; the one message that passes it is still written
-IN_FLIGHT_BYTES_MAX: Final = 16 << 20  # not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
+SMALL_BYTES: Final = 4_096  # up to this size the number of messages bounds the bytes, and counting would cost each message
+WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
+IN_FLIGHT_BYTES_MAX: Final = (
+    16 << 20
+)  # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
 PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 
 log = structlog.get_logger()
@@ -53,8 +56,9 @@ class Window:
 
     def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
         self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
-        self._in_flight: dict[int, tuple[_Batch, int, int]] = {}  # by packet id: its place in a batch, and its bytes
-        self._in_flight_bytes = 0
+        self._in_flight: dict[int, tuple[_Batch, int]] = {}
+        self._large: dict[int, int] = {}  # bytes of those over SMALL_BYTES that are in flight ...
+        self._large_bytes = 0  # ... and their sum
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
@@ -78,8 +82,10 @@ class Window:
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
         self._away = why
-        in_flight, self._in_flight, self._in_flight_bytes = self._in_flight, {}, 0
-        for batch, index, _ in in_flight.values():
+        in_flight, self._in_flight = self._in_flight, {}
+        self._large.clear()
+        self._large_bytes = 0
+        for batch, index in in_flight.values():
             batch.statuses[index] = why
             batch.why = why
             self._count_down(batch)
@@ -105,7 +111,7 @@ class Window:
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
-                if room <= 0 or self._in_flight_bytes >= IN_FLIGHT_BYTES_MAX:
+                if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
                     await self._freed.wait()
                     continue
@@ -125,8 +131,6 @@ class Window:
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
         for message in messages:
-            if octets >= WRITE_BYTES_MAX:
-                break
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -139,16 +143,19 @@ class Window:
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
-            size = len(head) + len(tail)
-            octets += size
-            in_flight[packet_id] = (batch, len(batch.statuses), size)
+            in_flight[packet_id] = (batch, len(batch.statuses))
             batch.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
+            if len(tail) > SMALL_BYTES:
+                octets += len(tail)
+                self._large[packet_id] = len(tail)
+                if octets >= WRITE_BYTES_MAX:
+                    break
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
             batch.due += len(packets) // 3
-            self._in_flight_bytes += octets
+            self._large_bytes += octets
             self._write(b"".join(packets))
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
@@ -158,8 +165,7 @@ class Window:
             entry = take(packet_id, None)
             if entry is None:
                 continue
-            batch, index, size = entry
-            self._in_flight_bytes -= size
+            batch, index = entry
             if reason < reasons.FAILURE_MIN:
                 is_heard = reason != reasons.NO_MATCHING_SUBSCRIBERS or not _is_request(batch.messages[index])
                 batch.statuses[index] = OK if is_heard else _NOBODY
@@ -168,6 +174,8 @@ class Window:
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
             self._count_down(batch)
+        if self._large:
+            self._large_bytes -= sum([self._large.pop(packet_id, 0) for packet_id, _ in pubacks])
         self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()
