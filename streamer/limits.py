@@ -44,6 +44,7 @@ class Limits:
         """Of `topics_max`, those of the volatile log, where topics are configured for it; the durable one has the others."""
         return max(1, self.topics_max // VOLATILE_SHARE)
 
+    @property
     def subscriptions_max(self) -> int:
         """Stored by the embedded uSubscription, and known of each one that is asked; its quotas are shares of that."""
         return self.memory_bytes // 4 // SUBSCRIPTION_BYTES

@@ -21,12 +21,12 @@ import structlog
 from transports import dds_mapping as mapping
 from transports.dds_config import DdsConfig
 from transports.dds_link import Participant, translated
-from transports.dds_readers import Readers
+from transports.dds_readers import Readers, reader_samples_max
 from transports.dds_roll_call import RollCall, Seen
 from transports.dds_writers import Batch, Route, Writers
 from transports.inbox import Inbox
 from transports.listeners import Filter, ListenerTable, all_of
-from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped
+from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
@@ -56,13 +56,14 @@ class _Session:
         config: DdsConfig,
         arrived: Callable[[Filter, list[tuple[bytes, str]]], None],
         changed: Callable[[frozenset[bytes], Seen], None],
+        sample_bytes_max: int,
     ) -> None:
         with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
             self.participant = Participant(config)
             undo.callback(self.participant.close)
             self.writers = Writers(self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000)
             undo.callback(self.writers.close)
-            self.readers = Readers(self.participant, arrived)
+            self.readers = Readers(self.participant, arrived, samples_max=reader_samples_max(sample_bytes_max))
             undo.callback(self.readers.close)
             self.roll_call = RollCall(self.participant, changed)
             undo.pop_all()
@@ -86,8 +87,8 @@ class _Session:
 class DdsTransport(UTransport):
     """A DDS participant that carries UMessages.
 
-    `dropped` counts what arrived and was thrown away (malformed, invalid, expired), and what was sent to us and never came (lost,
-    lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk with us, while they do.
+    `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us and never came
+    (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk with us, while they do.
     """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
@@ -161,13 +162,19 @@ class DdsTransport(UTransport):
             if self._session is not None:
                 return
             loop = asyncio.get_running_loop()
-            self._inbox: Inbox[Arrived] = Inbox(self._deliver, messages_max=self._config.inbox_messages_max)
+            self._sample_bytes_max = self.wire_bytes_max + mapping.FRAME_BYTES
+            self._inbox: Inbox[Arrived] = Inbox(
+                self._deliver,
+                messages_max=self._config.inbox_messages_max,
+                item_bytes_max=self._sample_bytes_max,
+                dropped=self._table.dropped,
+            )
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
-            making = _made(lambda: _Session(self._config, self._arrived, changed))
+            making = _made(lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max))
             try:
                 session = await asyncio.wrap_future(making)
             except BaseException:
@@ -284,6 +291,8 @@ class DdsTransport(UTransport):
             sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
         else:
             sample = mapping.encode(decoded(message))
+        if len(sample) > self._sample_bytes_max:
+            return too_large(len(sample), self._sample_bytes_max)
         writers.put(batch, index, route, sample)
         return None
 
@@ -310,7 +319,7 @@ class DdsTransport(UTransport):
     def _arrived(self, filter: Filter, samples: list[tuple[bytes, str]]) -> None:
         """On the readers' thread; waits while the inbox is full."""
         for sample, partition in samples:
-            self._inbox.put((filter, sample, partition))
+            self._inbox.put((filter, sample, partition), len(sample))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
         """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a UMessage."""

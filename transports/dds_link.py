@@ -33,7 +33,11 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 TAKE_SAMPLES_MAX: Final = 256  # per reader and turn, some 1 ms under the GIL; beyond it the cost per sample no longer falls
+TAKE_SAMPLES_MIN: Final = 16  # of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
+TAKE_BYTES_MAX: Final = 2 << 20  # ... into the inbox, so large ones are taken a few at a time
 READER_SAMPLES_MAX: Final = 8_192  # per reader, not yet taken, a quarter of a second; when it is full its writers are held back
+READER_SAMPLES_MIN: Final = 512  # however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms
+READER_BYTES_MAX: Final = 512 << 20  # what they may have in all, as far as a number of samples can say that
 FAILED_TURN_S: Final = 0.02  # a thread that failed at one turn must not spin
 WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
 

@@ -64,6 +64,7 @@ _WITHOUT_PAYLOAD: Final = _HEAD + b"\x00\x00\x00"  # has_payload, and two octets
 _WITH_PAYLOAD: Final = _HEAD + b"\x01\x00\x00"
 _PADDING: Final = (b"", b"\x00\x00\x00", b"\x00\x00", b"\x00")  # by length modulo 4
 _SEQUENCES_AT: Final = len(_WITH_PAYLOAD)
+FRAME_BYTES: Final = _SEQUENCES_AT + 4 + 3 + 4  # what a sample has beside attributes and payload, at most
 
 
 def writer_partition(source: UUri, sink: UUri | None, local_authority: str) -> str:

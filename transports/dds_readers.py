@@ -21,8 +21,12 @@ from cyclonedds.sub import DataReader, Subscriber
 from transports import dds_mapping as mapping
 from transports.dds_link import (
     ANYTHING,
+    READER_BYTES_MAX,
     READER_SAMPLES_MAX,
+    READER_SAMPLES_MIN,
+    TAKE_BYTES_MAX,
     TAKE_SAMPLES_MAX,
+    TAKE_SAMPLES_MIN,
     Frame,
     Participant,
     ServingThread,
@@ -58,8 +62,13 @@ class _Reader:
     subscriber: Subscriber
     entity: DataReader[Frame]
     condition: ReadCondition
+    take_max: int = TAKE_SAMPLES_MIN  # samples at once
     by_handle: dict[int, _Source] = field(default_factory=dict)
     by_key: OrderedDict[bytes, _Source] = field(default_factory=OrderedDict)
+
+    def has_taken(self, octets: int) -> None:
+        """The next take may be larger, or has to be smaller."""
+        self.take_max = min(2 * self.take_max, TAKE_SAMPLES_MAX) if octets < TAKE_BYTES_MAX else max(1, self.take_max // 4)
 
     def source(self, handle: int) -> _Source:
         """The writer of that handle, as it was known before if it was."""
@@ -86,6 +95,11 @@ class _Reader:
         return source
 
 
+def reader_samples_max(sample_bytes_max: int) -> int:
+    """Samples that a reader may hold of up to so many bytes each: DDS's limits count no bytes."""
+    return min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
+
+
 class Readers(ServingThread):
     """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are held back.
 
@@ -93,9 +107,11 @@ class Readers(ServingThread):
     their age.
     """
 
-    def __init__(self, participant: Participant, arrived: Callable[[Any, list[tuple[bytes, str]]], None]) -> None:
+    def __init__(
+        self, participant: Participant, arrived: Callable[[Any, list[tuple[bytes, str]]], None], *, samples_max: int = READER_SAMPLES_MAX
+    ) -> None:
         super().__init__(participant, "dds-readers")
-        self._participant, self._arrived = participant, arrived
+        self._participant, self._arrived, self._samples_max = participant, arrived, samples_max
         self._readers: dict[int, _Reader] = {}
         self._tokens = itertools.count(1)
         self.lost: Counter[str] = Counter()
@@ -109,7 +125,7 @@ class Readers(ServingThread):
         with translated(f"reading from {partition}"), binding:
             token = next(self._tokens)
             subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition([partition])))
-            limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
+            limits = Policy.ResourceLimits(max_samples=self._samples_max, max_instances=-1, max_samples_per_instance=-1)
             entity = DataReader(subscriber, self._participant.topic, reliable(Policy.History.KeepAll, limits))
             condition = ReadCondition(entity, ANYTHING)
             self._readers[token] = _Reader(owner, partition, subscriber, entity, condition)
@@ -127,12 +143,13 @@ class Readers(ServingThread):
             if reader is None:
                 continue
             try:
-                samples = reader.entity.take(TAKE_SAMPLES_MAX)
+                samples = reader.entity.take(reader.take_max)
                 fresh = self._new(reader, samples)
             except DDSException:
                 if token in self._readers:  # else it went while we looked
                     raise
                 continue
+            reader.has_taken(sum([len(sample) for sample, _ in fresh]))
             self._arrived(reader.owner, fresh)
 
     def _new(self, reader: _Reader, samples: list[Any]) -> list[tuple[bytes, str]]:

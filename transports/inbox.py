@@ -3,6 +3,7 @@
 library's thread: put(item, size)               -> items -> loop: deliver(batch) -> awaitable done -> taken(batch)
 task on the loop: await put_on_loop(item, size)             up to BATCH_MAX         in the order of arrival
                   both wait while full, by messages or bytes, and whoever waits reads nothing
+                  both answer False for an item of more than `item_bytes_max`: it is counted as dropped, and not taken
 
 A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must pass meanwhile,
 give them an inbox of their own, and let the one for publishes grow while its consumer holds what it has (`held_messages_max`).
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Final, Generic, TypeVar
 
@@ -41,6 +43,9 @@ class Inbox(Generic[T]):
     `deliver(items)` may return an awaitable; the next batch does not wait for it, but `taken(items, error)` is called in the order of
     arrival, with None when the awaitable completed and with the exception when it failed (the network must not be told then).
 
+    What has more than `item_bytes_max` (a transport's `wire_bytes_max`) is not taken: it is counted in `dropped["too_large"]`, and if your
+    network waits for an acknowledgement, give it one.
+
     Bounds: `messages_max`, waiting or being taken; `held_messages_max` instead, once the oldest batch has been held for HELD_S (default:
     the same); and `bytes_max` of items over SMALL_BYTES, beyond which the one item that passes the bound still comes in.
     """
@@ -54,11 +59,15 @@ class Inbox(Generic[T]):
         held_messages_max: int = 0,
         bytes_max: int = BYTES_MAX,
         batch_max: int = BATCH_MAX,
+        item_bytes_max: int | None = None,
+        dropped: Counter[str] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._deliver, self._taken = deliver, taken
         self._messages_max, self._batch_max = messages_max, batch_max
         self._held_messages_max, self._bytes_max = max(held_messages_max, messages_max), bytes_max
+        self._item_bytes_max = item_bytes_max if item_bytes_max is not None else sys.maxsize
+        self._dropped = dropped if dropped is not None else Counter[str]()
         self._items: deque[T] = deque()
         self._awake = False
         self._last_drain = 0.0  # loop time
@@ -78,8 +87,12 @@ class Inbox(Generic[T]):
     def __repr__(self) -> str:
         return f"Inbox(waiting={len(self._items)}, being_taken={self._pending_messages})"
 
-    def put(self, item: T, size_bytes: int = 0) -> None:
-        """From any thread but the loop's. Waits while the inbox is full, so that a slow consumer is felt by the sender."""
+    def put(self, item: T, size_bytes: int = 0) -> bool:
+        """From any thread but the loop's. Waits while the inbox is full, so that a slow consumer is felt by the sender.
+
+        False: too large, and not taken."""
+        if size_bytes > self._item_bytes_max:
+            return self._refuse(size_bytes)
         if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
             self._wait_for_room()
         self._add(item, size_bytes)
@@ -89,9 +102,17 @@ class Inbox(Generic[T]):
                 self._loop.call_soon_threadsafe(self._drain)
             except RuntimeError:  # the loop has ended: nobody will ever read this
                 self._closed = True
+        return True
 
-    async def put_on_loop(self, item: T, size_bytes: int = 0) -> None:
+    def _refuse(self, size_bytes: int) -> bool:
+        self._dropped["too_large"] += 1
+        log.warning("dropped what is too large", bytes=size_bytes, bytes_max=self._item_bytes_max)
+        return False
+
+    async def put_on_loop(self, item: T, size_bytes: int = 0) -> bool:
         """The same for a task on the loop. Returns without a switch of tasks where there is room; each task's order is kept."""
+        if size_bytes > self._item_bytes_max:
+            return self._refuse(size_bytes)
         while self._is_full() and not self._closed:
             self._waiting = True
             room: asyncio.Future[None] = self._loop.create_future()
@@ -106,6 +127,7 @@ class Inbox(Generic[T]):
         if not self._awake and not self._closed:
             self._awake = True
             self._loop.call_soon(self._drain)
+        return True
 
     def _add(self, item: T, size_bytes: int) -> None:
         if self._closed:

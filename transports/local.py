@@ -19,7 +19,7 @@ import functools
 import heapq
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
@@ -28,7 +28,7 @@ import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped
+from transports.outbox import OK, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -40,12 +40,15 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 QUEUE_MESSAGES_MAX: Final = 8_192  # waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
+QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
+PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
 REDELIVERY_MS_MIN: Final = 5  # before the first redelivery; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
 SESSION_MESSAGES_MAX: Final = 100_000  # kept for a named member that is away, as brokers are configured; some 50 MB of small ones
+SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a session has kept waits for the listener that wants it to be registered
 
 log = structlog.get_logger()
@@ -71,16 +74,63 @@ class Faults:
 NO_FAULTS: Final = Faults()
 
 
+class Kept:
+    """Messages in order, and their bytes: attributes and payload."""
+
+    def __init__(self, messages: Iterable[UMessage] = ()) -> None:
+        self.messages: deque[UMessage] = deque()
+        self.octets = 0
+        self.extend(messages)
+
+    def __len__(self) -> int:
+        return len(self.messages)
+
+    def __iter__(self) -> Iterator[UMessage]:
+        return iter(self.messages)
+
+    def append(self, message: UMessage) -> None:
+        self.messages.append(message)
+        self.octets += _size(message)
+
+    def extend(self, messages: Iterable[UMessage]) -> None:
+        for message in messages:
+            self.append(message)
+
+    def popleft(self) -> UMessage:
+        message = self.messages.popleft()
+        self.octets -= _size(message)
+        return message
+
+    def push_back(self, messages: Sequence[UMessage]) -> None:
+        """In front of all others, in their order."""
+        self.messages.extendleft(reversed(messages))
+        self.octets += sum(map(_size, messages))
+
+    def clear(self) -> None:
+        self.messages.clear()
+        self.octets = 0
+
+    def remove(self, message: UMessage) -> None:
+        self.messages.remove(message)
+        self.octets -= _size(message)
+
+
+def _size(message: UMessage) -> int:
+    return len(message.payload) + message.attributes.ByteSize()
+
+
 @dataclass
 class Session:
     """What a network keeps for a named member that is away."""
 
     filters: list[Filter] = field(default_factory=list)  # what it listened to when it left
-    kept: deque[UMessage] = field(default_factory=deque)
+    kept: Kept = field(default_factory=Kept)
 
     def keep(self, message: UMessage, messages_max: int = SESSION_MESSAGES_MAX) -> bool:
         """False if nobody would want it, or there is no room."""
-        if len(self.kept) >= messages_max or not any(_matches(filter, message) for filter in self.filters):
+        if len(self.kept) >= messages_max or self.kept.octets >= SESSION_BYTES_MAX:
+            return False
+        if not any(_matches(filter, message) for filter in self.filters):
             return False
         self.kept.append(message)
         return True
@@ -162,7 +212,7 @@ class LocalNetwork:
 
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` has no room for more."""
-        return any(one._load >= QUEUE_MESSAGES_MAX and one._connected and one is not sender for one in self.members)
+        return any(one._is_full and one._connected and one is not sender for one in self.members)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
         """Hand `message` to every other member, unless a fault strikes."""
@@ -206,14 +256,14 @@ class LocalNetwork:
         due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
-        member._load += 1
+        member._add_load(1, _size(message))
         heapq.heappush(self._held, (due, self._count, member, message))
         loop.call_at(due, self._release)
 
     def _release(self) -> None:
         """One due message; there is one call for each, and the heap says which, so that equal times keep their order."""
         _, _, member, message = heapq.heappop(self._held)
-        member._load -= 1
+        member._add_load(-1, -_size(message))
         self._deliver(member, message)
         if not self._held:
             self._release_at.clear()
@@ -262,10 +312,10 @@ class LocalTransport(UTransport):
         self._table = ListenerTable(
             local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
         )
-        self._queue: deque[UMessage] = deque()  # arrived, not handed over
-        self._taking: deque[tuple[list[UMessage], asyncio.Future[None]]] = deque()  # handed over, not yet taken
-        self._load = 0  # messages in _queue, in _taking, and late on the wire to us
-        self._for_pull: deque[UMessage] = deque(maxlen=PULL_MESSAGES_MAX)
+        self._queue = Kept()  # arrived, not handed over
+        self._taking: deque[tuple[list[UMessage], int, asyncio.Future[None]]] = deque()  # handed over, not yet taken; their bytes
+        self._load = self._load_bytes = 0  # messages in _queue, in _taking, and late on the wire to us
+        self._for_pull = Kept()
         self._open = self._connected = self._awake = False
         self._redelivery_ms = REDELIVERY_MS_MIN
         self._idle = asyncio.Event()  # nothing waits and nothing is being taken
@@ -283,7 +333,7 @@ class LocalTransport(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: invalid, expired."""
+        """Messages thrown away on arrival, by reason: invalid, expired, too_large."""
         return self._table.dropped
 
     @property
@@ -323,7 +373,7 @@ class LocalTransport(UTransport):
                     await self._idle.wait()
         self.disconnect()
         self._leave_session()
-        self._load -= len(self._queue)
+        self._add_load(-len(self._queue), -self._queue.octets)
         self._queue.clear()
         self._for_pull.clear()
         self._idle.set()
@@ -382,6 +432,10 @@ class LocalTransport(UTransport):
             if refusal is not None:
                 statuses.append(refusal)
                 continue
+            size = _size(message)
+            if size > self.wire_bytes_max:
+                statuses.append(too_large(size, self.wire_bytes_max))
+                continue
             while self._connected and self.network.full(self):
                 self.network.room.clear()
                 await self.network.room.wait()
@@ -428,7 +482,7 @@ class LocalTransport(UTransport):
     def _claim(self, filter: Filter) -> None:
         """A session that was resumed may have brought what belongs to a listener before the listener came."""
         kept = self._resumed.kept
-        self._resumed.kept = deque(message for message in kept if not _matches(filter, message))
+        self._resumed.kept = Kept(message for message in kept if not _matches(filter, message))
         for message in kept:
             if _matches(filter, message):
                 self._put(message)
@@ -441,15 +495,20 @@ class LocalTransport(UTransport):
 
     def _arrive(self, message: UMessage) -> None:
         self._drop_unclaimed()
+        if _size(message) > self.wire_bytes_max:
+            self.dropped["too_large"] += 1
+            log.warning("dropped what is too large", bytes=_size(message), bytes_max=self.wire_bytes_max)
+            return
         if self._resumed.filters and not self._table.wants(message) and self._resumed.keep(message):
             return
-        if self._connected or (self.session is not None and self._table.wants(message) and len(self._queue) < SESSION_MESSAGES_MAX):
+        has_room = len(self._queue) < SESSION_MESSAGES_MAX and self._queue.octets < SESSION_BYTES_MAX
+        if self._connected or (self.session is not None and self._table.wants(message) and has_room):
             self._put(message)
 
     def _put(self, message: UMessage) -> None:
         if self._open:
             self._queue.append(message)
-            self._load += 1
+            self._add_load(1, _size(message))
             self._idle.clear()
             if not self._awake and self._connected:
                 self._wake()
@@ -466,19 +525,23 @@ class LocalTransport(UTransport):
         self._awake = False
         if not self._connected or not self._queue:
             return
+        octets = self._queue.octets
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
+        octets -= self._queue.octets
         wanted: list[UMessage] = []
         for message in batch:
             if self._table.wants(message):
                 wanted.append(message)
             elif self._table.accepts(message):
                 self._for_pull.append(message)
+        while len(self._for_pull) > PULL_MESSAGES_MAX or self._for_pull.octets > PULL_BYTES_MAX:
+            self._for_pull.popleft()
         result = self._table.deliver(wanted)
         if result is None and not self._taking:
-            self._took(len(batch))
+            self._took(len(batch), octets)
         else:
             future = asyncio.ensure_future(_completed() if result is None else _awaited(result))
-            self._taking.append((batch, future))
+            self._taking.append((batch, octets, future))
             future.add_done_callback(self._settle)
         if self._queue:
             self._wake()
@@ -486,8 +549,8 @@ class LocalTransport(UTransport):
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
             done.exception()  # one behind a failure is delivered again whatever became of it
-        while self._taking and self._taking[0][1].done():
-            future = self._taking[0][1]
+        while self._taking and self._taking[0][2].done():
+            future = self._taking[0][2]
             error = asyncio.CancelledError() if future.cancelled() else future.exception()
             if error is not None:
                 log.warning("a listener did not take a batch: it gets it again", messages=len(self._taking[0][0]), error=repr(error))
@@ -495,19 +558,27 @@ class LocalTransport(UTransport):
                 self._wake(self._redelivery_ms)
                 self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
                 return
-            batch, _ = self._taking.popleft()
+            batch, octets, _ = self._taking.popleft()
             self._redelivery_ms = REDELIVERY_MS_MIN
-            self._took(len(batch))
+            self._took(len(batch), octets)
 
     def _go_back(self) -> None:
         """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in order."""
-        for batch, _ in reversed(self._taking):
-            self._queue.extendleft(reversed(batch))
+        for batch, _, _ in reversed(self._taking):
+            self._queue.push_back(batch)
         self._taking.clear()
 
-    def _took(self, messages: int) -> None:
-        self._load -= messages
-        if self._load < QUEUE_MESSAGES_MAX:
+    @property
+    def _is_full(self) -> bool:
+        return self._load >= QUEUE_MESSAGES_MAX or self._load_bytes >= QUEUE_BYTES_MAX
+
+    def _add_load(self, messages: int, octets: int) -> None:
+        self._load += messages
+        self._load_bytes += octets
+
+    def _took(self, messages: int, octets: int) -> None:
+        self._add_load(-messages, -octets)
+        if not self._is_full:
             self.network.room.set()
         if not self._queue and not self._taking:
             self._idle.set()

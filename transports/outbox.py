@@ -1,7 +1,7 @@
 """The first half of every send_batch: what may not leave, and why.
 
-message -> valid?            -> not expired?      -> the network
-           INVALID_ARGUMENT     DEADLINE_EXCEEDED    UNAVAILABLE: stopped() fills in the rest of the batch
+message -> valid?            -> not expired?      -> not too large?   -> the network
+           INVALID_ARGUMENT     DEADLINE_EXCEEDED    INVALID_ARGUMENT    UNAVAILABLE: stopped() fills in the rest of the batch
 """
 
 from __future__ import annotations
@@ -60,6 +60,16 @@ class Outbox:
         return None
 
 
+def too_large(size: int, bytes_max: int) -> UStatus:
+    """The answer to a message of `size` bytes on the network, where its owner (`UTransport.wire_bytes_max`) allows fewer: it is that
+    message's own fault, which no later try mends."""
+    return UStatus(
+        code=UCode.INVALID_ARGUMENT,
+        message=f"a message has at most {bytes_max} bytes here, attributes and payload together, got {size}: send less, or raise "
+        "message_bytes_max at both ends",
+    )
+
+
 def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
     """`statuses` filled up to `count`: the first missing one is `why`, those behind it were not tried (code as `why`)."""
     assert why.code != UCode.OK, f"only a failure stops a batch, not {code_name(why.code)}"
@@ -70,4 +80,4 @@ def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
     return statuses
 
 
-__all__ = ["OK", "Outbox", "Route", "stopped"]
+__all__ = ["OK", "Outbox", "Route", "stopped", "too_large"]

@@ -19,7 +19,7 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import structlog
 import zenoh
@@ -42,6 +42,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 CLOSE_S_MAX: Final = 2.5  # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
 LEAVE_S_MAX: Final = 1.5  # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
 HELD_MESSAGES_MAX: Final = 32_768  # publishes that wait while listeners hold those before them: a full link would stop requests, too
+INBOX_BYTES_MAX: Final = 32 << 20  # of either inbox, together what one has elsewhere: so what is held is small, or less than so many
 
 UNREAD: Final = "what was sent last may not have been read"
 
@@ -78,7 +79,7 @@ class ZenohTransport(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, invalid, expired."""
+        """Messages thrown away on arrival, by reason: malformed, too_large, invalid, expired."""
         return self._table.dropped
 
     @property
@@ -102,15 +103,16 @@ class ZenohTransport(UTransport):
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX)
-        self._calls: Inbox[Arrived] = Inbox(self._deliver)
+        sizes: dict[str, Any] = {"bytes_max": INBOX_BYTES_MAX, "item_bytes_max": self.wire_bytes_max, "dropped": self.dropped}
+        self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX, **sizes)
+        self._calls: Inbox[Arrived] = Inbox(self._deliver, **sizes)
         joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
         try:
             session = self._session = await asyncio.shield(joining)
         except asyncio.CancelledError:
             joining.add_done_callback(_close_late)  # the thread can't be stopped, and a session that nobody has would keep the port
             raise
-        self._sender = ZenohSender(session, self._authority, self._peers)
+        self._sender = ZenohSender(session, self._authority, self._peers, self.wire_bytes_max)
         self._sending = SenderThread(f"zenoh-send-{self._authority}")
         for transport in session.info.transports():
             self._on_peer(transport, True)
@@ -124,7 +126,7 @@ class ZenohTransport(UTransport):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._on_peer, event.transport, opened)
 
-        session = linked(self._config)
+        session = linked(self._config, self.wire_bytes_max)
         try:
             session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", answer_flush)
             self._events = session.info.declare_transport_events_listener(on_event, history=True)

@@ -18,7 +18,9 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
 from transports.zenoh_sender import words
 from uprotocol.status import invalid
+from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
 
+REASSEMBLY_FACTOR: Final = 2  # of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
 LINK_POLL_S: Final = 0.01  # how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
 
 
@@ -77,7 +79,7 @@ class ZenohConfig(BaseModel):
             raise ValueError("user and password come together")
         return self
 
-    def to_zenoh(self, connect_first: int = 0) -> zenoh.Config:
+    def to_zenoh(self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX) -> zenoh.Config:
         """Reads config_file. Raises UStatusError(INVALID_ARGUMENT).
 
         A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
@@ -86,14 +88,14 @@ class ZenohConfig(BaseModel):
             config = zenoh.Config.from_file(str(self.config_file)) if self.config_file else zenoh.Config()
         except zenoh.ZError as error:
             raise invalid(f"{self.config_file} is not a Zenoh configuration: {words(error)}") from None
-        for path, value in {**self._settings(connect_first), **self.settings}.items():
+        for path, value in {**self._settings(connect_first, wire_bytes_max), **self.settings}.items():
             try:
                 config.insert_json5(path, json.dumps(value))
             except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
                 raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
         return config
 
-    def _settings(self, connect_first: int) -> dict[str, Any]:
+    def _settings(self, connect_first: int, wire_bytes_max: int) -> dict[str, Any]:
         is_client = self.mode == "client"
         settings: dict[str, Any] = {
             "mode": self.mode,
@@ -101,6 +103,7 @@ class ZenohConfig(BaseModel):
             "connect/timeout_ms": self.connect_timeout_ms // max(len(self.connect), 1) if is_client else -1,
             "connect/exit_on_failure": is_client,  # a peer or router would need *all* that it connects to
             "transport/link/tx/queue/congestion_control/block/wait_before_close": self.stall_ms_max * 1_000,
+            "transport/link/rx/max_message_size": REASSEMBLY_FACTOR * wire_bytes_max,  # of each link; 1 GiB otherwise
             "transport/shared_memory/enabled": False,  # a process that is killed would leave its segments behind
         }
         if not self.config_file or self.listen:
@@ -122,23 +125,23 @@ class ZenohConfig(BaseModel):
         return settings
 
 
-def linked(config: ZenohConfig) -> zenoh.Session:
+def linked(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
     """A session that is linked, if there is anybody to connect to. Blocks. Raises ZError.
 
     Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try for each.
     A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
     """
     if config.mode != "client":
-        return _open_node(config)
+        return _open_node(config, wire_bytes_max)
     for first in range(1, len(config.connect)):
         with contextlib.suppress(zenoh.ZError):
-            return zenoh.open(config.to_zenoh(first - 1))
-    return zenoh.open(config.to_zenoh(max(len(config.connect) - 1, 0)))
+            return zenoh.open(config.to_zenoh(first - 1, wire_bytes_max))
+    return zenoh.open(config.to_zenoh(max(len(config.connect) - 1, 0), wire_bytes_max))
 
 
-def _open_node(config: ZenohConfig) -> zenoh.Session:
+def _open_node(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
     deadline = time.monotonic() + config.connect_timeout_ms / 1_000
-    session = zenoh.open(config.to_zenoh())
+    session = zenoh.open(config.to_zenoh(wire_bytes_max=wire_bytes_max))
     while config.connect and not session.info.transports():
         if time.monotonic() > deadline:
             with contextlib.suppress(zenoh.ZError):

@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import zenoh
 
 from transports import zenoh_mapping as mapping
-from transports.outbox import OK, Outbox, stopped
+from transports.outbox import OK, Outbox, stopped, too_large
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -130,8 +130,8 @@ class ZenohSender:
     `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the transport.
     """
 
-    def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool]) -> None:
-        self._session, self._authority, self._peers = session, authority, peers
+    def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:
+        self._session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
         self._outbox = Outbox()
         self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
@@ -163,6 +163,7 @@ class ZenohSender:
         """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
         now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
+        bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
         for message in messages:
             mark: Any
@@ -186,7 +187,11 @@ class ZenohSender:
                     settling = self._await_match(route)
                 if route.puts_left:
                     self._count(route)
-                route.put(message.payload, attachment=version + encoded)
+                payload = message.payload
+                if len(payload) + len(encoded) > bytes_max:
+                    statuses.append(too_large(len(payload) + len(encoded), bytes_max))
+                    continue
+                route.put(payload, attachment=version + encoded)
             except UStatusError as error:  # no key can hold its address; the others may go
                 statuses.append(error.status)
                 continue

@@ -94,6 +94,11 @@ class UTransport(abc.ABC):
     """Set by the owner before `open`. What has more than ENVELOPE_BYTES_MAX beyond it, attributes and payload together, is not taken from
     the network: the peer is told where the protocol can, and it is counted as dropped ("too_large"). Sent, it answers INVALID_ARGUMENT."""
 
+    @property
+    def wire_bytes_max(self) -> int:
+        """Of one message as a network carries it, attributes and payload together."""
+        return self.message_bytes_max + ENVELOPE_BYTES_MAX
+
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
 

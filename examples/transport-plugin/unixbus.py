@@ -2,6 +2,7 @@
 
 send_batch -> sender thread: one datagram to each other socket of the directory, waiting while one is full
 reader thread: recv -> Inbox -> loop: parse -> ListenerTable -> listeners
+                       too large: counted, not taken
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from transports.inbox import Inbox
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
-from transports.outbox import OK, Outbox, stopped
+from transports.outbox import OK, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
@@ -99,7 +100,8 @@ class UnixBusTransport(UTransport):
             raise UStatusError(UCode.UNAVAILABLE, f"can't make a socket in {self._directory}: {error}; does it exist?") from None
         self._receiving.settimeout(WAKE_S)
         self._sending.settimeout(STALL_S_MAX)
-        self._inbox = Inbox(self._deliver)
+        self._bytes_max = min(self.wire_bytes_max, DATAGRAM_BYTES_MAX)
+        self._inbox = Inbox(self._deliver, item_bytes_max=self._bytes_max, dropped=self.dropped)
         self._sender = ThreadPoolExecutor(1)
         self._change(True)
         self._reader = Thread(target=self._read, daemon=True)
@@ -134,9 +136,8 @@ class UnixBusTransport(UTransport):
                 statuses.append(refusal)
                 continue
             datagram = completed(message, self._authority).SerializeToString()  # no key beside the message could name our host
-            if len(datagram) > DATAGRAM_BYTES_MAX:
-                why = f"a message has at most {DATAGRAM_BYTES_MAX} bytes here, got {len(datagram)}"
-                statuses.append(UStatus(code=UCode.INVALID_ARGUMENT, message=why))
+            if len(datagram) > self._bytes_max:
+                statuses.append(too_large(len(datagram), self._bytes_max))
                 continue
             try:
                 for path in others:
@@ -170,7 +171,8 @@ class UnixBusTransport(UTransport):
         """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is full."""
         while self._open:
             with contextlib.suppress(TimeoutError):
-                self._inbox.put(self._receiving.recv(DATAGRAM_BYTES_MAX))
+                datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)  # one byte more than anybody may send: so it shows if it was cut
+                self._inbox.put(datagram, len(datagram))
 
     def _deliver(self, datagrams: list[bytes]) -> Awaitable[None] | None:
         messages = []

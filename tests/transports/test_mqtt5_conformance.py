@@ -50,6 +50,7 @@ def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:
 class Mqtt5Conformance(TransportConformance):
     mode: Mode
     flood_messages = 5_000  # Receive Maximum is 2,048
+    network_drops_too_large = True
     slows_senders = False  # mosquitto keeps that many and more for a slow end
 
     @pytest_asyncio.fixture(autouse=True)

@@ -7,7 +7,7 @@
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
 base.py     the hooks that a plugin's class overrides, and the listener that waits
-sending.py  filters.py  listening.py  delivery.py  pressure.py  connection.py  returning.py  loop.py  errors.py   the tests, by subject
+sending.py  filters.py  listening.py  delivery.py  pressure.py  sizes.py  connection.py  returning.py  loop.py  errors.py: the tests
 peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut;  watch.py: the loop and its threads
 
 Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
@@ -16,7 +16,7 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-for _module in ("base", "sending", "filters", "listening", "delivery", "pressure", "connection", "returning", "loop", "errors"):
+for _module in ("base", "sending", "filters", "listening", "delivery", "pressure", "sizes", "connection", "returning", "loop", "errors"):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402
@@ -30,6 +30,7 @@ from transports.conformance.pressure import PressureConformance  # noqa: E402
 from transports.conformance.proxy import TcpProxy  # noqa: E402
 from transports.conformance.returning import ReturningConformance  # noqa: E402
 from transports.conformance.sending import SendingConformance  # noqa: E402
+from transports.conformance.sizes import SizeConformance  # noqa: E402
 
 
 class TransportConformance(
@@ -38,6 +39,7 @@ class TransportConformance(
     ListeningConformance,
     DeliveryConformance,
     PressureConformance,
+    SizeConformance,
     ConnectionConformance,
     ReturningConformance,
     LoopConformance,

@@ -259,6 +259,9 @@ class TransportHarness:
     payload_bytes_max: int = 1 << 20
     """The largest payload that the suite sends."""
 
+    network_drops_too_large: bool = False
+    """True if the network is told how large messages may be, and keeps larger ones from us (MQTT): then `dropped` can't count them."""
+
     slows_senders: bool = True
     """False if a broker keeps more for a slow end than `flood_messages`: then its sender feels nothing."""
 

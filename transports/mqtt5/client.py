@@ -1,7 +1,7 @@
 """A paho client whose socket the event loop serves, and whose PUBLISH and PUBACK packets are read and written in batches.
 
-readable -> loop_read -> wire.split -> PUBLISH, PUBACK -> our callbacks, once per read
-                                    -> the rest (CONNACK, SUBACK, PINGRESP, DISCONNECT, ...) -> paho
+readable -> PacketReader -> PUBLISH, PUBACK -> our callbacks, once per read
+                         -> the rest (CONNACK, SUBACK, PINGRESP, DISCONNECT, ...) -> paho
 send(bytes of many packets) -> paho's queue -> loop_write
 
 paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks through all that
@@ -23,8 +23,8 @@ import paho.mqtt.client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode, MQTTProtocolVersion
 
 from transports.mqtt5 import wire
+from transports.mqtt5.reader import PacketReader, Packets, PacketTooLarge
 
-READ_BYTES: Final = 1 << 18  # of one read: some 500 messages of 400 bytes; a TLS record is smaller anyway
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 
 OnPublishes = Callable[[list[wire.Publish]], None]
@@ -39,12 +39,14 @@ class BatchClient(paho.Client):
         self.on_publishes, self.on_pubacks = on_publishes, on_pubacks
         self.next_packet_id: Callable[[], int] = self._mid_generate  # one of those that paho takes for SUBSCRIBE, so they don't collide
         self.failure: BaseException | None = None  # why the last connection ended, if the socket said so
-        self._unread = b""  # the beginning of a packet whose rest has not come
+        self.packet_bytes_max = wire.PACKET_BYTES_MAX  # of what comes; a broker that keeps to what CONNECT says never sends more
+        self._reader = PacketReader(self.packet_bytes_max)
         self._fed = b""  # the packet that paho is to read
         self._events: asyncio.AbstractEventLoop | None = None
         self._fd = -1
         self._dialled: socket.socket | None = None  # what paho is to use next
         self._flushing = self._writing = False
+        self.paused = False  # the socket is not read
         self.on_socket_register_write = self._on_want_write
         self.on_socket_close = self._on_close
 
@@ -52,7 +54,7 @@ class BatchClient(paho.Client):
 
     def attach(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connect: Callable[[], Any]) -> None:
         """Let `loop` serve `sock`, on which `connect` (paho's own connect or reconnect) says CONNECT. Closes it if that fails."""
-        self._dialled, self._unread, self.failure = sock, b"", None
+        self._dialled, self._reader, self.failure = sock, PacketReader(self.packet_bytes_max), None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # we batch ourselves; Nagle would only hold back the last one
             connect()
@@ -63,6 +65,7 @@ class BatchClient(paho.Client):
         if self._sock is None:  # it has hung up already
             raise self.failure if isinstance(self.failure, OSError) else ConnectionResetError("it hung up before it answered")
         self._events, self._fd = loop, sock.fileno()
+        self.paused = False
         loop.add_reader(self._fd, self.loop_read)
         self._flush()
 
@@ -71,6 +74,22 @@ class BatchClient(paho.Client):
         sock, self._dialled = self._dialled, None
         assert sock is not None, "paho connects only in attach"
         return sock
+
+    def pause(self, paused: bool) -> None:
+        """Let what comes wait in the kernel, so that the broker is held back; each connection begins without."""
+        if self._events is not None and paused != self.paused:
+            self.paused = paused
+            if paused:
+                self._events.remove_reader(self._fd)
+            else:
+                self._events.add_reader(self._fd, self.loop_read)
+                self._events.call_soon(self.loop_read)  # TLS may have read ahead
+
+    def keep_alive(self) -> None:
+        """Once a second: ping, and give up a broker that is silent."""
+        if self.paused:
+            self._last_bytes_received = paho.time_func()  # it is us who don't listen
+        self.loop_misc()
 
     def drop(self) -> None:
         """End the connection without a word; on_disconnect is called."""
@@ -111,23 +130,33 @@ class BatchClient(paho.Client):
         if not isinstance(sock, socket.socket):
             return MQTTErrorCode.MQTT_ERR_NO_CONN
         try:
-            data = sock.recv(READ_BYTES)
-            while data and isinstance(sock, ssl.SSLSocket) and sock.pending():  # select does not see what TLS has read ahead
-                data += sock.recv(READ_BYTES)
+            packets = self._reader.read(sock)
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return MQTTErrorCode.MQTT_ERR_SUCCESS
         except OSError as error:
-            self.failure = error
-            data = b""
-        if not data:
+            self.failure, packets = error, None
+        except ValueError as error:
+            return self._give_up(error)
+        if packets is None:
             return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_CONN_LOST)
         self._hurry(sock)
         self._last_bytes_received = paho.time_func()
         try:
-            return self._sort(self._unread + data if self._unread else data)
+            result = self._sort(packets)
         except ValueError as error:
-            self.failure = error
-            return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
+            return self._give_up(error)
+        return self._refuse(self._reader.announced) if self._reader.announced and self._sock is not None else result
+
+    def _give_up(self, error: Exception) -> MQTTErrorCode:
+        self.failure = error
+        return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
+
+    def _refuse(self, announced: int) -> MQTTErrorCode:
+        """Tell the broker why, if it takes that at once, and hang up: none of the packet is kept."""
+        self.send_packets(wire.TOO_LARGE, wire.PUBACK)  # of that kind paho does nothing but to send it; we hang up ourselves
+        self.failure = PacketTooLarge(announced, self.packet_bytes_max)
+        self.loop_write()
+        return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL) if self._sock is not None else MQTTErrorCode.MQTT_ERR_PROTOCOL
 
     @staticmethod
     def _hurry(sock: socket.socket) -> None:
@@ -140,9 +169,7 @@ class BatchClient(paho.Client):
             with contextlib.suppress(OSError):  # it has hung up; the next read says so
                 sock.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
 
-    def _sort(self, data: bytes) -> MQTTErrorCode:
-        packets, used = wire.split(data)
-        self._unread = data[used:]
+    def _sort(self, packets: Packets) -> MQTTErrorCode:
         publishes: list[wire.Publish] = []
         pubacks: list[tuple[int, int]] = []
         for first, body in packets:

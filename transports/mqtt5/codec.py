@@ -25,7 +25,6 @@ _UUID7: Final = re.compile(rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3}
 _id_field: Final = struct.Struct("<3sQcQ")  # UAttributes.id as protobuf writes it: tag and length, msb, tag, lsb
 _ID_TAG, _LSB_TAG = b"\x0a\x12\x09", b"\x11"
 _ID_SIZE: Final = _id_field.size
-_HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
 
 
 class _Out(NamedTuple):
@@ -50,7 +49,7 @@ class Codec:
 
     def __init__(self, mapping: Mapping, outbox: Outbox, *, same_for_all_ids: bool = True) -> None:
         self._mapping, self._outbox, self._same_for_all_ids = mapping, outbox, same_for_all_ids
-        self.packet_bytes_max = wire.PACKET_BYTES_MAX  # of the broker
+        self.packet_bytes_max = wire.PACKET_BYTES_MAX  # ours, or the broker's if that is less
         self._out: dict[bytes, _Out] = {}
         self._in: dict[tuple[bytes, bytes, bytes], _In] = {}
 
@@ -73,7 +72,7 @@ class Codec:
             or lsb >> 62 != 2
             or (out.needs_payload and not payload and not message.HasField("payload"))
             or (out.ttl_ms and self._outbox.now_ms() > (msb >> 16) + out.ttl_ms)
-            or remaining + _HEADER_BYTES_MAX > self.packet_bytes_max
+            or remaining + wire.HEADER_BYTES_MAX > self.packet_bytes_max
         ):
             return self._encode_anew(message, data)  # it says why not
         id = b"%08x-%04x-%04x-%04x-%012x" % (msb >> 32, msb >> 16 & 0xFFFF, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF)
@@ -89,7 +88,10 @@ class Codec:
         head, tail = wire.publish_frame(packet)
         length = len(head) + 2 + len(tail)
         if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
-            raise invalid(f"the broker takes packets of at most {self.packet_bytes_max} bytes, and this one has {length}")
+            raise invalid(
+                f"a message is a packet of at most {self.packet_bytes_max} bytes here, and this one has {length}: send less, or raise "
+                "message_bytes_max, and the broker's own limit if it has one"
+            )
         key = suffix(data)
         if key is not None and is_shared(message.attributes):
             if len(self._out) >= TEMPLATES_MAX:

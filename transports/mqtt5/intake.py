@@ -2,6 +2,10 @@
 
 arrive -> queue -> one batch per turn of the loop -> listeners -> taken: acknowledge, in the order of arrival
             ^----------------- all of it again, in order, with back-off -----' not taken
+
+More than BYTES_MAX here -> pressed: the socket is not read, and the broker is held back         -> half of it taken: read again
+   for PRESSED_S_MAX     -> shedding: it is read, since what a listener waits for may be behind; -> half of it taken: a new connection,
+                            messages are neither kept nor acknowledged                              on which they come again
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from transports.listeners import Filter
 
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192  # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
+BYTES_MAX: Final = 32 << 20  # waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum bounds small ones, and can't count bytes
+PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
 REDELIVERY_MS_MIN: Final = 5  # before the first try again; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
 
@@ -31,15 +37,21 @@ class Arrived(NamedTuple):
     message: Message | None  # None: nothing to deliver, only to acknowledge in its turn
     connection: int  # which of our connections brought it: on another one the broker would take our answer for another message's
     packet_id: int  # 0: QoS 0
+    size: int = 0  # bytes of its message; 0 if it is one of many that are small
 
 
 class Intake:
-    """Lives on the event loop. What waits is bounded by Receive Maximum, and for QoS 0 by a number."""
+    """Lives on the event loop. What waits is bounded by Receive Maximum, for QoS 0 by a number, and all together in bytes: `pressed(True)`
+    is called when there are BYTES_MAX, `pressed(False)` when there are half as many again."""
 
     def __init__(
-        self, deliver: Callable[[list[Message]], Awaitable[None] | None], acknowledge: Callable[[Sequence[Arrived]], None]
+        self,
+        deliver: Callable[[list[Message]], Awaitable[None] | None],
+        acknowledge: Callable[[Sequence[Arrived]], None],
+        pressed: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._deliver, self._acknowledge = deliver, acknowledge
+        self._deliver, self._taken, self._pressed = deliver, acknowledge, pressed
+        self._bytes, self.is_pressed = 0, False
         self._queue: deque[Arrived] = deque()
         self._taking: deque[tuple[list[Arrived], asyncio.Future[None]]] = deque()
         self._awake, self._closed = False, True
@@ -48,7 +60,7 @@ class Intake:
         self._idle.set()
 
     def __repr__(self) -> str:
-        return f"Intake(waiting={len(self._queue)}, batches_being_taken={len(self._taking)})"
+        return f"Intake(waiting={len(self._queue)}, batches_being_taken={len(self._taking)}, bytes={self._bytes})"
 
     def open(self) -> None:
         self._closed = False
@@ -62,12 +74,27 @@ class Intake:
         """Messages that have not been taken."""
         return len(self._queue) + sum(len(batch) for batch, _ in self._taking)
 
-    def arrive(self, arrived: Sequence[Arrived]) -> None:
+    def arrive(self, arrived: Sequence[Arrived], octets: int = 0) -> None:
+        """`octets` is the sum of their sizes, as far as that is not in `count` already."""
         if self._closed or not arrived:
             return
         self._queue.extend(arrived)
+        if octets:
+            self.count(octets)
         self._idle.clear()
         self._wake()
+
+    def count(self, octets: int) -> None:
+        """So many bytes more are held here, or fewer."""
+        self._bytes += octets
+        if self._bytes >= BYTES_MAX if not self.is_pressed else self._bytes <= BYTES_MAX // 2:
+            self.is_pressed = not self.is_pressed
+            self._pressed(self.is_pressed)
+
+    def _acknowledge(self, batch: Sequence[Arrived]) -> None:
+        self._taken(batch)
+        if self._bytes:
+            self.count(-sum([one.size for one in batch]))
 
     def _wake(self, after_ms: int = 0) -> None:
         if not self._awake:
@@ -119,7 +146,7 @@ class Intake:
             self._queue.extendleft(reversed(batch))
         self._taking.clear()
         if self._closed:
-            self._queue.clear()
+            self._clear()
             self._idle.set()
         self._wake(self._redelivery_ms)
         self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
@@ -133,7 +160,12 @@ class Intake:
                     await self._idle.wait()
         except TimeoutError:
             log.warning("closing, though listeners have not taken everything", intake=repr(self))
+        self._clear()
+
+    def _clear(self) -> None:
+        octets = sum([one.size for one in self._queue])
         self._queue.clear()
+        self.count(-octets)
 
 
 async def _completed() -> None:

@@ -22,13 +22,15 @@ from transports.mqtt5 import reasons, wire
 from transports.mqtt5.client import BatchClient
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.dial import Dialler
+from transports.mqtt5.reader import PacketTooLarge
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
+from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)  # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
 JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
+BROKER_ADDS_BYTES: Final = 1_024  # to a message, on its way to us: header, packet id, a subscription identifier for each that matches
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
 
 log = structlog.get_logger()
@@ -75,6 +77,7 @@ class Link:
     def __init__(self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]) -> None:
         self._config, self._user, self._chance = config, user, chance
         self.address = f"{config.host}:{config.port}"
+        self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
         self._client = self._make_client(local)
         self.next_packet_id = self._client.next_packet_id
         self._dialler = Dialler(config.host, config.port)
@@ -99,6 +102,7 @@ class Link:
 
     async def open(self) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open does."""
+        self._client.packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         self._opening = opening = asyncio.create_task(self._connect())
         try:
             await opening  # cancelled with us
@@ -132,6 +136,10 @@ class Link:
     def drop(self) -> None:
         """End this connection; the next one is made as after any loss."""
         self._client.drop()
+
+    def pause(self, paused: bool) -> None:
+        """Read nothing from here on, or go on; a new connection is read."""
+        self._client.pause(paused)
 
     async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
         """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
@@ -200,14 +208,21 @@ class Link:
             self._client.reconnect()
             return
         self._dialled = True
-        properties = _properties(PacketTypes.CONNECT, SessionExpiryInterval=config.session_expiry_s, ReceiveMaximum=config.receive_maximum)
+        properties = _properties(
+            PacketTypes.CONNECT,
+            SessionExpiryInterval=config.session_expiry_s,
+            ReceiveMaximum=config.receive_maximum,
+            MaximumPacketSize=self._client.packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
+        )
         clean_start = MQTT_CLEAN_START_FIRST_ONLY if config.clean_start else False
         self._client.connect(config.host, config.port, config.keep_alive_s, clean_start=clean_start, properties=properties)
 
     async def _stay_connected(self) -> None:
+        attempt = 0
         while True:
             await self._lost.wait()
-            attempt = 0
+            if not isinstance(self._client.failure, PacketTooLarge):  # that one comes again with the session: the waits grow, too
+                attempt = 0
             while self._lost.is_set():
                 attempt += 1
                 await asyncio.sleep(reconnect_wait_ms(attempt, self._chance()) / 1000)
@@ -225,7 +240,7 @@ class Link:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_MS / 1000)
-            self._client.loop_misc()
+            self._client.keep_alive()
             now = loop.time()
             if any(due < now for _, due in self._answers.values()):
                 log.error("the broker does not answer: dropping the connection", broker=self.address)

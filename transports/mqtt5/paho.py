@@ -4,6 +4,8 @@ send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions ->
                  ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
 Losses: tells of what the broker has lost
+
+Too large: CONNECT names a Maximum Packet Size, and the broker throws away what has more. What it sends nevertheless ends the connection.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from transports.listeners import Filter, ListenerTable
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
 from transports.mqtt5.config import Mqtt5Config
-from transports.mqtt5.intake import Arrived, Intake
+from transports.mqtt5.intake import PRESSED_S_MAX, Arrived, Intake
 from transports.mqtt5.link import Link, Welcome
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
@@ -41,6 +43,7 @@ DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, bot
 LEAVE_MS_MAX: Final = 500  # how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
 UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
 
+MANY: Final = 64  # so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
 COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
@@ -73,7 +76,9 @@ class Mqtt5Transport(UTransport):
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self, chance)
         self._window = Window(self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
-        self._intake = Intake(self._table.deliver_encoded, self._acknowledge)
+        self._intake = Intake(self._table.deliver_encoded, self._acknowledge, self._on_pressed)
+        self._paused_at_s: float | None = None  # since then the socket is not read
+        self._shedding = self._has_shed = False  # what comes is not kept, and something did
         named = config.client_id if config.session_expiry_s else None
         address = f"{config.host}:{config.port}"
         self._losses = Losses(address, f"{named} at {address}" if named is not None else None, self._table.dropped)
@@ -87,6 +92,7 @@ class Mqtt5Transport(UTransport):
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
         self._leaving: set[asyncio.Task[None]] = set()
+        self._bytes_max = self.wire_bytes_max  # since `open`
         self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
@@ -101,8 +107,9 @@ class Mqtt5Transport(UTransport):
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow; `broker_dropped` are those
-        that the broker threw away, at most; `session_lost` counts sessions, and what was lost with one nobody knows.
+        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow, too_large; those that are
+        too large the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room, at
+        most; `session_lost` counts sessions, and what was lost with one nobody knows.
         """
         return self._table.dropped
 
@@ -140,6 +147,7 @@ class Mqtt5Transport(UTransport):
         if self._open:
             return
         self._open = True
+        self._link.wire_bytes_max = self._bytes_max = self.wire_bytes_max
         self._intake.open()
         try:
             await self._link.open()
@@ -160,7 +168,7 @@ class Mqtt5Transport(UTransport):
         self._has_session = self._has_session and self._config.client_id is not None  # one with a made-up name has ended with this
         await asyncio.gather(*self._leaving, *([self._counting] if self._counting is not None else []), return_exceptions=True)
         await self._losses.close()
-        self._unclaimed.clear()
+        self._take_unclaimed()
 
     # What the link tells.
 
@@ -187,7 +195,7 @@ class Mqtt5Transport(UTransport):
 
     async def up(self, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
-        self._codec.packet_bytes_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        self._codec.packet_bytes_max = min(welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX), self.wire_bytes_max)
         self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
@@ -226,7 +234,9 @@ class Mqtt5Transport(UTransport):
     def down(self, why: str) -> None:
         was_connected, self._connected = self._connected, False
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
-        self._unclaimed.clear()  # the broker sends them again
+        self._take_unclaimed()  # the broker sends them again
+        self._paused_at_s, self._has_shed = None, False
+        self._shedding = self._intake.is_pressed  # the next connection must be read, or it would never be one
         if was_connected:
             self._tell_connection(False)
 
@@ -236,8 +246,11 @@ class Mqtt5Transport(UTransport):
             self._link.drop()
         if self._unclaimed and now_s >= self._unclaimed_until_s:
             self.dropped["unwanted"] += len(self._unclaimed)
-            self._acknowledge([arrived for _, arrived in self._unclaimed])
-            self._unclaimed.clear()
+            self._acknowledge(self._take_unclaimed())
+        if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
+            log.warning("listeners don't take what has arrived: what comes now is left to the broker", intake=repr(self._intake))
+            self._shedding, self._paused_at_s = True, None
+            self._link.pause(False)
         self._losses.tick(now_s, listens=self._connected and self._listens)
 
     def _tell_connection(self, connected: bool) -> None:
@@ -257,20 +270,41 @@ class Mqtt5Transport(UTransport):
 
     # Receive.
 
+    def _on_pressed(self, pressed: bool) -> None:
+        """As Intake says: hold the broker back, go on, or have come again what was not kept."""
+        if pressed:
+            self._losses.lagged()
+        if not self._shedding:
+            self._paused_at_s = asyncio.get_running_loop().time() if pressed else None
+            self._link.pause(pressed)
+        elif not pressed:
+            self._shedding = False
+            if self._has_shed:
+                asyncio.get_running_loop().call_soon(self._link.drop)
+
+    def _shed(self, publishes: list[wire.Publish]) -> None:
+        """What has no acknowledgement comes again with the next connection, if there is a session."""
+        self._has_shed = True
+        self.dropped["overflow"] += sum(not (one.packet_id and self._config.session_expiry_s) for one in publishes)
+
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
+        if self._shedding or self._has_shed:  # the order holds: nothing that is behind what was shed is kept on this connection
+            self._shed(publishes)
+            return
         taken: list[Arrived] = []
+        weigh = len(publishes) < MANY
         for publish in publishes:
             if not publish.packet_id and self._intake.full:
                 self.dropped["overflow"] += 1
                 continue
-            arrived = self._read(publish)
+            arrived = self._read(publish, weigh)
             if arrived is not None:
                 taken.append(arrived)
-        self._intake.arrive(taken)
+        self._intake.arrive(taken, sum([one.size for one in taken]) if weigh else 0)
         if self._intake.waiting + len(self._unclaimed) >= self._lag_messages:
             self._losses.lagged()
 
-    def _read(self, publish: wire.Publish) -> Arrived | None:
+    def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
         if publish.topic == _DROPPED_TOPIC:
@@ -289,11 +323,18 @@ class Mqtt5Transport(UTransport):
         wanted = self._subscriptions.match(topic, identifiers)
         if wanted is False:
             return nothing
-        arrived = Arrived((None, publish.payload, encoded), self._connection, publish.packet_id)
+        size = 0
+        if weigh:
+            size = len(publish.payload) + len(encoded)
+            if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
+                self.dropped["too_large"] += 1
+                return nothing
+        arrived = Arrived((None, publish.payload, encoded), self._connection, publish.packet_id, size)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
-            self._unclaimed.append((topic, arrived))  # as many as Receive Maximum
+            self._unclaimed.append((topic, arrived))  # as many as Receive Maximum, and as large as what waits may be
+            self._intake.count(arrived.size)
             return None
         self.dropped["unwanted"] += 1
         return nothing
@@ -303,6 +344,12 @@ class Mqtt5Transport(UTransport):
         claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
         self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
         self._intake.arrive(claimed)
+
+    def _take_unclaimed(self) -> list[Arrived]:
+        taken = [arrived for _, arrived in self._unclaimed]
+        self._unclaimed.clear()
+        self._intake.count(-sum([one.size for one in taken]))
+        return taken
 
     def _acknowledge(self, taken: Sequence[Arrived]) -> None:
         """On the connection that brought them only: on a later one the broker sends them again."""

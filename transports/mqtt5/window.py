@@ -23,6 +23,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
+SMALL_BYTES: Final = 4_096  # up to this size the number of messages bounds the bytes, and counting would cost each message
+WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
+IN_FLIGHT_BYTES_MAX: Final = (
+    16 << 20
+)  # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
 PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 
 log = structlog.get_logger()
@@ -43,7 +48,7 @@ class _Batch:
 
 
 class Window:
-    """What has been sent and not been acknowledged. Lives on the event loop; at most `room` messages are in flight.
+    """What has been sent and not been acknowledged. Lives on the event loop; messages in flight are bounded, and so are their bytes.
 
     A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if it matters. (MQTT
     would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss it.)
@@ -52,6 +57,8 @@ class Window:
     def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
         self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
         self._in_flight: dict[int, tuple[_Batch, int]] = {}
+        self._large: dict[int, int] = {}  # bytes of those over SMALL_BYTES that are in flight ...
+        self._large_bytes = 0  # ... and their sum
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
@@ -76,6 +83,8 @@ class Window:
         """It is gone: everything that is not acknowledged gets `why`."""
         self._away = why
         in_flight, self._in_flight = self._in_flight, {}
+        self._large.clear()
+        self._large_bytes = 0
         for batch, index in in_flight.values():
             batch.statuses[index] = why
             batch.why = why
@@ -102,7 +111,7 @@ class Window:
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
-                if room <= 0:
+                if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
                     await self._freed.wait()
                     continue
@@ -118,8 +127,9 @@ class Window:
         return sent if len(sent) == count else stopped(sent, count, why)
 
     def _write_some(self, batch: _Batch, messages: Sequence[Carried]) -> None:
+        """As many of `messages` as one write may have."""
         packets: list[bytes] = []
-        in_flight = self._in_flight
+        in_flight, octets = self._in_flight, 0
         for message in messages:
             try:
                 head, tail = self._encode(message)
@@ -136,10 +146,16 @@ class Window:
             in_flight[packet_id] = (batch, len(batch.statuses))
             batch.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
+            if len(tail) > SMALL_BYTES:
+                octets += len(tail)
+                self._large[packet_id] = len(tail)
+                if octets >= WRITE_BYTES_MAX:
+                    break
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
             batch.due += len(packets) // 3
+            self._large_bytes += octets
             self._write(b"".join(packets))
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
@@ -158,6 +174,8 @@ class Window:
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
             self._count_down(batch)
+        if self._large:
+            self._large_bytes -= sum([self._large.pop(packet_id, 0) for packet_id, _ in pubacks])
         self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()

@@ -19,6 +19,8 @@ PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
 QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
 PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
+HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
+TOO_LARGE: Final = b"\xe0\x01\x95"  # DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
 TEXTS_CACHED_MAX: Final = 65_536  # encoded pairs that come again and again: types, sources, sinks
 
 _PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = 1, 2, 3, 8, 9, 11, 35, 38
@@ -93,23 +95,31 @@ def pubacks(packet_ids: list[int]) -> bytes:
     return b"".join([b"\x40\x02" + _u16.pack(packet_id) for packet_id in packet_ids])
 
 
-def split(data: bytes) -> tuple[list[tuple[int, bytes]], int]:
+def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[int, bytes]], int]:
     """Every whole packet in `data` as (first byte, what follows the remaining length), and how many bytes they take.
 
-    Raises ValueError if these are no MQTT packets: nothing behind can be read.
+    Stops before one that announces more than `bytes_max`. Raises ValueError if these are no MQTT packets: nothing behind can be read.
     """
     packets, start, end = [], 0, len(data)
     while start + 2 <= end:
         length, position = data[start + 1], start + 2
         if length & 0x80:
             length, position = _read_varint(data, start + 1, end)
-            if not position:
+            if not position or length > bytes_max:
                 break
         if position + length > end:
             break
         packets.append((data[start], data[position : position + length]))
         start = position + length
     return packets, start
+
+
+def announced(data: bytes, start: int) -> tuple[int, int]:
+    """Where the body of the packet at `start` begins, and its length as far as its header has come: 0 before. Raises ValueError."""
+    if len(data) < start + 2:
+        return start, 0
+    length, position = _read_varint(data, start + 1, len(data))
+    return position, length
 
 
 def _read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:

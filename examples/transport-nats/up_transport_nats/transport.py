@@ -43,7 +43,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
 ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and some reserve
-FETCH_MAX: Final = 64  # packets at once
+FETCH_MAX: Final = 64  # packets at once ...
+FETCH_BYTES_MAX: Final = 8 << 20  # ... and these bytes, as far as a number of packets can say that
 FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
 INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
 INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
@@ -111,7 +112,14 @@ class NatsTransport(UTransport):
     async def open(self) -> None:
         if self._open:
             return
-        self._inbox: Inbox[Arrived] = Inbox(self._deliver, self._taken, messages_max=INBOX_PACKETS, bytes_max=INBOX_BYTES)
+        self._inbox: Inbox[Arrived] = Inbox(
+            self._deliver,
+            self._taken,
+            messages_max=INBOX_PACKETS,
+            bytes_max=INBOX_BYTES,
+            item_bytes_max=self.wire_bytes_max,  # a packet has one message, or less than PACKET_BYTES
+            dropped=self.dropped,
+        )
         self._open = True
         try:
             await self._link.open()
@@ -202,7 +210,7 @@ class NatsTransport(UTransport):
             return stopped([], len(messages), AWAY)
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
-        now_ms, bytes_max = self._outbox.now_ms(), self._link.max_payload - ENVELOPE_BYTES
+        now_ms, bytes_max = self._outbox.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
         for place, message in enumerate(messages):
             statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
         async with self._sending:  # batches that are sent at once keep their order
@@ -213,8 +221,8 @@ class NatsTransport(UTransport):
         """Into the last packet of its lane, or a new one. Too large is the message's own fault: INVALID_ARGUMENT, and never tried again."""
         data = mapping.pack(message)
         if len(data) > bytes_max:
-            why = f"this server takes messages of {bytes_max} bytes, got {len(data)}: send less, or raise its max_payload"
-            return UStatus(code=UCode.INVALID_ARGUMENT, message=why)
+            why = f"a message has at most {bytes_max} bytes here, got {len(data)}: send less, or raise message_bytes_max"
+            return UStatus(code=UCode.INVALID_ARGUMENT, message=f"{why} and the server's max_payload")
         lane = lanes.setdefault(mapping.route(message, self._authority), [])
         if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
             lane[-1][0].extend(data)
@@ -335,14 +343,18 @@ class NatsTransport(UTransport):
                 log.exception("a loss callback failed", callback=repr(callback))
 
     async def _fetch(self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float) -> None:
-        """The task of one filter: what waits for room in the inbox fetches nothing more."""
+        """The task of one filter: what waits for room in the inbox fetches nothing more, and after large packets fewer at once."""
+        at_once = FETCH_MAX
         try:
             await self._is_connected.wait()  # who gets a message may send
             await asyncio.sleep(wait_s)  # what was on its way comes again first, and in order
             while self._followers.get(filter) is asyncio.current_task():  # the library may swallow a cancellation
                 with contextlib.suppress(TimeoutError):  # nothing has come
-                    for packet in await fetching.fetch(FETCH_MAX, timeout=FETCH_S):
+                    packets = await fetching.fetch(at_once, timeout=FETCH_S)
+                    for packet in packets:
                         await self._take_in((filter, name, packet))
+                    large = max(len(packet.data) for packet in packets)
+                    at_once = max(1, min(2 * at_once, FETCH_MAX, FETCH_BYTES_MAX // max(1, large)))
         except errors.Error as error:
             log.warning("a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error))
             if self._followers.get(filter) is asyncio.current_task():
@@ -360,10 +372,13 @@ class NatsTransport(UTransport):
         elif held not in self._held:
             self._held.add(held)
             try:
-                await self._inbox.put_on_loop(arrived, len(packet.data))
+                is_taken = await self._inbox.put_on_loop(arrived, len(packet.data))
             except asyncio.CancelledError:
                 self._held.discard(held)
                 raise
+            if not is_taken:  # too large; it would come again for ever
+                self._held.discard(held)
+                await packet.ack()
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
         pending = []

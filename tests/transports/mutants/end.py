@@ -39,10 +39,10 @@ from tests.transports.mutants.hub import (
     split,
 )
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped
+from transports.outbox import OK, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -258,9 +258,12 @@ class HubTransport(UTransport):
         if refusal is not None:
             return refusal
         body = self.encode(message)
-        if len(body) > MESSAGE_BYTES_MAX:
-            return invalid(f"a message has at most {MESSAGE_BYTES_MAX} bytes here, got {len(body)}").status
-        return self._post(SEND, body)
+        bytes_max = self.bytes_max()
+        return too_large(len(body), bytes_max) if len(body) > bytes_max else self._post(SEND, body)
+
+    def bytes_max(self) -> int:
+        """What our owner allows, and what the hub takes."""
+        return min(self.wire_bytes_max, MESSAGE_BYTES_MAX)
 
     async def answer(self, posted: UStatus | asyncio.Future[bytes]) -> UStatus:
         if isinstance(posted, UStatus):
@@ -304,10 +307,16 @@ class HubTransport(UTransport):
 
     def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
         """One batch to its listeners; the next does not wait for it."""
-        messages = [message for _, body in numbered if (message := self.decode(body)) is not None]
+        messages = [message for _, body in numbered if self.takes(body) and (message := self.decode(body)) is not None]
         taken = asyncio.ensure_future(_completed(self.deliver(messages)))
         self._taking.append((numbered[-1][0], taken))
         taken.add_done_callback(self._settle)
+
+    def takes(self, body: bytes) -> bool:
+        """What is too large is acknowledged with the others, and counted."""
+        is_too_large = len(body) > self.wire_bytes_max
+        self.dropped["too_large"] += is_too_large
+        return not is_too_large
 
     def decode(self, body: bytes) -> UMessage | None:
         try:

@@ -74,6 +74,38 @@ class AckFirst(HubTransport):
         self._taking.clear()
 
 
+@fault("what is larger than its owner allows is taken", "test_what_is_larger_than_its_owner_allows_is_not_taken")
+class TakesTooLarge(HubTransport):
+    def takes(self, body: bytes) -> bool:
+        return True
+
+
+@fault("what is too large is thrown away, and not counted", "test_what_is_larger_than_its_owner_allows_is_not_taken")
+class TooLargeUncounted(HubTransport):
+    def takes(self, body: bytes) -> bool:
+        return len(body) <= self.wire_bytes_max
+
+
+@fault("what is too large costs the connection", "test_what_is_larger_than_its_owner_allows_is_not_taken")
+class TooLargeHangsUp(HubTransport):
+    def takes(self, body: bytes) -> bool:
+        taken = super().takes(body)
+        if not taken and self._writer is not None:
+            self._writer.transport.abort()
+        return taken
+
+
+@fault(
+    "what waits for a slow listener is bounded in messages, and not in bytes",
+    "test_a_slow_listener_of_large_messages_is_not_handed_all_of_them",
+)
+class LargePileUp(HubTransport):
+    def arrived(self, numbered: list[tuple[int, bytes]]) -> None:
+        if len(self._taking) < 10_000:
+            self._tell(frame(TAKEN, numbered[-1][0]))
+        super().arrived(numbered)
+
+
 @fault("a listener that raises ends delivery", "test_a_listener_that_raises_harms_nobody_else")
 class ListenerKillsDelivery(HubTransport):
     def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, SEND
 from tests.transports.mutants.mutant import fault
-from transports.outbox import OK
+from transports.outbox import OK, too_large
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPriority
@@ -149,6 +149,20 @@ class SmallOvertakesLarge(HubTransport):
 class OversizeIsOk(HubTransport):
     def post(self, message: UMessage, now_ms: int) -> UStatus | asyncio.Future[bytes]:
         return OK if len(message.payload) > MESSAGE_BYTES_MAX else super().post(message, now_ms)
+
+
+@fault("what is larger than its owner allows is sent", "test_what_is_larger_than_its_owner_allows_is_not_sent")
+class OwnersLimitIgnored(HubTransport):
+    def bytes_max(self) -> int:
+        return MESSAGE_BYTES_MAX
+
+
+@fault("what is too large stops the rest of its batch", "test_what_is_larger_than_its_owner_allows_is_not_sent")
+class TooLargeStopsTheBatch(HubTransport):
+    async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        good = list(itertools.takewhile(lambda one: len(self.encode(one)) <= self.bytes_max(), messages))
+        statuses = await super().send_window(good)
+        return statuses + [too_large(0, self.bytes_max())] * (len(messages) - len(good))
 
 
 @fault("each message is sent twice", "test_a_batch_listener_gets_batches_in_order")

@@ -27,6 +27,7 @@ HEAD: Final = struct.Struct("!IBQ")
 READ_BYTES: Final = 1 << 16
 MESSAGE_BYTES_MAX: Final = 1 << 19
 QUEUE_MESSAGES_MAX: Final = 512  # of one end: beyond it senders wait
+QUEUE_BYTES_MAX: Final = 16 << 20
 SESSION_MESSAGES_MAX: Final = 10_000  # of an end that is away
 PULL_MESSAGES_MAX: Final = 256
 
@@ -66,7 +67,7 @@ class Session:
         self.filters: dict[bytes, Filter] = {}
         self.queue: deque[tuple[int, bytes]] = deque()  # not taken yet
         self.for_pull: deque[tuple[Filter, bytes]] = deque(maxlen=PULL_MESSAGES_MAX)
-        self.number = 0
+        self.number = self.queued_bytes = 0
         self.writer: asyncio.StreamWriter | None = None
 
     def give(self, address: UAttributes | None, body: bytes) -> None:
@@ -74,6 +75,7 @@ class Session:
             if self.writer is not None or len(self.queue) < SESSION_MESSAGES_MAX:
                 self.number += 1
                 self.queue.append((self.number, body))
+                self.queued_bytes += len(body)
                 self.write(frame(MESSAGE, self.number, body))
         else:
             self.for_pull.append((Filter((None, None), address.source, _sink(address)), body))
@@ -161,11 +163,13 @@ class Hub:
 
     def _is_full(self, name: str) -> bool:
         session = self.sessions.get(name)
-        return session is not None and session.writer is not None and len(session.queue) >= QUEUE_MESSAGES_MAX
+        if session is None or session.writer is None:
+            return False
+        return len(session.queue) >= QUEUE_MESSAGES_MAX or session.queued_bytes >= QUEUE_BYTES_MAX
 
     def taken(self, session: Session, number: int) -> None:
         while session.queue and session.queue[0][0] <= number:
-            session.queue.popleft()
+            session.queued_bytes -= len(session.queue.popleft()[1])
         self._room.set()
 
 

@@ -1,0 +1,203 @@
+"""Large packets over MQTT 5: read without copying them again and again, refused where they are too large, and bounded while they wait."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+import pytest
+
+from transports.conformance import Sink
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, intake, paho, wire
+from transports.mqtt5.broker import Broker
+from transports.mqtt5.link import BROKER_ADDS_BYTES
+from transports.mqtt5.reader import LARGE_BYTES, READ_BYTES, PacketReader
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+
+DEADLINE_S = 20
+MIB = 1 << 20
+TOPIC = uris.parse("up://sender/10AB/3/80CD")
+SIZES = [0, 1, 200, LARGE_BYTES - 9, LARGE_BYTES, LARGE_BYTES + 1, 300_000, 3, READ_BYTES, 2 * MIB, 5]
+
+
+def message(payload: bytes) -> UMessage:
+    return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(payload, 6))
+
+
+def packet(payload: bytes, packet_id: int = 1) -> bytes:
+    body = b"\x00\x05topic" + struct.pack("!H", packet_id) + b"\x00" + payload
+    return bytes((wire.PUBLISH | wire.QOS1,)) + wire.varint(len(body)) + body
+
+
+def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
+    return Mqtt5Transport(Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0)
+
+
+class Wire:
+    """A socket that gives `data` in pieces of random sizes, and counts how it is asked."""
+
+    def __init__(self, data: bytes, piece_max: int, seed: int = 0) -> None:
+        self._data, self._at, self._piece_max, self._random = memoryview(data), 0, piece_max, random.Random(seed)
+        self.received = 0  # bytes by recv: each of those may be joined to others
+
+    def _next(self, count: int) -> memoryview:
+        piece = self._data[self._at : self._at + min(count, self._random.randint(1, self._piece_max))]
+        self._at += len(piece)
+        return piece
+
+    def recv(self, count: int) -> bytes:
+        piece = self._next(count)
+        self.received += len(piece)
+        return bytes(piece)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        piece = self._next(len(buffer))
+        buffer[: len(piece)] = piece
+        return len(piece)
+
+    def read_with(self, reader: PacketReader) -> list[tuple[int, bytes]]:
+        found: list[tuple[int, bytes]] = []
+        while (packets := reader.read(cast(socket.socket, self))) is not None:
+            found += packets
+            if reader.announced:
+                break
+        return found
+
+
+@pytest.mark.parametrize("piece_max", [1_460, 70_000, MIB])
+def test_packets_of_all_sizes_come_out_as_they_went_in(piece_max: int) -> None:
+    bodies = [random.Random(size).randbytes(size) for size in SIZES]
+    found = Wire(b"".join(map(packet, bodies)), piece_max).read_with(PacketReader(wire.PACKET_BYTES_MAX))
+    assert [wire.read_publish(*one).payload for one in found] == bodies
+
+
+def test_a_large_packet_is_not_joined_anew_at_each_read() -> None:
+    sock = Wire(packet(bytes(8 * MIB)), 1_460)
+    assert len(sock.read_with(PacketReader(wire.PACKET_BYTES_MAX))) == 1
+    assert sock.received < 2 * LARGE_BYTES, "the rest goes straight to its place"
+
+
+@pytest.mark.parametrize("piece_max", [3, 1_460, MIB])
+def test_what_is_announced_too_large_is_not_kept_and_what_was_before_counts(piece_max: int) -> None:
+    reader = PacketReader(100_000)
+    found = Wire(packet(b"before") + packet(bytes(99_000)) + packet(bytes(200_000)), piece_max).read_with(reader)
+    assert [len(wire.read_publish(*one).payload) for one in found] == [6, 99_000]
+    assert reader.announced > 200_000
+    assert (reader._large, reader._unread) == (None, b"")
+
+
+class Rude:
+    """A broker that lets anybody in, and then sends one PUBLISH that is larger than it was told."""
+
+    def __init__(self, oversized: bytes) -> None:
+        self.oversized, self.said, self.connects = oversized, bytearray(), 0
+        self.hung_up = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connects += 1
+        self.connect = await reader.read(1_000)
+        writer.write(b"\x20\x03\x00\x00\x00" + self.oversized)
+        while data := await reader.read(1_000):
+            self.said += data
+        self.hung_up.set()
+        writer.close()
+
+
+async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
+    rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
+    server = await asyncio.start_server(rude.serve, "127.0.0.1", 0)
+    one = Mqtt5Transport(Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0)
+    async with server:
+        await one.open()
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                await rude.hung_up.wait()
+        finally:
+            await one.close()
+    assert bytes(rude.said).endswith(b"\xe0\x01\x95")
+    assert b"\x27" + struct.pack("!I", one.wire_bytes_max + BROKER_ADDS_BYTES) in rude.connect, "CONNECT names a Maximum Packet Size"
+    (status,) = await one.send_batch([message(b"")])
+    assert status.code == UCode.UNAVAILABLE
+
+
+@pytest.mark.broker
+async def test_the_brokers_own_limit_counts_if_it_is_smaller(make_broker: Any) -> None:
+    broker = make_broker(settings=["max_packet_size 100000"])
+    async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
+        heard = Sink(DEADLINE_S)
+        await hearer.register_listener(TOPIC, heard)
+        statuses = await sender.send_batch([message(b"1"), message(bytes(100_000)), message(b"2")])
+        assert [one.code for one in statuses] == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK]
+        await heard.expect(2)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110  # of the transport's own state nobody tells
+            await asyncio.sleep(0.01)
+
+
+class Held:
+    """Takes nothing until it is let."""
+
+    def __init__(self) -> None:
+        self.gate, self.sizes = asyncio.Event(), list[int]()
+
+    async def _taken(self) -> None:
+        await self.gate.wait()
+
+    def on_receive(self, message: UMessage) -> Awaitable[None]:
+        self.sizes.append(len(message.payload))
+        return self._taken()
+
+
+@pytest.mark.broker
+@pytest.mark.parametrize("pressed_s_max", [DEADLINE_S, 0.0], ids=["held back", "left to the broker"])
+async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, pressed_s_max: float
+) -> None:
+    """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once shedding has begun."""
+    monkeypatch.setattr(intake, "BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(paho, "PRESSED_S_MAX", pressed_s_max)
+    held = Held()
+    async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
+        await hearer.register_listener(TOPIC, held)
+        sizes = [65_536 + number for number in range(200)]
+        await sender.send_batch([message(bytes(size)) for size in sizes])
+        async with asyncio.timeout(DEADLINE_S):
+            await until(lambda: hearer._shedding if not pressed_s_max else hearer._paused_at_s is not None)
+            if not pressed_s_max:
+                assert (await hearer.send_batch([message(b"still here")]))[0].code == UCode.OK
+        waiting = hearer._intake._bytes
+        assert 2 * MIB <= waiting <= 2 * MIB + READ_BYTES + 100_000
+        held.gate.set()
+        await until(lambda: sorted(set(held.sizes)) == sizes)
+        assert list(dict.fromkeys(held.sizes)) == sizes, "in order, though some may come twice"
+    assert not hearer._intake._bytes
+
+
+@pytest.mark.broker
+async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transports.mqtt5.window.IN_FLIGHT_BYTES_MAX", MIB)
+    most = 0
+    async with end(broker, "sender") as sender:
+        window = sender._window
+        write = window._write
+
+        def measured(data: bytes) -> None:
+            nonlocal most
+            write(data)
+            most = max(most, sum(window._large.values()))
+
+        window._write = measured
+        assert {one.code for one in await sender.send_batch([message(bytes(300_000)) for _ in range(40)])} == {UCode.OK}
+        assert not window._large_bytes
+    assert 0 < most <= 3 * MIB
