@@ -131,6 +131,7 @@ class Streamer:
             self.hosted,
             self.dead_letters,
             messages_max=config.express.messages_max,
+            bytes_max=self.limits.express_bytes_max,
             backoff=lambda: _backoff(config, runtime),
         )
 

@@ -219,7 +219,10 @@ class ExpressSection(_Section):
     """Requests and responses, in memory until they are sent or their ttl has run out."""
 
     messages_max: int = Field(
-        default=4_096, ge=1, description="requests and responses that wait for one endpoint; beyond it RESOURCE_EXHAUSTED"
+        default=4_096,
+        ge=1,
+        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it "
+        "RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
     )
 
 

@@ -308,7 +308,7 @@ class Letter(NamedTuple):
         return letter
 
 
-def _attributes(message: Carried) -> UAttributes:
+def attributes_of(message: Carried) -> UAttributes:
     """To look at anything but the id; of an encoded message nothing is parsed for that."""
     return message.stamp.attributes if type(message) is EncodedMessage else message.attributes
 
@@ -317,7 +317,7 @@ def _without_payload(message: Carried) -> UMessage:
     return UMessage(attributes=message.attributes)
 
 
-def _size(message: Carried) -> int:
+def size_of(message: Carried) -> int:
     """Of the message when encoded, a few bytes more or less; `ByteSize` of protobuf would encode all of it."""
     if type(message) is EncodedMessage:
         return message.ByteSize()
@@ -368,11 +368,11 @@ class DeadLetters:
         """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not parsed for that."""
         self.total += 1
         self.by_code[code_name(code)] = self.by_code.get(code_name(code), 0) + 1
-        source = _attributes(message).source
+        source = attributes_of(message).source
         if source == self._topic:
             self.lost += 1  # never a dead letter of a dead letter
             return
-        size, kind = _size(message), _VARIABLE.sub("#", reason[:REASON_CHARACTERS_MAX])
+        size, kind = size_of(message), _VARIABLE.sub("#", reason[:REASON_CHARACTERS_MAX])
         granted = self._rate.happened((source.authority_name, code, kind), size)
         if not granted.told:
             self.limited += 1
@@ -382,9 +382,11 @@ class DeadLetters:
             return
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:
-            reason += f" (without its payload of {size - _attributes(message).ByteSize()} bytes: more than is kept of one kind in a minute)"
+            reason += (
+                f" (without its payload of {size - attributes_of(message).ByteSize()} bytes: more than is kept of one kind in a minute)"
+            )
             message = _without_payload(message)
-            size = _size(message)
+            size = size_of(message)
         self._queue.add(source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message), size)
         while self._queue.is_over and len(self._queue) > 1:
             self._queue.give_way()

@@ -13,6 +13,7 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
 TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
+SENDERS_SHARE: Final = 2  # ... and the callers of one authority together a half: their numbers may be made up
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
 
