@@ -13,9 +13,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import gc
 import json
-import logging
 import signal
 import sys
 import time
@@ -29,6 +29,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from storage import logs
 from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
 from streamer import paused as pauses
@@ -54,6 +55,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
 
@@ -73,6 +75,13 @@ FromEndpoint = Annotated[str | None, typer.Option("--endpoint", "-e", help="... 
 EntityOption = Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")]
 DataDir = Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")]
 OrConfig = Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")]
+
+
+class LogFormat(enum.Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
 DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
@@ -109,12 +118,8 @@ def _note_hangup() -> None:
     structlog.get_logger().warning("SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again")
 
 
-def _log_to_stderr(level: str = "warning") -> None:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+def _log_to_stderr(level: str = "warning", format: logs.Format = "text") -> None:
+    logs.configure(level, format)
 
 
 def _network(
@@ -163,7 +168,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _errors():
         loaded = configs.load(config)
-    _log_to_stderr(loaded.streamer.log_level)
+    _log_to_stderr(loaded.streamer.log_level, loaded.streamer.log_format)
 
     def on_ready(streamer: Streamer) -> None:
         data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
@@ -250,6 +255,7 @@ def usubscription(
     transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
     store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
     settings: Settings = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the log, on standard error.")] = LogFormat.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
@@ -258,7 +264,7 @@ def usubscription(
     """
     from usubscription import __main__ as service
 
-    _log_to_stderr()
+    _log_to_stderr("info", log_format.value)
     with _errors():
         given = {"authority": authority, "transport": transport, "store": store, "settings": client.parse_settings(settings or [])}
         loaded = service.validate(given, "options")

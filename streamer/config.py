@@ -14,6 +14,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from storage import logs
 from streamer import names
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
@@ -111,6 +112,9 @@ class StreamerSection(_Section):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="what is logged, and all that is worse; the log goes to standard error"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds"
     )
 
 
@@ -425,7 +429,7 @@ def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
         what = f"unknown key {location[-1]!r}"
     else:
         what = error["msg"].removeprefix("Value error, ")
-        if isinstance(error.get("input"), str | int | float | bool):
+        if isinstance(error.get("input"), str | int | float | bool) and not logs.is_secret(where):
             what += f" (got {error['input']!r})"
     return [(_line(text, location), f"{where + ': ' if where else ''}{what}")]
 
