@@ -1,6 +1,8 @@
 """The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is). Plain HTTP/1.1, GET only.
 
 `notes` of /readyz are what a person may want to know though nothing is wrong.
+
+Who asks without end takes a tenth of the loop at most: an answer that was costly to make serves those who ask meanwhile. Lists are cut.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable
 from typing import Final, Self
 
@@ -16,6 +19,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
+CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
+LINES_TOLD_MAX: Final = 300  # of problems, and of notes; all PAUSES_MAX patterns that may be paused fit
+LINE_CHARACTERS_MAX: Final = 1_000
+SERVES_FOR: Final = 9  # an answer serves for so many times as long as it took to make: hence a tenth of the loop's time, and
+SERVES_S_MAX: Final = 1.0  # ... never longer than a person would wait
 
 
 class Admin:
@@ -32,6 +40,8 @@ class Admin:
         self.port = int(port)
         self._problems, self._metrics, self._notes = problems, metrics, notes
         self._server: asyncio.Server | None = None
+        self._connections = 0
+        self._made: dict[str, tuple[float, bytes]] = {}  # by path: until when an answer serves, and the answer
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -57,7 +67,10 @@ class Admin:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
         try:
+            if self._connections > CONNECTIONS_MAX:
+                return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 request = await reader.readuntil(b"\r\n\r\n")
                 writer.write(self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")))
@@ -65,6 +78,7 @@ class Admin:
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
+            self._connections -= 1
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -76,15 +90,32 @@ class Admin:
             return _response("405 Method Not Allowed", "text/plain", b"GET only\n")
         match path:
             case "/metrics":
-                return _response("200 OK", "text/plain; version=0.0.4", self._metrics())
+                return self._kept(path, lambda: _response("200 OK", "text/plain; version=0.0.4", self._metrics()))
             case "/healthz":
                 return _response("200 OK", "application/json", b'{"status":"alive"}\n')
             case "/readyz":
-                problems = self._problems()
-                told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": self._notes()}
-                body = json.dumps(told).encode() + b"\n"
-                return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+                return self._kept(path, self._ready)
         return _response("404 Not Found", "text/plain", b"there are /metrics, /healthz and /readyz\n")
+
+    def _ready(self) -> bytes:
+        problems = _cut(self._problems())
+        told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": _cut(self._notes())}
+        body = json.dumps(told).encode() + b"\n"
+        return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+
+    def _kept(self, path: str, make: Callable[[], bytes]) -> bytes:
+        begin = time.perf_counter()
+        until, answer = self._made.get(path, (0.0, b""))
+        if begin >= until:
+            answer = make()
+            now = time.perf_counter()
+            self._made[path] = now + min(SERVES_FOR * (now - begin), SERVES_S_MAX), answer
+        return answer
+
+
+def _cut(lines: list[str]) -> list[str]:
+    told = [line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..." for line in lines[:LINES_TOLD_MAX]]
+    return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]
 
 
 def _response(status: str, type: str, body: bytes) -> bytes:
