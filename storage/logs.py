@@ -1,9 +1,8 @@
 """The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and minute.
 
-structlog, and stdlib logging of foreign libraries, and what nobody caught -> escaped, no local variables -> Repeats -> text | JSON
-                                                                        first of its kind: at once     '-> held: counted, and told with
-                                                                                                           the last of them when the
-                                                                                                           minute is over, or at exit
+structlog, stdlib logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no variables -> text | JSON
+                                              first of its kind: at once  '-> held: counted, and told with the last of them when the
+                                              (that costs the most)           minute is over, or at exit ----^
 
 A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since the line before.
 """
@@ -48,16 +47,17 @@ def configure(level: str = "warning", format: Format = "text", file: TextIO | No
     """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again."""
     target = file if file is not None else sys.stderr
     render = _json if format == "json" else _text(colors=target.isatty())
-    repeats = Repeats(lambda event: structlog.PrintLogger(target).msg(render(None, "", event)))
+    stamp = _utc if format == "json" else structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False)
+    rest: list[Any] = [structlog.processors.add_log_level, stamp, harmless, render]
+
+    def emit(method: str, event: Any) -> None:
+        for process in rest:
+            event = process(None, method, event)
+        structlog.PrintLogger(target).msg(event)
+
+    repeats = Repeats(emit)
     structlog.configure(
-        processors=[
-            structlog.contextvars.merge_contextvars,
-            structlog.processors.add_log_level,
-            _utc if format == "json" else structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False),
-            harmless,
-            repeats,
-            render,
-        ],
+        processors=[repeats, *rest],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=file is None,
@@ -137,20 +137,22 @@ def _text(*, colors: bool) -> Callable[[Any, str, Event], str]:
 
 
 class _Kind:
-    __slots__ = ("held", "last", "until")
+    __slots__ = ("held", "last", "method", "until")
 
     def __init__(self, until: float) -> None:
         self.until, self.held = until, 0
+        self.method = ""
         self.last: Event = {}
 
 
 class Repeats:
     """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the others.
 
-    `emit(event)` writes what was held when no other line comes; from a thread that lives only while something is held. Any thread may log.
+    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something is held. Any thread
+    may log.
     """
 
-    def __init__(self, emit: Callable[[Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
         self._emit, self._monotonic = emit, monotonic
         self._lock = threading.RLock()  # a signal's handler, or a finaliser, may log while we are here
         self._kinds: dict[Any, _Kind] = {}
@@ -161,16 +163,18 @@ class Repeats:
     def __repr__(self) -> str:
         return f"Repeats({len(self._kinds)} kinds, {sum(kind.held for kind in self._kinds.values())} lines held)"
 
-    def __call__(self, _: Any, __: str, event: Event) -> Event:
+    def __call__(self, _: Any, method: str, event: Event) -> Event:
         text = event.pop("_kind", event.get("event"))
-        if event.get("level") == "debug" or self._closed:
+        if method == "debug" or self._closed:
             return event
         with self._lock:
             now = self._monotonic()
             key, kind = self._find(text, tuple(str(event[field]) for field in WHOM if field in event), now)
             if kind is not None and now < kind.until:
                 kind.held += 1
-                kind.last = event
+                if error := _error(event.pop("exc_info", None)):
+                    event.setdefault("error", repr(error))  # its frames, which hold messages, were shown with the first line
+                kind.method, kind.last = method, event
                 self._wait(kind.until - now)
                 raise structlog.DropEvent
             if kind is not None and kind.held:
@@ -222,15 +226,15 @@ class Repeats:
                     continue
                 if kind.held:
                     kind.last["repeated"] = kind.held
-                    told.append(kind.last)
+                    told.append((kind.method, kind.last))
                     self._kinds[key] = _Kind(now + PERIOD_S)
                 else:
                     self._forget(key)
             due = [kind.until for kind in self._kinds.values() if kind.held]
             if due and not everything:
                 self._wait(min(due) - now)
-        for event in told:
-            self._emit(event)
+        for method, event in told:
+            self._emit(method, event)
 
     def close(self) -> None:
         """Write all that was held; what comes later is not held."""

@@ -26,7 +26,7 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk, InUseError, Lock
 from storage.faults import is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime
-from streamer.shares import PerMinute, Shares
+from streamer.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
@@ -346,6 +346,7 @@ class DeadLetters:
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
         self._queue: Shares[Letter] = Shares(QUEUED_MAX, bytes_max)
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
+        self._limits_told_at = -PERIOD_S
         self._arrived = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, "dead-letters")
         self._flushing: asyncio.Future[None] | None = None
@@ -376,9 +377,10 @@ class DeadLetters:
         granted = self._rate.happened((source.authority_name, code, kind), size)
         if not granted.told:
             self.limited += 1
-            if granted.is_first_refused:
-                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
-                log.warning("too many dead letters of one kind: for the rest of this minute they are counted only", **told)
+            if self._limits_told_at + PERIOD_S <= self._monotonic():
+                self._limits_told_at = self._monotonic()
+                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind, "counted_only": self.limited}
+                log.warning("too many dead letters within a minute: for the rest of it they are counted only", **told)
             return
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:

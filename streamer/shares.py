@@ -16,6 +16,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 KINDS_MAX: Final = 4_096  # told apart within one minute; what is beyond them counts as one kind
 STALE_MAX: Final = 1_024  # entries of the heap that tell of weights of the past, beside two for each owner
 PERIOD_S: Final = 60.0
+ALL: Final = 8  # kinds that may be told as much as one may: names of somebody's making are kinds without end
 
 T = TypeVar("T")
 
@@ -97,25 +98,29 @@ class Shares(Generic[T]):
 class Granted(NamedTuple):
     told: bool  # else it is counted only
     whole: bool  # else without its payload
-    is_first_refused: bool = False  # of its kind in this minute
 
 
 class PerMinute:
-    """How much of one kind is told in a minute, whole up to so many bytes. `monotonic` is in seconds."""
+    """How much of one kind is told in a minute, whole up to so many bytes, and of all kinds ALL times as much."""
 
     def __init__(self, count_max: int, bytes_max: int, monotonic: Callable[[], float]) -> None:
         self._count_max, self._bytes_max, self._monotonic = count_max, bytes_max, monotonic
         self._kinds: dict[Hashable, tuple[int, int]] = {}
+        self._told = self._bytes = 0  # of all kinds
         self._until = 0.0
 
     def happened(self, kind: Hashable, size: int) -> Granted:
         now = self._monotonic()
         if now >= self._until:
             self._kinds.clear()
+            self._told = self._bytes = 0
             self._until = now + PERIOD_S
         if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
             kind = None
         count, bytes = self._kinds.get(kind, (0, 0))
-        is_whole = not bytes or bytes + size <= self._bytes_max
-        self._kinds[kind] = count + 1, bytes + size if is_whole else bytes
-        return Granted(count < self._count_max, is_whole, count == self._count_max)
+        is_told = count < self._count_max and self._told < ALL * self._count_max
+        is_whole = is_told and (not bytes or bytes + size <= self._bytes_max) and self._bytes + size <= ALL * self._bytes_max
+        self._kinds[kind] = count + is_told, bytes + size * is_whole
+        self._told += is_told
+        self._bytes += size * is_whole
+        return Granted(is_told, is_whole)

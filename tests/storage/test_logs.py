@@ -141,11 +141,11 @@ class Desk:
         self.clock = Clock()
         self.lines: list[Any] = []
         monkeypatch.setattr(logs.Repeats, "_wait", lambda *_: None)
-        self.repeats = logs.Repeats(self.lines.append, self.clock)
+        self.repeats = logs.Repeats(lambda _, event: self.lines.append(event), self.clock)
 
     def log(self, event: str, level: str = "warning", **fields: Any) -> None:
         with contextlib.suppress(structlog.DropEvent):
-            self.lines.append(self.repeats(None, level, {"event": event, "level": level, **fields}))
+            self.lines.append(self.repeats(None, level, {"event": event, **fields}))
 
     @property
     def told(self) -> int:
@@ -169,7 +169,7 @@ def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_told_when_the
     assert len(desk.lines) == 3
     desk.clock.now += 1
     desk.repeats.flush()
-    assert desk.lines[3:] == [{"event": "lost", "level": "warning", "endpoint": "cloud", "seq": 99, "repeated": 99}]
+    assert desk.lines[3:] == [{"event": "lost", "endpoint": "cloud", "seq": 99, "repeated": 99}]
     desk.log("lost", endpoint="cloud", seq=100)
     assert len(desk.lines) == 4, "a line was written just now"
     desk.clock.now += 120
@@ -218,19 +218,19 @@ def test_what_is_held_is_written_though_no_other_line_comes() -> None:
     lines: list[Any] = []
     written = threading.Event()
 
-    def emit(event: Any) -> None:
-        lines.append(event)
+    def emit(method: str, event: Any) -> None:
+        lines.append((method, event))
         written.set()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logs, "PERIOD_S", 0.05)
         repeats = logs.Repeats(emit)
-        repeats(None, "", {"event": "lost"})
+        repeats(None, "error", {"event": "lost"})
         with pytest.raises(structlog.DropEvent):
-            repeats(None, "", {"event": "lost"})
+            repeats(None, "error", {"event": "lost", "exc_info": ValueError("why")})
         assert written.wait(60)
         repeats.close()
-    assert lines == [{"event": "lost", "repeated": 1}]
+    assert lines == [("error", {"event": "lost", "error": "ValueError('why')", "repeated": 1})], "it keeps no frames alive"
 
 
 PROGRAM = """

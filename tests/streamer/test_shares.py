@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +48,20 @@ def test_many_owners_cost_no_more_memory_than_their_items() -> None:
     assert len(room._heaviest) <= 2 * 101 + shares.STALE_MAX
 
 
-def test_kinds_beyond_the_limit_are_one() -> None:
+def test_kinds_beyond_the_limit_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "ALL", 1 << 20)
     limit = PerMinute(1, 1_000, lambda: 0.0)
     told = [limit.happened(number, 1).told for number in range(shares.KINDS_MAX + 100)]
     assert told == [True] * (shares.KINDS_MAX + 1) + [False] * 99
+
+
+def test_kinds_without_end_are_bounded_in_all_until_the_minute_is_over() -> None:
+    now = 0.0
+    limit = PerMinute(10, 1_000, lambda: now)
+    granted = [limit.happened(number, 100) for number in range(1_000)]
+    assert sum(one.told for one in granted) == 10 * shares.ALL
+    assert sum(one.whole for one in granted) == 10 * shares.ALL
+    now = 60.0
+    granted = [limit.happened(number, 500) for number in range(1_000)]
+    assert sum(one.whole for one in granted) == 2 * shares.ALL
+    assert len(limit._kinds) <= shares.KINDS_MAX + 1
