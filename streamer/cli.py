@@ -86,11 +86,14 @@ DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def _errors(log_format: logs.Format = "text") -> Iterator[None]:
     """The world's errors, as a line and an exit code."""
     try:
         yield
     except UStatusError as error:
+        if log_format == "json":  # standard error is the log, and whoever reads it takes no other lines
+            structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
+            raise typer.Exit(EXIT_FAILED) from None
         err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
         err.print(error.message, markup=False)
         raise typer.Exit(EXIT_FAILED) from None
@@ -184,7 +187,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
         await serve(loaded, on_ready, stopping)
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with _errors():
+    with _errors(loaded.streamer.log_format):
         asyncio.run(work())
 
 

@@ -309,6 +309,19 @@ def test_check_shows_no_password(invoke: Invoke, tmp_path: Path, settings: str) 
     assert "424242" not in shown.output + shown.stderr
 
 
+def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        admin = f"127.0.0.1:{taken.getsockname()[1]}"
+        text = ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nlog_format = "json"\nadmin = "{admin}"')
+        (tmp_path / "one.toml").write_text(text)
+        command = [sys.executable, "-m", "streamer.cli", "run", "-c", str(tmp_path / "one.toml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == cli.EXIT_FAILED
+    last = [json.loads(line) for line in done.stderr.splitlines()][-1]
+    assert (last["event"], last["code"]) == ("the process ends", "UNAVAILABLE")
+    assert admin in last["error"]
+
+
 def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
     """Also of a process that can't go on: no line is anything else, and no variable is shown."""
     text = ONE.format(folder=tmp_path).replace("[streamer]", '[streamer]\nlog_format = "json"\nadmin = "127.0.0.1:0"')
