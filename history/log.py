@@ -275,6 +275,10 @@ class Log:
     def stream_count(self) -> int:
         return len(self._streams)
 
+    def topics_of(self, authority: str) -> int:
+        """How many of them have their source there."""
+        return sum(stream.source.authority_name == authority for stream in self._streams.values())
+
     def streams_from(self, begin: int, count: int) -> list[Stream]:
         """At most `count` of them, from the place `begin` in the order of their numbers."""
         return list(islice(self._streams.values(), begin, begin + count))

@@ -60,6 +60,7 @@ class GatewayProcess(Process):
             disk=self.disk,
             worker=SimulatedWorker,  # type: ignore[arg-type]
             monotonic=world.loop.time,
+            busy_s=lambda: 0.0,
             random_bytes=self.dice.randbytes,
             rng=random.Random(self.dice.getrandbits(64)),
         )

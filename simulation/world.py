@@ -264,6 +264,7 @@ class World:
             disk=SimulatedDisk(random.Random(self.seed), lambda what: None),
             worker=SimulatedWorker,  # type: ignore[arg-type]
             monotonic=self.loop.time,
+            busy_s=lambda: 0.0,
             rng=random.Random(self.seed),
         )
         self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)

@@ -12,11 +12,21 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 from storage.disk import REAL_DISK, Disk
 from storage.worker import ThreadWorker, WorkerFactory
 from uprotocol import uuid as uuids
+
+
+def thread_busy_s() -> float:
+    """Seconds in which this thread ran, or would have if a processor had been free."""
+    try:
+        waited = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):  # not every kernel tells
+        waited = 0.0
+    return time.thread_time() + waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +37,7 @@ class Runtime:
     monotonic: Callable[[], float] = time.monotonic  # seconds; for workers, which have no loop
     random_bytes: Callable[[int], bytes] = os.urandom  # for what must never be the same twice
     rng: random.Random = field(default_factory=random.Random)  # for pauses
+    busy_s: Callable[[], float] = thread_busy_s  # of the calling thread, which is the loop's
 
 
 REAL: Final = Runtime()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Final, Self
 
 import structlog
@@ -35,9 +35,10 @@ from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import IdWindow, Ingress, Logs
+from streamer.ledger import Ledger, Pressure
 from streamer.limits import Limits
 from streamer.paused import FILE, Paused
-from streamer.retry import Backoff
+from streamer.retry import Backoff, Pace
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from transports import plugin as plugins
@@ -65,6 +66,7 @@ DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun
 SERVICES_CLOSE_S: Final = 1.0  # for all of them together, and then ...
 ENDPOINTS_CLOSE_S: Final = 3.0  # ... for the networks to take it, side by side. 5 s in all: containers are killed after 10
 FILES_CLOSE_S: Final = 0.5  # for one file to be closed cleanly; the next start recovers one that was not
+PACE_OUTSIDE_PER_S: Final = 4_000  # messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
 REOPEN_MS_MAX: Final = 30_000  # between tries to open a log on a disk that is full
 
 log = structlog.get_logger()
@@ -135,14 +137,37 @@ class Streamer:
             backoff=lambda: _backoff(config, runtime),
         )
 
+        self.ledger = Ledger(
+            self.limits.authorities_max,
+            config.limits.authority_messages_per_s,
+            is_named=self._is_named,
+            now=asyncio.get_running_loop().time,
+            now_ms=runtime.now_ms,
+            pressure=Pressure(runtime.busy_s),
+        )
+        self.ledger.on_evicted = self._forget_routes
         flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
 
         def ingress(endpoint: Endpoint, *, trusted: bool = False) -> Ingress:
-            return Ingress(endpoint, self.endpoints, self.rules, self.view, logs, self.express, self.hosted, window, flows, trusted=trusted)
+            return Ingress(
+                endpoint,
+                self.endpoints,
+                self.rules,
+                self.view,
+                logs,
+                self.express,
+                self.hosted,
+                window,
+                flows,
+                self.ledger,
+                trusted=trusted,
+                message_bytes_max=config.limits.message_bytes_max,
+            )
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         self.hosted.entities_changed = self._entities_changed
+        paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(
                 endpoint,
@@ -154,6 +179,7 @@ class Streamer:
                 paused=self.paused,
                 absent_ms_max=config.history.absent_ms,
                 on_gap=self._lost,
+                pace=paces[endpoint.name],
             )
             for endpoint in self.endpoints
             for one in logs
@@ -209,6 +235,11 @@ class Streamer:
             await durable.close()
             raise
 
+    def _pace(self, endpoint: Endpoint) -> Pace | None:
+        """One for all that goes to that endpoint's network."""
+        per_s = self.config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
+        return None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
+
     def _embedded_service(self) -> USubscriptionService | None:
         if self.config.usubscription_of(self.config.home) != "embedded":
             return None
@@ -251,7 +282,7 @@ class Streamer:
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:
             return None
-        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes)
+        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles)
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -310,6 +341,7 @@ class Streamer:
         for pump in self.pumps:
             start(pump.run(), f"pump {pump.peer.name}")
         start(self.claims.watch(), "claims")
+        start(self.ledger.run(), "ledger")
         self.ready.set()
         for note in self.notes():
             log.warning("a note", note=note)
@@ -459,9 +491,16 @@ class Streamer:
 
     async def _entities_changed(self) -> None:
         """A service inside has come or gone: what is for it goes another way now."""
+        self._forget_routes()
+        await self._listen()
+
+    def _forget_routes(self) -> None:
         for one in (*self.ingresses.values(), self._entry):
             one.forget_routes()
-        await self._listen()
+
+    def _is_named(self, authority: str, endpoint: str) -> bool:
+        """The services inside have no endpoint."""
+        return not endpoint or authority in self.endpoints[endpoint].authorities
 
     async def _listen(self) -> None:
         """Listen to what can be listened to now, and leave the rest to `_follow_interest`: one network that refuses stops nothing."""
@@ -545,7 +584,19 @@ class Streamer:
         """What somebody may want to know though nothing is wrong."""
         held, idle = "what comes waits in the log", "which there is not (any more), so nothing waits"
         paused = [f"paused: {one.topic} to {one.peer}; {held if self.paused.is_peer(one.peer) else idle}" for one in sorted(self.paused)]
-        return [*self.endpoints.notes(), *paused]
+        return [*self.endpoints.notes(), *self.ledger.notes(), *paused]
+
+    def topics_of(self, authority: str) -> int:
+        """How many topics of it the logs know."""
+        return sum(one.topics_of(authority) for one in self.logs)
+
+    def vehicles(self, count: int) -> list[dict[str, Any]]:
+        """What the source authorities send, those that send most first."""
+        return [account.as_dict(self.topics_of(account.authority)) for account in self.ledger.by_rate(count)]
+
+    def all_vehicles(self) -> Iterator[dict[str, Any]]:
+        """The same of all of them, in the order in which they were first heard."""
+        return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
 
     def stats(self) -> dict[str, Any]:
         """Counters as plain data."""
@@ -624,7 +675,7 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
     helpers = [asyncio.create_task(announce()), asyncio.create_task(stop())]
     try:
-        async with ControlSocket(config.streamer.data_dir, streamer.paused):
+        async with ControlSocket(config.streamer.data_dir, streamer.paused, streamer.vehicles):
             await streamer.run()
     except BaseExceptionGroup as group:
         ours, others = group.split(UStatusError)

@@ -5,6 +5,7 @@ usubscription                        a uSubscription service of its own
 subscribe  publish  call  replay     an ordinary uEntity on one network
 history  cursors  dead-letters       what a streamer keeps, and for whom
 pause  resume  paused                stop and start dispatching a topic to a peer
+vehicles  subscriptions              who sends how much, who wants what
 demo                                 all of it at once
 """
 
@@ -28,6 +29,7 @@ import structlog
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from storage import logs
 from streamer import client, control, cursors, dead_letter
@@ -149,11 +151,20 @@ def _data_dir(data_dir: Path | None, config: Path | None) -> Path:
     return data_dir if data_dir is not None else configs.load(config or Path()).streamer.data_dir
 
 
+def _row(table: Table, *cells: object) -> None:
+    table.add_row(*(Text(_plain(str(cell))) for cell in cells))
+
+
+def _plain(text: str) -> str:
+    """What strangers have written is shown as it is: neither markup nor a terminal's commands."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def _print(as_json: bool, data: dict[str, Any], line: str) -> None:
     if as_json:
         print(json.dumps(data), flush=True)
     else:
-        out.print(line, markup=False)
+        out.print(_plain(line), markup=False)
 
 
 def _show(message: UMessage, as_json: bool) -> None:
@@ -535,7 +546,7 @@ def _show_description(description: Any, as_json: bool) -> None:
         for column in rows[0] if rows else []:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*(str(value) for value in row.values()))
+            _row(table, *row.values())
         out.print(table)
 
 
@@ -680,6 +691,33 @@ def _control(do: str, topic: str, peer: str, data_dir: Path | None, config: Path
 
 
 @app.command()
+def vehicles(
+    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="So many of those that send most.")] = 20,
+    data_dir: DataDir = None,
+    config: OrConfig = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all of it.
+
+    Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
+    """
+    with _errors():
+        found = control.vehicles(_data_dir(data_dir, config), top)
+    if as_json:
+        for one in found:
+            print(json.dumps(one))
+        return
+    table = Table(title=f"the {len(found)} source authorities that send most")
+    for column in ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped", "last seen"):
+        table.add_column(column, overflow="fold")
+    for one in found:
+        seen = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one["seen_ms"] / 1000))
+        columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
+        _row(table, *(one[column] for column in columns), seen)
+    out.print(table)
+
+
+@app.command()
 def subscriptions(
     store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
     config: Annotated[Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")] = None,
@@ -717,7 +755,7 @@ def subscriptions(
     for column in columns:
         table.add_column(column, overflow="fold")
     for entry in entries:
-        table.add_row(*(str(entry.get(column) or "") for column in columns))
+        _row(table, *(entry.get(column) or "" for column in columns))
     out.print(table)
 
 
@@ -744,7 +782,7 @@ def dead_letters(
     for letter in letters:
         row = letter.as_dict()
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(letter.time_ms / 1000))
-        table.add_row(moment, str(row["code"]), letter.endpoint, str(row["source"]), str(row["sink"] or ""), letter.reason)
+        _row(table, moment, row["code"], letter.endpoint, row["source"], row["sink"] or "", letter.reason)
     out.print(table)
 
 

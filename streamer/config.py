@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from storage import logs
 from streamer import names
+from streamer.ledger import UNITS_PER_S
 from streamer.limits import MEMORY_MIB
 from transports import plugin as plugins
 from uprotocol import uri as uris
@@ -108,7 +109,7 @@ class StreamerSection(_Section):
     )
     data_dir: Path = Field(default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest")
     admin: Annotated[str, AfterValidator(_host_port)] | None = Field(
-        default=None, description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz` and `/readyz`; port 0 is any free one"
+        default=None, description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="what is logged, and all that is worse; the log goes to standard error"
@@ -217,6 +218,12 @@ class EgressSection(_Section):
 
     retry_min_ms: int = Field(default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter")
     retry_max_ms: int = Field(default=10_000, ge=1, description="longest pause; a network that returns ends it")
+    messages_per_s: int | None = Field(
+        default=None,
+        ge=1,
+        description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority "
+        "(`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for others",
+    )
 
 
 class ExpressSection(_Section):
@@ -245,6 +252,13 @@ class LimitsSection(_Section):
         ge=1 << 16,
         le=1 << 27,
         description="of a payload; told to the network where its protocol can, counted as `too_large` elsewhere",
+    )
+    authority_messages_per_s: int = Field(
+        default=UNITS_PER_S,
+        ge=1,
+        description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the "
+        "streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB. Authorities "
+        "that an endpoint names have no such limit",
     )
 
 

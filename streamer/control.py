@@ -3,6 +3,7 @@
 core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
 command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused
              streamer stopped: the file of Paused, under the lock of the log
+             vehicles: what the source authorities send (ledger.py), while it runs
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LIST_PAUSED: Final = 7
 SOCKET: Final = "control.sock"  # in a data_dir
 LOG_LOCK: Final = "history.db.lock"  # held by a streamer that runs
 LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of what is paused, PAUSES_MAX of some 300 bytes
+VEHICLES_MAX: Final = 400  # some 250 bytes each, so that they fit; the admin port gives all
 ANSWER_S: Final = 10.0  # a disk may be slow; who says nothing for so long holds no memory for longer
 
 log = structlog.get_logger()
@@ -92,8 +94,9 @@ class Control:
 class ControlSocket:
     """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command line its way only."""
 
-    def __init__(self, folder: Path, paused: Paused) -> None:
-        self._folder, self._paused = folder, paused
+    def __init__(self, folder: Path, paused: Paused, vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: []) -> None:
+        """`vehicles(count)`: what the source authorities send, those that send most."""
+        self._folder, self._paused, self._vehicles = folder, paused, vehicles
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
@@ -136,27 +139,29 @@ class ControlSocket:
 
     async def _answer(self, line: bytes) -> dict[str, Any]:
         try:
-            ended = await self._do(line)
+            return await self._do(line)
         except UStatusError as error:
             return {"code": int(error.code), "message": error.message}
-        return {"ended": ended, "paused": sorted(self._paused)}
 
-    async def _do(self, line: bytes) -> int:
+    async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", ""))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise invalid("expected one line of JSON with do, topic and peer") from None
+            what, topic, peer, count = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", "")), int(asked.get("count", 0))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise invalid("expected one line of JSON with do, and topic and peer, or count") from None
+        ended = 0
         match what:
             case "pause":
                 await self._paused.pause(uris.parse(topic), peer)
             case "resume":
-                return await self._paused.resume(uris.parse(topic), peer)
+                ended = await self._paused.resume(uris.parse(topic), peer)
             case "paused":
                 pass
+            case "vehicles":
+                return {"vehicles": self._vehicles(max(0, min(count, VEHICLES_MAX)))}
             case _:
-                raise invalid(f"do is pause, resume or paused, got {what!r}")
-        return 0
+                raise invalid(f"do is pause, resume, paused or vehicles, got {what!r}")
+        return {"ended": ended, "paused": sorted(self._paused)}
 
 
 @contextlib.contextmanager
@@ -177,23 +182,39 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -
 
     `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs and does not answer.
     """
+    answer = _exchange(folder, {"do": do, "topic": topic, "peer": peer})
+    if answer is None:
+        return _ask_file(folder, do, topic, peer, own)
+    return [Pause(*one) for one in answer["paused"]]
+
+
+def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
+    """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no streamer runs."""
+    answer = _exchange(folder, {"do": "vehicles", "count": count})
+    if answer is None:
+        raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")
+    found: list[dict[str, Any]] = answer["vehicles"]
+    return found
+
+
+def _exchange(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
+    """The answer of the streamer that runs there; None if there is none. Raises UStatusError."""
     if not folder.is_dir():
         raise invalid(f"there is no folder {folder}: is this the data_dir of a streamer?")
-    request = {"do": do, "topic": topic, "peer": peer}
     try:
         with socket.socket(socket.AF_UNIX) as line, _address(folder) as address:
             line.settimeout(ANSWER_S)
             line.connect(address)
             line.sendall(json.dumps(request).encode() + b"\n")
             with line.makefile("rb") as answers:
-                answer = json.loads(answers.readline(LINE_BYTES_MAX))
+                answer: dict[str, Any] = json.loads(answers.readline(LINE_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
-        return _ask_file(folder, do, topic, peer, own)
+        return None
     except (OSError, ValueError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the streamer with data_dir {folder} does not answer: {error}") from None
     if "code" in answer:
         raise UStatusError(answer["code"], answer["message"])
-    return [Pause(*one) for one in answer["paused"]]
+    return answer
 
 
 def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pause]:

@@ -27,9 +27,10 @@ from streamer.blocked import Aside, Item, Key, key_of
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import LAG_RECORDS_MAX, Flow
+from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
-from streamer.retry import Backoff
+from streamer.retry import Backoff, Pace
 from streamer.view import Decision, Target, Version, View
 from transports.outbox import NOT_TRIED
 from uprotocol import attributes as attrs
@@ -99,6 +100,7 @@ class Pump:
         paused: Paused | None = None,
         absent_ms_max: int = ABSENT_MS_MAX,
         on_gap: GapCallback = lambda *_: None,
+        pace: Pace | None = None,
     ) -> None:
         self.peer, self.log = peer, source
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
@@ -121,7 +123,7 @@ class Pump:
         self.retries = 0
         self.gaps = 0  # records that were lost to retention or damage before the peer got them
         self.trouble = ""  # why reading or sending does not go on
-        self._flow, self._on_gap = flow, on_gap
+        self._flow, self._on_gap, self._pace = flow, on_gap, pace
         self.absent_ms, self._absent_ms_max = 0, absent_ms_max  # how long the peer has been away, while the streamer ran
         self._letters_left = PASSED_LETTERS_MAX
         self._active_at = -math.inf  # loop time at which the peer last took something, or was given something after that
@@ -139,8 +141,13 @@ class Pump:
 
     @property
     def lag(self) -> float:
-        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room."""
+        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room.
+
+        Who is behind because we send slowly is no reason to hold up senders: its records are on disk.
+        """
         log = self.log
+        if self._pace is not None and log.durable:
+            return 0.0
         unread = log.newest_seq - self._read
         kept = max(log.newest_seq - log.floor_seq, 1)
         return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
@@ -557,6 +564,8 @@ class Pump:
         if not self._failing:
             self._active_at = loop.time()
         messages: Sequence[Any] = [message for _, message, _ in batch]
+        if self._pace is not None:
+            await self._pace.spend(sum(units_of(len(message.payload)) for message in messages))
         if not transport.takes_encoded:
             messages = [decoded(message) for message in messages]
         statuses = await self.peer.send_batch(messages)

@@ -11,17 +11,19 @@ import asyncio
 import enum
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from history.log import Log
+from streamer.dead_letter import attributes_of
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
 from streamer.held import Held
 from streamer.hosted import HostedTransport
+from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.names import carried_by
 from streamer.rules import Rules
 from streamer.view import Version, View
@@ -30,10 +32,9 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, Readdressed, decoded
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability
+from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) whose way is known; the cache starts anew when it is full
@@ -63,6 +64,8 @@ class Route:
     source: bytes = b""  # as it is on the wire
     is_answer: bool = False  # a response
     inside: Callable[[Carried], Carried] | None = None  # gives a message the addresses that it has inside; None: it has them
+    account: Account = field(init=False)  # the source authority's
+    bytes_max: int = UNLIMITED  # of a payload
 
 
 class IdWindow:
@@ -127,14 +130,17 @@ class Ingress:
         hosted: HostedTransport,
         window: IdWindow,
         flows: Mapping[Log, Flow],
+        ledger: Ledger,
         *,
         trusted: bool = False,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         self.endpoint = endpoint
         self._endpoints, self._rules, self._view, self._logs = endpoints, rules, view, logs
         self._express, self._hosted, self._window, self._flows, self._trusted = express, hosted, window, flows, trusted
         self._now_ms = now_ms
+        self._ledger, self._bytes_max = ledger, message_bytes_max
         self._routes: dict[Any, Route] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
@@ -166,10 +172,17 @@ class Ingress:
             route = routes.get(key)
             if route is None or route.version != version:
                 route = self._resolve(key, message, version)
+            account, size = route.account, len(message.payload)
+            account.messages += 1
+            account.bytes += size
+            account.left -= 1 + size // UNIT_BYTES
+            if size > route.bytes_max or (account.left < 0 and self._ledger.is_over(account)):
+                self._refuse(route, message, size)
+                continue
             if route.inside is not None:
                 message = route.inside(message)
             if route.lane is Lane.DROP:
-                self._drop(route, decoded(message))
+                self._drop(route, message)
                 continue
             if not take(_id(message) + route.source):
                 duplicates += 1
@@ -230,16 +243,29 @@ class Ingress:
         future.add_done_callback(settle)
         return future
 
-    def _drop(self, route: Route, message: UMessage) -> None:
+    def _drop(self, route: Route, message: Carried) -> None:
         if not route.reason:
             return
         self.endpoint.dropped[route.reason] += 1
+        route.account.dropped += 1
         if route.reason == "topics_full":
             self._express.fail(message, UCode.RESOURCE_EXHAUSTED, "the log knows too many topics to take another one", self.endpoint)
         elif route.reason == "denied":
             self._express.fail(
                 message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
             )
+
+    def _refuse(self, route: Route, message: Carried, size: int) -> None:
+        """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
+        reason = "too_large" if size > route.bytes_max else "over_quota"
+        self.endpoint.dropped[reason] += 1
+        if reason == "too_large":
+            route.account.dropped += 1
+            what = f"a payload has at most {route.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
+            self._express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
+        elif attributes_of(message).type == attrs.REQUEST:
+            what = f"authority {route.account.authority} sends more than its quota: send slower"
+            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
     # Where it goes
 
@@ -259,6 +285,9 @@ class Ingress:
             route = Route(version, Lane.DROP, reason="topics_full")
         route.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         route.source = source.SerializeToString()
+        route.account = self._ledger.account(source.authority_name, "" if self._trusted else self.endpoint.name)
+        if not self._trusted and not route.is_answer:  # a page of history is an answer, and may be an envelope larger
+            route.bytes_max = self._bytes_max
         readdressed = None
         if source != attributes.source or (sink is not None and sink != attributes.sink):
             readdressed = Readdressed(source, sink)

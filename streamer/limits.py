@@ -34,6 +34,11 @@ class Limits:
         return max(1, self.topics_max // AUTHORITIES_SHARE)
 
     @property
+    def authorities_max(self) -> int:
+        """Source authorities with an account of their own, some 500 bytes each."""
+        return self.memory_bytes // 16 // 512
+
+    @property
     def express_bytes_max(self) -> int:
         """Of requests and responses that wait for one endpoint."""
         return max(2 * self.message_bytes_max, self.memory_bytes // 32)

@@ -25,6 +25,7 @@ class StreamerCollector(Collector):
         yield from self._pumps()
         yield from self._history()
         yield from self._disk()
+        yield from self._authorities()
         yield from self._rest()
 
     def _endpoints(self) -> Iterator[Metric]:
@@ -122,6 +123,25 @@ class StreamerCollector(Collector):
                 limit.add_metric(["durable"], log.retention_bytes)
                 free.add_metric(["durable"], log.disk_free_bytes)
         yield from (used, limit, free)
+
+    def _authorities(self) -> Iterator[Metric]:
+        """Of those that send most, and of all others together: a fleet has more of them than a time series database takes."""
+        labels = ["endpoint", "authority"]
+        received = CounterMetricFamily("up_streamer_authority_received", "Messages of a source authority", labels=labels)
+        size = CounterMetricFamily("up_streamer_authority_received_bytes", "Payload of a source authority's messages", labels=labels)
+        dropped = CounterMetricFamily("up_streamer_authority_dropped", "Messages of a source authority that were dropped", labels=labels)
+        topics = GaugeMetricFamily("up_streamer_authority_topics", "Topics of a source authority that the logs know", labels=labels)
+        ledger = self._streamer.ledger
+        for account in (*ledger.top, ledger.others):
+            label = [account.endpoint, account.authority]
+            received.add_metric(label, account.messages)
+            size.add_metric(label, account.bytes)
+            dropped.add_metric(label, account.dropped)
+            if account is not ledger.others:
+                topics.add_metric(label, self._streamer.topics_of(account.authority))
+        yield from (received, size, dropped, topics)
+        yield GaugeMetricFamily("up_streamer_authorities", "Source authorities that are known", value=len(ledger))
+        yield GaugeMetricFamily("up_streamer_busy", "Share of its time in which the streamer's thread has work", value=ledger.busy)
 
     def _rest(self) -> Iterator[Metric]:
         letters = CounterMetricFamily("up_streamer_dead_letters", "Messages that could not be delivered, by code", labels=["code"])

@@ -1,9 +1,13 @@
-"""Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"), that can be cut short."""
+"""How fast something is tried: Backoff after failures, Pace while all is well.
+
+Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"), that can be cut short.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 
 
 class Backoff:
@@ -44,3 +48,23 @@ class Backoff:
                 await self._woken.wait()
         except TimeoutError:
             pass
+
+
+class Pace:
+    """At most so many units a second in the mean; what a second allows may go at once."""
+
+    def __init__(self, per_s: int, now: Callable[[], float]) -> None:
+        """`now`: loop time, seconds."""
+        self._per_s, self._now = per_s, now
+        self._left, self._at = float(per_s), now()
+
+    def __repr__(self) -> str:
+        return f"Pace({self._per_s} a second, left={self._left:.0f})"
+
+    async def spend(self, units: int) -> None:
+        """Wait for as long as these units are too many. Several may share one pace."""
+        now = self._now()
+        self._left = min(self._per_s, self._left + (now - self._at) * self._per_s) - units
+        self._at = now
+        if self._left < 0:
+            await asyncio.sleep(-self._left / self._per_s)

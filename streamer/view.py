@@ -116,6 +116,10 @@ class View:
             peers = {owner.name: owner for owner in owners}
         return tuple(peer for peer in peers.values() if self._passes(origin, peer, topic))
 
+    def names(self, topic: UUri) -> bool:
+        """True if a subscription names exactly `topic`."""
+        return self._interest.names(topic)
+
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True iff `topic` is published at `origin` and wanted by somebody on another network."""
         if self._endpoints.owner(topic.authority_name) is not origin:

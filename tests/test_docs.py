@@ -107,7 +107,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "takes up to # messages", 1, ["transports.zenoh:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.inbox:BYTES_MAX"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.held:HOLD_S"]),
-    ("configuration", "the log knows # addresses", 1, ["history.log:STREAMS_MAX"]),
+    ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("history", "at most #. The service gives one", 1, ["history.witness:WITNESSES_MAX"]),
     ("history", "(# records, 768 KiB, 60 s)", 1, ["history.service:POLL_RECORDS_MAX"]),
     ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service:POLL_BYTES_MAX"]),

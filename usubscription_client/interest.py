@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -34,6 +35,8 @@ REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do
 RETRY_FIRST_MS: Final = 500  # after a failed fetch; doubles up to ...
 RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
+AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8  # of one authority, so that topics which it makes up keep out its own alone
+LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
 ASKS_AT_ONCE: Final = 32  # calls in flight while a refresh asks again, topic by topic
 EMBEDDED_SAVE_DELAY_S: Final = 60.0  # what the service has on disk itself is remembered a second time for its damage only
 CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
@@ -75,6 +78,7 @@ class InterestSource(Protocol):
         ...
 
     def wants(self, topic: UUri) -> Mapping[str, Want]: ...
+    def names(self, topic: UUri) -> bool: ...
     def topics(self) -> Collection[UUri]: ...
     def on_change(self, callback: Callable[[], None]) -> None: ...
 
@@ -105,7 +109,8 @@ class ServiceInterest(TableSource):
         self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random or runtime.rng.random
         self.healthy = False
         self._started = False
-        self._asked: dict[Key, UUri] = {}
+        self._asked: dict[str, dict[Key, UUri]] = {}  # by the topics' authority; the longest known first
+        self._asked_count = 0
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
         self._during_fetch: list[Subscription] | None = None
@@ -144,7 +149,7 @@ class ServiceInterest(TableSource):
         if self._table.replace(known):
             self._table.changed()
         for subscription in known:
-            self._asked[uris.key(subscription.topic)] = subscription.topic
+            self._note_asked(subscription.topic)
         self._table.on_change(memory.changed)
 
     async def refresh(self) -> None:
@@ -152,15 +157,40 @@ class ServiceInterest(TableSource):
 
     async def ask(self, topic: UUri) -> None:
         """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next refresh."""
-        key = uris.key(topic)
-        if self.can_list or key in self._asked:
+        authority = topic.authority_name
+        of_it = self._asked.get(authority, {})
+        if self.can_list or uris.key(topic) in of_it:
             return
-        if len(self._asked) >= TOPICS_ASKED_MAX:
-            log.warning("no more topics can be asked of this service", authority=self.name, topics=TOPICS_ASKED_MAX)
-            return
-        self._asked[key] = topic
+        freed: UUri | None = None
+        if self._asked_count >= TOPICS_ASKED_MAX or len(of_it) >= AUTHORITY_TOPICS_ASKED_MAX:
+            freed = self._let_go(authority if of_it else max(self._asked, key=lambda one: len(self._asked[one])))
+            if freed is None:
+                log.warning("no more topics can be asked of this service", authority=self.name, of=authority, topics=len(of_it))
+                return
+        self._note_asked(topic)
         if not await self._ask(topic):
             self._kick.set()
+        if freed is not None:
+            with contextlib.suppress(UStatusError):  # it may go on telling us
+                await self._client.unregister_for_notifications(freed)
+
+    def _note_asked(self, topic: UUri) -> None:
+        of_it = self._asked.setdefault(topic.authority_name, {})
+        self._asked_count += uris.key(topic) not in of_it
+        of_it[uris.key(topic)] = topic
+
+    def _let_go(self, authority: str) -> UUri | None:
+        """Forget a topic of `authority` that nobody wants; who publishes it again has it asked again. None: all are wanted."""
+        of_it = self._asked[authority]
+        for key in list(islice(of_it, LET_GO_LOOKS_MAX)):
+            topic = of_it.pop(key)
+            if not self._table.wants(topic):
+                self._asked_count -= 1
+                self._answered.discard(key)
+                self._unanswered.discard(key)
+                return topic
+            of_it[key] = topic  # behind the others: it is looked at last
+        return None
 
     def decided(self, topic: UUri) -> bool:
         return self.complete if self.can_list else uris.key(topic) in self._answered
@@ -217,7 +247,7 @@ class ServiceInterest(TableSource):
             self._table.changed()
 
     async def _ask_all_again(self) -> None:
-        topics = list(self._asked.values())
+        topics = [topic for of_it in self._asked.values() for topic in of_it.values()]
         for start in range(0, len(topics), ASKS_AT_ONCE):
             answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
             if not any(answered):
@@ -346,7 +376,8 @@ class Interest:
         self.sources = tuple(sources)
         self.version = 0
         self._callbacks: list[Callable[[], None]] = []
-        self._to_ask: dict[Key, UUri] = {}
+        self._to_ask: dict[str, dict[Key, UUri]] = {}  # by the topics' authority, which take turns
+        self._to_ask_count = 0
         self._asking: dict[Key, asyncio.Task[None]] = {}
         for source in self.sources:
             source.positions = positions
@@ -360,6 +391,7 @@ class Interest:
 
     async def stop(self) -> None:
         self._to_ask.clear()
+        self._to_ask_count = 0
         for task in list(self._asking.values()):
             task.cancel()
         await asyncio.gather(*(source.stop() for source in self.sources))
@@ -385,22 +417,37 @@ class Interest:
         return [authority if uris.is_one_of(authority, source.also) else source.scope for source in undecided]
 
     def _ask_soon(self, topic: UUri) -> None:
-        key = uris.key(topic)
-        if key not in self._asking and len(self._to_ask) < TOPICS_ASKED_MAX:
-            self._to_ask.setdefault(key, topic)
+        key, waiting = uris.key(topic), self._to_ask.setdefault(topic.authority_name, {})
+        if key in self._asking or key in waiting:
+            return
+        if self._to_ask_count < TOPICS_ASKED_MAX and len(waiting) < AUTHORITY_TOPICS_ASKED_MAX:  # else it is asked when it is seen again
+            waiting[key] = topic
+            self._to_ask_count += 1
             self._ask_next()
 
     def _ask_next(self, answered: Key | None = None) -> None:
         if answered is not None:
             del self._asking[answered]
         while self._to_ask and len(self._asking) < ASKS_AT_ONCE:
-            key = next(iter(self._to_ask))
-            self._asking[key] = task = asyncio.ensure_future(self.ask(self._to_ask.pop(key)))
+            authority, waiting = next(iter(self._to_ask.items()))
+            del self._to_ask[authority]
+            if not waiting:
+                continue
+            key = next(iter(waiting))
+            topic = waiting.pop(key)
+            self._to_ask_count -= 1
+            if waiting:
+                self._to_ask[authority] = waiting  # behind the others
+            self._asking[key] = task = asyncio.ensure_future(self.ask(topic))
             task.add_done_callback(lambda _, key=key: self._ask_next(key))  # type: ignore[misc]
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`. Pure lookup: ask it once per topic and version."""
         return merge([source.wants(topic) for source in self.sources])
+
+    def names(self, topic: UUri) -> bool:
+        """True if somebody has subscribed to exactly `topic`, and not just to a pattern of it."""
+        return any(source.names(topic) for source in self.sources)
 
     def topics(self) -> list[UUri]:
         """Every topic that somebody wants, patterns included, each once."""

@@ -74,6 +74,10 @@ class InterestTable:
                 wants = merge((wants, _wants_of(pattern)))
         return wants
 
+    def names(self, topic: UUri) -> bool:
+        """True if a subscription names exactly `topic`, and not a pattern of it."""
+        return uris.key(topic) in self._topics
+
     def topics(self) -> list[UUri]:
         return [entry.uri for entries in (self._topics, self._patterns) for entry in entries.values()]
 
@@ -213,6 +217,9 @@ class TableSource:
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         return self._table.wants(topic)
+
+    def names(self, topic: UUri) -> bool:
+        return self._table.names(topic)
 
     def topics(self) -> Collection[UUri]:
         return self._table.topics()

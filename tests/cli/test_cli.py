@@ -338,3 +338,14 @@ def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -
         ("info", "ready", "vehicle1")
     ]
     assert all(re.fullmatch(r"[\d-]{10}T[\d:]{8}\.\d{3}Z", line["timestamp"]) for line in lines)
+
+
+def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    table = cli.Table("name")
+    cli._row(table, "[red]vin1[/] \x1b]0;owned\x07\r")
+    cli.out.print(table)
+    cli._print(False, {}, "payload \x1b[2J [bold]")
+    shown = capsys.readouterr().out
+    assert "[red]vin1[/]" in shown
+    assert "\\x1b[2J [bold]" in shown
+    assert not set("\x1b\x07\r") & set(shown)

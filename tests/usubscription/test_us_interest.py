@@ -20,7 +20,7 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client import EmbeddedInterest, Interest, ServiceInterest, StaticFile, Status, Subscription, Want
+from usubscription_client import EmbeddedInterest, Interest, ServiceInterest, StaticFile, Status, Subscription, Want, interest
 from usubscription_client.interest import REFRESH_MS
 from usubscription_client.table import InterestTable, merge
 
@@ -208,6 +208,7 @@ class OldService:
     async def open(self) -> None:
         await self._server.register_request_handler(8, self._fetch)
         await self._server.register_request_handler(6, self._register)
+        await self._server.register_request_handler(7, self._unregister)
 
     async def close(self) -> None:
         await self._server.close()
@@ -220,6 +221,9 @@ class OldService:
 
     def _register(self, request: UMessage) -> v3.NotificationsResponse:
         self.registered.append(UPayload.of(request).unpack(v3.NotificationsRequest).topic)
+        return v3.NotificationsResponse()
+
+    def _unregister(self, _: UMessage) -> v3.NotificationsResponse:
         return v3.NotificationsResponse()
 
     async def tell(self, topic: UUri, subscriber: UUri, state: int) -> None:
@@ -273,6 +277,34 @@ async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_return
     assert source.healthy
     await source.stop()
     await again.close()
+
+
+async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interest, "AUTHORITY_TOPICS_ASKED_MAX", 20)
+    monkeypatch.setattr(interest, "ASKS_AT_ONCE", 2)
+    old = OldService(await world.transport("old", 0, 3))
+    await old.open()
+    real, honest = uris.parse("//dev1/20/1/8001"), uris.parse("//dev2/20/1/8001")
+    old.subscribers = {uris.key(topic): [uris.parse("//third/10/1/0")] for topic in (real, honest)}
+    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=5_000)
+    changed = Changed(source)
+    await source.start()
+    union = Interest([source])
+    await union.ask(real)
+    for number in range(1_000):
+        union.undecided(uris.uri("dev1", 0x66, 1, 0x8000 + number))
+    union.undecided(honest)
+    await changed.until(lambda: source.decided(honest))
+    assert len(old.registered) <= 8, "it did not wait for those that were made up"
+    while union._asking:
+        await asyncio.wait(list(union._asking.values()))
+    for number in range(1_000):
+        await union.ask(uris.uri("dev1", 0x67, 1, 0x8000 + number))
+    assert source._asked_count == sum(map(len, source._asked.values())) == 20 + 1
+    assert len(source._answered) == 20 + 1
+    assert source.decided(real), "what somebody wants stays"
+    await source.stop()
+    await old.close()
 
 
 # -- embedded, static file, union -----------------------------------------------------------------------------------------------------

@@ -1,0 +1,255 @@
+"""What each source authority sends: counted for the operator, and held to its quota while the streamer is behind.
+
+ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind? --> dropped "over_quota"
+                                                                                                      |
+Pressure: how much of its time the loop's thread is busy, or waits for a processor -------------------'
+run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
+
+An account is found once per route, not per message. Authorities that the configuration names have no quota: who wrote them down has
+decided. Those that only a pattern names (a fleet) have one each, so that one vehicle's flood is that vehicle's trouble.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import structlog
+
+UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload: large ones cost more
+UNITS_PER_S: Final = 5_000  # of one authority: far beyond a vehicle's telemetry, an eighth of what one core forwards
+BURST_S: Final = 4.0  # of the quota may come at once: who was away for a moment brings what has gathered
+UNLIMITED: Final = sys.maxsize
+TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
+SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
+BEHIND: Final = 0.8  # of its time the thread is busy: beyond that what arrives begins to wait
+RELAXED_S: Final = 5.0  # the streamer counts as behind for so long after it was: a flood that is dropped makes it idle at once
+TOP: Final = 20  # authorities with metrics of their own
+TOLD_S: Final = 60.0  # between two lines about one authority
+OTHERS: Final = "others"
+
+log = structlog.get_logger()
+
+
+def units_of(payload_bytes: int) -> int:
+    """What a message with such a payload counts."""
+    return 1 + payload_bytes // UNIT_BYTES
+
+
+class Account:
+    """One authority's. `ingress` counts in it; `left` are the units that it may still send."""
+
+    __slots__ = (
+        "authority",
+        "bytes",
+        "dropped",
+        "endpoint",
+        "is_limited",
+        "left",
+        "messages",
+        "rate",
+        "refilled",
+        "sampled",
+        "seen_ms",
+        "settled",
+        "told",
+    )
+
+    def __init__(self, authority: str, endpoint: str, left: int, is_limited: bool, now: float) -> None:
+        self.authority, self.endpoint, self.left, self.is_limited = authority, endpoint, left, is_limited
+        self.messages = self.bytes = self.dropped = 0
+        self.rate = 0.0  # messages a second, lately
+        self.sampled = (0, now)  # messages, loop time
+        self.settled = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
+        self.refilled = self.told = now
+        self.seen_ms = 0  # Unix milliseconds; in steps of ten seconds
+
+    def __repr__(self) -> str:
+        return f"Account({self.authority} on {self.endpoint}, messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s)"
+
+    def as_dict(self, topics: int = 0) -> dict[str, Any]:
+        return {
+            "authority": self.authority,
+            "endpoint": self.endpoint,
+            "messages": self.messages,
+            "bytes": self.bytes,
+            "dropped": self.dropped,
+            "per_s": round(self.rate, 1),
+            "topics": topics,
+            "seen_ms": self.seen_ms,
+        }
+
+
+def _by_rate(account: Account) -> tuple[float, int]:
+    return account.rate, account.messages
+
+
+class Pressure:
+    """Whether the loop's thread has more to do than it can."""
+
+    def __init__(self, busy_s: Callable[[], float]) -> None:
+        self._busy_s = busy_s
+        self._last: tuple[float, float] | None = None
+        self._until = 0.0
+        self.share = 0.0
+
+    def look(self, now: float) -> None:
+        """`now` is loop time, seconds."""
+        busy = self._busy_s()
+        if self._last is not None and now > self._last[1]:
+            self.share = (busy - self._last[0]) / (now - self._last[1])
+            if self.share >= BEHIND:
+                self._until = now + RELAXED_S
+        self._last = (busy, now)
+
+    def is_on(self, now: float) -> bool:
+        return now < self._until
+
+
+class Ledger:
+    """All accounts, at most `accounts_max`; those that were quiet for longest make room, and what they had goes to the others'."""
+
+    def __init__(
+        self,
+        accounts_max: int,
+        units_per_s: int,
+        *,
+        is_named: Callable[[str, str], bool],
+        now: Callable[[], float],
+        now_ms: Callable[[], int],
+        pressure: Pressure,
+    ) -> None:
+        """`is_named(authority, endpoint)`: that endpoint names it, and not just a pattern. `now`: loop time, seconds."""
+        assert accounts_max > 1, "an account makes room for another one"
+        self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
+        self._now, self._now_ms = now, now_ms
+        self._burst = int(units_per_s * BURST_S)
+        self._accounts: dict[tuple[str, str], Account] = {}  # who claims a foreign name somewhere costs its owner elsewhere nothing
+        self._pressure = pressure
+        self._place = 0  # where the next slice begins
+        self._snapshot: list[Account] = []
+        self._top: list[Account] = []
+        self._rising: list[Account] = []  # the top of the slices so far
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # all that is not, or was not then, at the top; never falls
+        self.on_evicted: Callable[[], None] = lambda: None  # whoever holds an account has to ask for it again
+
+    def __repr__(self) -> str:
+        return f"Ledger(accounts={len(self._accounts)}, busy={self._pressure.share:.2f})"
+
+    @property
+    def busy(self) -> float:
+        """The share of its time in which the loop's thread ran, or waited for a processor, lately; 1 is all of it."""
+        return self._pressure.share
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def account(self, authority: str, endpoint: str) -> Account:
+        found = self._accounts.get((authority, endpoint))
+        if found is None:
+            if len(self._accounts) >= self._accounts_max:
+                self._make_room()
+            is_limited = not self._is_named(authority, endpoint)
+            found = Account(authority, endpoint, self._burst if is_limited else UNLIMITED, is_limited, self._now())
+            found.seen_ms = self._now_ms()
+            self._accounts[authority, endpoint] = found
+        return found
+
+    def _make_room(self) -> None:
+        """A tenth at a time, so that it costs little per account."""
+        for one in heapq.nsmallest(max(1, self._accounts_max // 10), self, key=lambda account: account.seen_ms):
+            del self._accounts[one.authority, one.endpoint]
+            self._settle(one)
+        self._snapshot, self._place = [], 0
+        self._top = [one for one in self._top if (one.authority, one.endpoint) in self._accounts]
+        self._rising = []
+        self.on_evicted()
+
+    def is_over(self, account: Account) -> bool:
+        """`account.left` is below 0: may the message pass all the same? True, and counted, if not."""
+        if not account.is_limited:
+            account.left = UNLIMITED
+            return False
+        now = self._now()
+        account.left = min(self._burst, account.left + int((now - account.refilled) * self._units_per_s))
+        account.refilled = now
+        if account.left >= 0:
+            return False
+        account.left = max(account.left, -1 - self._units_per_s)  # who was far beyond it is not held for it for minutes
+        if not self._pressure.is_on(now):
+            return False
+        account.dropped += 1
+        if now - account.told >= TOLD_S or account.dropped == 1:
+            account.told = now
+            log.warning(
+                "dropped: an authority sends more than its quota",
+                endpoint=account.endpoint,
+                authority=account.authority,
+                dropped=account.dropped,
+                quota_per_s=self._units_per_s,
+            )
+        return True
+
+    # Who sends how much
+
+    async def run(self) -> None:
+        """Look at the accounts, some at a time, until cancelled."""
+        while True:
+            await asyncio.sleep(TURN_S)
+            now = self._now()
+            self._pressure.look(now)
+            self.sample(now)
+
+    def sample(self, now: float) -> None:
+        """Look at the next slice: rates, who is among the top, and what all others have sent since the last time."""
+        if self._place >= len(self._snapshot):
+            self._top, self._rising = self._rising, []
+            self._snapshot, self._place = list(self), 0
+        end = self._place + max(1, -(-len(self._snapshot) // SLICES))
+        part = self._snapshot[self._place : end]
+        self._place = end
+        now_ms = self._now_ms()
+        for account in part:
+            self._settle(account)
+            messages, at = account.sampled
+            if now > at:
+                account.rate = (account.messages - messages) / (now - at)
+            if account.messages != messages:
+                account.seen_ms = now_ms
+            account.sampled = (account.messages, now)
+        self._rising = heapq.nlargest(TOP, [*self._rising, *part], key=_by_rate)
+
+    def _settle(self, account: Account) -> None:
+        """What it had since the last time is the others', unless it has metrics of its own."""
+        messages, size, dropped = account.settled
+        account.settled = (account.messages, account.bytes, account.dropped)
+        if account not in self._top:
+            self.others.messages += account.messages - messages
+            self.others.bytes += account.bytes - size
+            self.others.dropped += account.dropped - dropped
+
+    @property
+    def top(self) -> list[Account]:
+        """Those that sent most of late, as of some seconds ago; among equals those that have sent most."""
+        return self._top
+
+    def by_rate(self, count: int) -> list[Account]:
+        """The same of any number; looks at all of them."""
+        return heapq.nlargest(count, self, key=_by_rate)
+
+    def notes(self) -> list[str]:
+        """Whose messages were dropped within the last minute, in plain sentences."""
+        now = self._now()
+        late = [one for one in self._top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
+        over = heapq.nlargest(5, late, key=lambda account: account.dropped)
+        return [
+            f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or KiB) a second while "
+            f"the streamer is behind: {one.dropped} were dropped; see limits.authority_messages_per_s"
+            for one in over
+        ]

@@ -1,0 +1,264 @@
+"""What each source authority sends, its quota while the streamer is behind, and our own pace toward networks that have quotas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamer import admin, control, metrics
+from streamer.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, Ledger, Pressure, units_of
+from streamer.retry import Pace
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder
+from uprotocol.v1.ucode_pb2 import UCode
+
+MakeWorld = Any
+PER_S = 100
+FLEET = {"vehicle": "", "cloud": "none"}
+
+
+class Clock:
+    """Time, and a thread that is as busy as `share` says."""
+
+    def __init__(self) -> None:
+        self.now = self.busy = 0.0
+        self.share = 0.0
+
+    def pass_(self, seconds: float) -> None:
+        self.now += seconds
+        self.busy += self.share * seconds
+
+
+def ledger(clock: Clock, accounts_max: int = 1_000, named: str = "cloud") -> Ledger:
+    return Ledger(
+        accounts_max,
+        PER_S,
+        is_named=lambda authority, _: authority == named,
+        now=lambda: clock.now,
+        now_ms=lambda: int(clock.now * 1000),
+        pressure=Pressure(lambda: clock.busy),
+    )
+
+
+def send(book: Ledger, account: Account, messages: int, payload_bytes: int = 0) -> int:
+    """As ingress does; how many were dropped."""
+    dropped = 0
+    for _ in range(messages):
+        account.messages += 1
+        account.bytes += payload_bytes
+        account.left -= units_of(payload_bytes)
+        dropped += account.left < 0 and book.is_over(account)
+    return dropped
+
+
+def get_behind(book: Ledger, clock: Clock, share: float = 1.0) -> None:
+    clock.share = share
+    for _ in range(2):
+        clock.pass_(0.25)
+        book._pressure.look(clock.now)
+
+
+def test_nobody_is_limited_while_the_streamer_keeps_up() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock, share=0.5)
+    assert send(book, book.account("vin1", "fleet"), 100_000) == 0
+
+
+def test_an_authority_beyond_its_quota_loses_its_own_messages_while_the_streamer_is_behind() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock)
+    flood, honest, named = book.account("vin1", "fleet"), book.account("vin2", "fleet"), book.account("cloud", "backend")
+    burst = int(PER_S * BURST_S)
+    assert send(book, flood, 10_000) == 10_000 - burst
+    assert flood.dropped == 10_000 - burst
+    assert send(book, honest, burst) == 0
+    assert send(book, named, 10_000) == 0
+    clock.pass_(1.0)
+    assert 10_000 - PER_S - 1 <= send(book, flood, 10_000) <= 10_000, "a second later it has a second's quota at most"
+
+
+def test_large_messages_count_more() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock)
+    assert send(book, book.account("vin1", "fleet"), 10, payload_bytes=99 << 10) == 10 - int(PER_S * BURST_S) // 100
+
+
+def test_the_quota_counts_no_more_once_the_streamer_has_caught_up() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock)
+    account = book.account("vin1", "fleet")
+    assert send(book, account, 10_000)
+    clock.share = 0.0
+    clock.pass_(RELAXED_S + 1)
+    book._pressure.look(clock.now)
+    assert send(book, account, 10_000) == 0
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 300)), max_size=40))
+def test_what_passes_is_never_more_than_burst_and_quota(steps: list[tuple[float, int]]) -> None:
+    clock = Clock()
+    clock.share = 1.0
+    book = ledger(clock)
+    get_behind(book, clock)
+    account, passed, begin = book.account("vin1", "fleet"), 0, clock.now
+    for seconds, messages in steps:
+        clock.pass_(seconds)
+        book._pressure.look(clock.now)
+        passed += messages - send(book, account, messages)
+    assert passed <= PER_S * (BURST_S + clock.now - begin) + 1
+
+
+def test_accounts_are_bounded_and_nothing_counted_is_lost() -> None:
+    clock = Clock()
+    book = ledger(clock, accounts_max=100)
+    evictions: list[int] = []
+    book.on_evicted = lambda: evictions.append(len(book))
+    for number in range(1_000):
+        send(book, book.account(f"vin{number}", "fleet"), 3, payload_bytes=10)
+        clock.pass_(0.01)
+        book.sample(clock.now)
+    assert len(book) <= 100
+    assert 80 <= len(evictions) <= 100, "who holds accounts is told, and not for each of them"
+    for _ in range(2 * SLICES):
+        clock.pass_(0.25)
+        book.sample(clock.now)
+    kept = sum(account.messages for account in book.top)
+    assert book.others.messages + kept >= 3_000
+    assert book.others.bytes >= 10 * (3_000 - 3 * TOP)
+
+
+def test_the_one_who_floods_is_on_top_within_ten_seconds_and_others_never_fall() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    fleet = [book.account(f"vin{number}", "fleet") for number in range(500)]
+    seen: list[tuple[int, int]] = []
+    for turn in range(4 * SLICES):
+        for account in fleet:
+            account.messages += 1
+        if turn > 2 * SLICES:
+            fleet[123].messages += 1_000
+        clock.pass_(0.25)
+        book.sample(clock.now)
+        seen.append((book.others.messages, book.others.bytes))
+    assert book.top[0] is fleet[123]
+    assert book.top[0].rate == pytest.approx(4_004, rel=0.05)
+    assert seen == sorted(seen)
+    assert len(book.top) == TOP
+
+
+def test_a_name_claimed_on_another_network_costs_its_owner_nothing() -> None:
+    book = ledger(Clock())
+    assert book.account("vin1", "fleet") is not book.account("vin1", "elsewhere")
+
+
+async def test_a_pace_holds_in_the_mean_and_a_second_may_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    async def sleep(seconds: float) -> None:
+        clock.pass_(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    pace = Pace(PER_S, lambda: clock.now)
+    await pace.spend(PER_S)
+    assert clock.now == 0
+    for _ in range(10):
+        await pace.spend(PER_S)
+    assert clock.now == pytest.approx(10)
+    clock.pass_(100)
+    await pace.spend(3 * PER_S)
+    assert clock.now == pytest.approx(112), "what was not used for long is not saved up"
+
+
+# In a whole streamer
+
+
+async def fleet_world(make_world: MakeWorld, more: str = "") -> Any:
+    networks = (
+        '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["cloud"]\nsettings = {{ network = "{n}-home" }}\n'
+        '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\nsettings = {{ network = "{n}-fleet" }}\n'
+    )
+    return await make_world(networks, subscriptions={"//*/8001/1/8001": ["//cloud/9001/1/0"]} if not more else None, more=more)
+
+
+async def test_a_flood_is_that_vehicles_trouble(make_world: MakeWorld, publish: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    world = await fleet_world(make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n')
+    streamer = world.streamer
+    streamer.ledger._pressure.is_on = lambda _: True
+    node = await world.node("fleet", "vin1")
+    other = await world.node("fleet", "vin2")
+    await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(100)])
+    await other.send_batch([publish("//vin2/8001/1/8001", f"{n}") for n in range(30)])
+    await world.taken("fleet")
+    dropped = streamer.endpoints["fleet"].dropped["over_quota"]
+    assert 50 <= dropped <= 60
+    by_authority = {one["authority"]: one for one in streamer.all_vehicles()}
+    assert by_authority["vin1"]["dropped"] == dropped
+    assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (100, 30, 0)
+    assert streamer.logs.durable.newest_seq == 130 - dropped
+    assert by_authority["vin2"]["topics"] == 1
+    for _ in range(2 * SLICES):
+        streamer.ledger.sample(asyncio.get_running_loop().time())
+    text = metrics.expose(streamer).decode()
+    assert f'up_streamer_authority_dropped_total{{authority="vin1",endpoint="fleet"}} {dropped}.0' in text
+    assert any("vin1" in note for note in streamer.notes())
+
+
+async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> None:
+    world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 1\n")
+    world.streamer.ledger._pressure.is_on = lambda _: True
+    node = await world.node("fleet", "vin1")
+    answers = await world.hear(node, uris.ANY, uris.parse("//vin1/8001/1/0"))
+    method = uris.parse("//cloud/9001/1/1")
+    for _ in range(10):
+        await node.send(UMessageBuilder.request(uris.parse("//vin1/8001/1/0"), method, 10_000).build())
+    await answers.expect(1)
+    assert answers.messages[0].attributes.commstatus == UCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_payload_that_is_too_large_is_not_taken(make_world: MakeWorld, publish: Any) -> None:
+    world = await fleet_world(make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nmessage_bytes_max = 65536\n')
+    node = await world.node("fleet", "vin1")
+    await node.send_batch([publish("//vin1/8001/1/8001", "x" * size) for size in (65_536, 65_537, 10)])
+    await world.taken("fleet")
+    assert world.streamer.logs.durable.newest_seq == 2
+    assert world.streamer.endpoints["fleet"].dropped["too_large"] == 1
+
+
+async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: MakeWorld, publish: Any) -> None:
+    world = await fleet_world(make_world)
+    for name, count in (("vin1", 5), ("vin2", 9)):
+        node = await world.node("fleet", name)
+        await node.send_batch([publish(f"//{name}/8001/1/8001", "x") for _ in range(count)])
+    await world.taken("fleet")
+    folder = world.config.streamer.data_dir
+    async with control.ControlSocket(folder, world.streamer.paused, world.streamer.vehicles):
+        top = await asyncio.to_thread(control.vehicles, folder, 1)
+    assert [one["authority"] for one in top] == ["vin2"]
+    one = admin.Admin("127.0.0.1:0", list, vehicles=world.streamer.all_vehicles)
+    async with one:
+        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
+        writer.write(b"GET /vehicles HTTP/1.1\r\n\r\n")
+        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    told = {line["authority"]: line["messages"] for line in map(json.loads, body.splitlines())}
+    assert told["vin1"] == 5
+    assert told["vin2"] == 9
+
+
+async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> None:
+    networks = (
+        '[[endpoint]]\nname = "inside"\ntransport = "local"\nauthorities = ["ecu1"]\nsettings = {{ network = "{n}-inside" }}\n'
+        '[[endpoint]]\nname = "out"\ntransport = "local"\nsuffix = "vin1"\nauthorities = ["cloud"]\nsettings = {{ network = "{n}-out" }}\n'
+    )
+    world = await make_world(networks)
+    paced = {pump.peer.name for pump in world.streamer.pumps if pump._pace is not None}
+    assert paced == {"out"}
