@@ -27,7 +27,7 @@ from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
 from streamer.retry import Backoff
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, decoded, lane
+from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
 from uprotocol.message import error_response
 from uprotocol.status import RETRYABLE, code_name, is_nobody_listening
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
@@ -51,6 +51,11 @@ def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
     return (caller.authority_name, caller.ue_id), attributes.source.authority_name
 
 
+def _own_attributes(message: Carried) -> UAttributes:
+    """With the id of just this message; its payload is not touched."""
+    return UAttributes.FromString(message.encoded) if type(message) is EncodedMessage else message.attributes
+
+
 class Express:
     """All lanes, and the answers to requests that can't be dispatched (dispatcher section of the specification)."""
 
@@ -71,12 +76,15 @@ class Express:
         self.lanes = {endpoint.name: ExpressLane(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
-    def put(self, peer: Endpoint, message: UMessage, origin: Endpoint | None = None) -> None:
-        """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED."""
-        entry = Entry(message, size_of(message), _accounts(message.attributes))
-        full = self.lanes[peer.name].full_for(entry)
+    def put(self, peer: Endpoint, message: Carried, origin: Endpoint | None = None) -> None:
+        """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED.
+
+        What is refused is not parsed: a batch of large ones would be there twice.
+        """
+        size, accounts = size_of(message), _accounts(attributes_of(message))
+        full = self.lanes[peer.name].full_for(size, accounts)
         if not full:
-            self.lanes[peer.name].put(entry)
+            self.lanes[peer.name].put(Entry(decoded(message), size, accounts))
             return
         drop, limit = full
         peer.dropped[drop] += 1
@@ -93,7 +101,7 @@ class Express:
         if not is_request:
             self._dead_letters.add(message, code, reason, endpoint.name)
             return
-        response = error_response(decoded(message).attributes, UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
+        response = error_response(_own_attributes(message), UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
         if self._hosted.owns(attributes.source):
             taken = self._hosted.deliver([response])
             if taken is not None:
@@ -106,7 +114,7 @@ class Express:
         if origin is None:
             return
         answer = Entry(response, size_of(response), None)
-        if self.lanes[origin.name].full_for(answer):
+        if self.lanes[origin.name].full_for(answer.size, None):
             origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
         else:
             self.lanes[origin.name].put(answer)
@@ -153,17 +161,17 @@ class ExpressLane:
     def bytes(self) -> int:
         return self._others.bytes + self._answers.bytes
 
-    def full_for(self, entry: Entry) -> tuple[str, str] | None:
-        """Why there is no room for `entry` (a drop reason, and the limit in words); None if there is."""
+    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> tuple[str, str] | None:
+        """Why there is no room for such an entry (a drop reason, and the limit in words); None if there is."""
         express = self._express
-        if entry.accounts is None:
-            is_full = self._answers.is_full(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, entry.size)
+        if accounts is None:
+            is_full = self._answers.is_full(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, size)
             return ("answers_full", f"{self._answers} of ours") if is_full else None
-        if self._others.is_full(express.messages_max, express.bytes_max, entry.size):
+        if self._others.is_full(express.messages_max, express.bytes_max, size):
             return "express_full", str(self._others)
-        for account, share in zip(entry.accounts, (CALLERS_SHARE, SENDERS_SHARE), strict=True):
+        for account, share in zip(accounts, (CALLERS_SHARE, SENDERS_SHARE), strict=True):
             use = self._uses.get(account)
-            if use is not None and use.is_full(express.messages_max // share, express.bytes_max // share, entry.size):
+            if use is not None and use.is_full(express.messages_max // share, express.bytes_max // share, size):
                 return "express_share", f"{use} of this {'caller' if share == CALLERS_SHARE else 'authority'}"
         return None
 

@@ -201,7 +201,7 @@ class Ingress:
                     pending.append(taken)
             else:
                 assert route.peer is not None
-                self._express.put(route.peer, decoded(message), endpoint)
+                self._express.put(route.peer, message, endpoint)
         for target, (streams, batch) in appends.items():
             future = self._flows[target].append(len(batch), functools.partial(self._append, target, streams, batch))
             pending.append(future)

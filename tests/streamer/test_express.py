@@ -19,6 +19,7 @@ from streamer.limits import CALLERS_SHARE, SENDERS_SHARE
 from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import nobody_listens
 from uprotocol.transport import Capability
@@ -261,6 +262,18 @@ def test_responses_count_for_who_caused_them_and_for_the_authority_that_sends_th
         respond(f"//cloud/{number}/1/0")
     assert len(lanes.lanes["cloud"]) == 100_000 // SENDERS_SHARE // 9_600
     assert {code for _, code in letters} == {UCode.RESOURCE_EXHAUSTED}
+
+
+def test_what_is_refused_is_not_parsed_and_its_answer_names_it() -> None:
+    lanes, endpoints, _, letters = express(1, bytes_max=100_000)
+    for _ in range(2):
+        message = large("//cloud/1/1/0", 9_500)
+        carried = EncodedMessage(message.attributes.SerializeToString(), message.payload, Stamp(message.attributes))
+        lanes.put(endpoints["vehicle1"], carried, endpoints["cloud"])
+    assert len(letters) == 1
+    assert carried._decoded is None
+    (answer,) = (entry.message for queue in lanes.lanes["cloud"]._classes for entry in queue)
+    assert answer.attributes.reqid == message.attributes.id
 
 
 async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
