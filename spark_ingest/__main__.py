@@ -5,24 +5,27 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-
-import structlog
+from typing import get_args
 
 from spark_ingest import pipeline
+from storage import logs
 from uprotocol.status import UStatusError
 
 EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None, prepare: Callable[[logs.Format], None] = lambda _: None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spark_ingest",
         description="Write the history of a streamer to Parquet. SIGTERM or Ctrl-C stops it cleanly; the next run goes on where it was.",
         epilog="example: python -m spark_ingest --config ingest.toml",
     )
     parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML with [source], [sink], [trigger] and [spark]")
+    parser.add_argument("--log-format", choices=get_args(logs.Format), default="text", help="of the log, on standard error")
     given = parser.parse_args(arguments)
+    prepare(given.log_format)
     try:
         config = pipeline.load(given.config)
     except UStatusError as error:
@@ -39,5 +42,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for the report
-    sys.exit(main())
+    sys.exit(main(prepare=lambda log_format: logs.configure("info", log_format)))  # on stderr: stdout is for the report

@@ -1,6 +1,8 @@
 """The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is), /vehicles. Plain HTTP/1.1, GET only.
 
 `notes` of /readyz are what a person may want to know though nothing is wrong.
+
+Who asks without end takes a tenth of the loop at most: beyond that the last answer serves again. Lists are cut.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Final, Self
@@ -18,6 +21,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
 VEHICLES_AT_ONCE: Final = 500  # written in one step, some milliseconds of the loop
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
+CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
+LINES_TOLD_MAX: Final = 300  # of problems, and of notes; all PAUSES_MAX patterns that may be paused fit
+LINE_CHARACTERS_MAX: Final = 1_000
+LOOP_SHARE: Final = 0.1  # of the loop's time that answers may cost
+LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every monitor's answer is made for it
 
 
 class Admin:
@@ -35,6 +43,9 @@ class Admin:
         self.port = int(port)
         self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
         self._server: asyncio.Server | None = None
+        self._connections = 0
+        self._made: dict[str, bytes] = {}  # the last answer, by path
+        self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -60,7 +71,10 @@ class Admin:
             await self._server.wait_closed()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections += 1
         try:
+            if self._connections > CONNECTIONS_MAX:
+                return
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 request = await reader.readuntil(b"\r\n\r\n")
                 for part in self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")):
@@ -70,6 +84,7 @@ class Admin:
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass
         finally:
+            self._connections -= 1
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -83,26 +98,58 @@ class Admin:
             return
         match path:
             case "/metrics":
-                yield _response("200 OK", "text/plain; version=0.0.4", self._metrics())
+                yield self._kept(path, lambda: _response("200 OK", "text/plain; version=0.0.4", self._metrics()))
             case "/healthz":
                 yield _response("200 OK", "application/json", b'{"status":"alive"}\n')
             case "/readyz":
-                problems = self._problems()
-                told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": self._notes()}
-                body = json.dumps(told).encode() + b"\n"
-                yield _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+                yield self._kept(path, self._ready)
             case "/vehicles":
-                yield b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
-                for some in _slices(self._vehicles()):
-                    yield b"".join(json.dumps(one).encode() + b"\n" for one in some)
+                yield from self._tell_vehicles()
             case _:
                 yield _response("404 Not Found", "text/plain", b"there are /metrics, /healthz, /readyz and /vehicles\n")
 
+    def _tell_vehicles(self) -> Iterator[bytes]:
+        """In slices, between which others have their turn. It is too long to be kept: who asks too often is told to wait."""
+        if not self._may_work():
+            yield _response("503 Service Unavailable", "text/plain", b"all of it was told just now: ask again in some seconds\n")
+            return
+        yield b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
+        rest = iter(self._vehicles())
+        while True:
+            with self._working():
+                part = b"".join(json.dumps(one).encode() + b"\n" for one in islice(rest, VEHICLES_AT_ONCE))
+            if not part:
+                return
+            yield part
 
-def _slices(entries: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    rest = iter(entries)
-    while some := list(islice(rest, VEHICLES_AT_ONCE)):
-        yield some
+    def _ready(self) -> bytes:
+        problems = _cut(self._problems())
+        told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": _cut(self._notes())}
+        body = json.dumps(told).encode() + b"\n"
+        return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+
+    def _kept(self, path: str, make: Callable[[], bytes]) -> bytes:
+        if path not in self._made or self._may_work():
+            with self._working():
+                self._made[path] = make()
+        return self._made[path]
+
+    def _may_work(self) -> bool:
+        now = time.perf_counter()
+        self._left_s = min(self._left_s + LOOP_SHARE * (now - self._refilled_at), LOOP_S_MAX)
+        self._refilled_at = now
+        return self._left_s > 0
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._left_s -= time.perf_counter() - begin
+
+
+def _cut(lines: list[str]) -> list[str]:
+    told = [line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..." for line in lines[:LINES_TOLD_MAX]]
+    return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]
 
 
 def _response(status: str, type: str, body: bytes) -> bytes:

@@ -117,7 +117,14 @@ class Streamer:
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for)
-        self.dead_letters = DeadLetters(config.streamer.data_dir / "dead-letters.db", config.authority, self._publish, runtime=runtime)
+        self.dead_letters = DeadLetters(
+            config.streamer.data_dir / "dead-letters.db",
+            config.authority,
+            self._publish,
+            runtime=runtime,
+            bytes_max=self.limits.dead_letter_bytes_max,
+            message_bytes_max=self.limits.message_bytes_max,
+        )
         self.usubscription = self._embedded_service()
         self.interest = Interest(self._interest_sources(), lambda: tuple(one.newest_seq for one in logs))
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
@@ -129,6 +136,7 @@ class Streamer:
             self.hosted,
             self.dead_letters,
             messages_max=config.express.messages_max,
+            bytes_max=self.limits.express_bytes_max,
             backoff=lambda: _backoff(config, runtime),
         )
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import enum
 import gc
 import json
-import logging
 import signal
 import sys
 import time
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from storage import logs
 from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
 from streamer import paused as pauses
@@ -56,6 +57,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    pretty_exceptions_show_locals=False,
     rich_markup_mode="rich",
 )
 
@@ -78,15 +80,25 @@ FromEndpoint = Annotated[str | None, typer.Option("--endpoint", "-e", help="... 
 EntityOption = Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")]
 DataDir = Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")]
 OrConfig = Annotated[Path | None, typer.Option("--config", "-c", help="... or its TOML file.")]
+
+
+class LogFormat(enum.Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
 DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def _errors(log_format: logs.Format = "text") -> Iterator[None]:
     """The world's errors, as a line and an exit code."""
     try:
         yield
     except UStatusError as error:
+        if log_format == "json":  # standard error is the log, and whoever reads it takes no other lines
+            structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
+            raise typer.Exit(EXIT_FAILED) from None
         err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
         err.print(error.message, markup=False)
         raise typer.Exit(EXIT_FAILED) from None
@@ -114,12 +126,8 @@ def _note_hangup() -> None:
     structlog.get_logger().warning("SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again")
 
 
-def _log_to_stderr(level: str = "warning") -> None:
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+def _log_to_stderr(level: str = "warning", format: logs.Format = "text") -> None:
+    logs.configure(level, format)
 
 
 def _network(
@@ -177,7 +185,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
     """
     with _errors():
         loaded = configs.load(config)
-    _log_to_stderr(loaded.streamer.log_level)
+    _log_to_stderr(loaded.streamer.log_level, loaded.streamer.log_format)
 
     def on_ready(streamer: Streamer) -> None:
         data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
@@ -193,7 +201,7 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
         await serve(loaded, on_ready, stopping)
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with _errors():
+    with _errors(loaded.streamer.log_format):
         asyncio.run(work())
 
 
@@ -264,6 +272,7 @@ def usubscription(
     transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
     store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
     settings: Settings = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the log, on standard error.")] = LogFormat.TEXT,
     as_json: AsJson = False,
 ) -> None:
     """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
@@ -272,7 +281,7 @@ def usubscription(
     """
     from usubscription import __main__ as service
 
-    _log_to_stderr()
+    _log_to_stderr("info", log_format.value)
     with _errors():
         given = {"authority": authority, "transport": transport, "store": store, "settings": client.parse_settings(settings or [])}
         loaded = service.validate(given, "options")

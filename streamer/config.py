@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from storage import logs
 from streamer import names
 from streamer.access import Pattern as AccessPattern
 from streamer.ledger import UNITS_PER_S
@@ -123,6 +124,9 @@ class StreamerSection(_Section):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="what is logged, and all that is worse; the log goes to standard error"
+    )
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds"
     )
 
 
@@ -263,7 +267,10 @@ class ExpressSection(_Section):
     """Requests and responses, in memory until they are sent or their ttl has run out."""
 
     messages_max: int = Field(
-        default=4_096, ge=1, description="requests and responses that wait for one endpoint; beyond it RESOURCE_EXHAUSTED"
+        default=4_096,
+        ge=1,
+        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it "
+        "RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
     )
 
 
@@ -478,7 +485,7 @@ def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
         what = f"unknown key {location[-1]!r}"
     else:
         what = error["msg"].removeprefix("Value error, ")
-        if isinstance(error.get("input"), str | int | float | bool):
+        if isinstance(error.get("input"), str | int | float | bool) and not logs.is_secret(where):
             what += f" (got {error['input']!r})"
     return [(_line(text, location), f"{where + ': ' if where else ''}{what}")]
 

@@ -1,20 +1,24 @@
 """Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter topic.
 
-add -> queue (bounded) -> writer: one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
-                                     '-- damaged: moved aside; newer, in use, no room: not stored, told, published all the same
+add -> how many of this kind in this minute? -> queue -> one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
+         few: whole  more: without payload                '-- damaged: moved aside; newer, in use, no room: not stored, told,
+         a flood: counted only                                published all the same
+
+Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives way, so that
+the flood of one pushes out its own letters and not those of the others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sqlite3
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -22,24 +26,38 @@ from google.protobuf.message import DecodeError
 from storage.disk import REAL_DISK, Disk, InUseError, Lock
 from storage.faults import is_damage, is_full, move_aside
 from storage.runtime import REAL, Runtime
+from streamer.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
+from uprotocol.encoded import Carried, EncodedMessage, decoded
 from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.transport import MESSAGE_BYTES_MAX
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 RESOURCE: Final = 0x8001  # of core.ustreamer
-STORED_MAX: Final = 10_000  # letters kept; the oldest go first: they are for a person to look at, the counters go on
+STORED_MAX: Final = 10_000  # letters kept: they are for a person to look at, the counters go on
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
+FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them it is written anew at the next start
 WAL_BYTES_MAX: Final = 4 << 20  # of the write-ahead log, once it was emptied
-QUEUED_MAX: Final = 2_000  # letters not yet stored; beyond it they are counted as lost, so that a flood costs no memory
-QUEUED_BYTES_MAX: Final = 16 << 20  # of their messages
+WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... while somebody reads the file, so that it can't be: beyond it nothing is stored
+DISK_BYTES_MAX: Final = 128 << 20  # what all files of the store stay below: the bounds above, and what SQLite adds
+QUEUED_MAX: Final = 2_000  # letters not yet stored
+QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
+TOLD_PER_MINUTE: Final = 1_000  # letters of one authority, code and kind of reason; more are counted only: a person reads no more
+WHOLE_BYTES_PER_MINUTE: Final = 16 << 20  # ... of which so much is kept with payload; more would wear a disk and fill a network
+REASON_CHARACTERS_MAX: Final = 1_000  # it may be a network's words, or name an address of somebody's making
+ENVELOPE_BYTES: Final = 4_096  # what a published letter has beside the message: reason, endpoint, time
 OPEN_AGAIN_S: Final = 5.0  # between two tries to open a store that can't be opened, while letters come
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x7570_646C  # "updl": tells dead letters from any other SQLite file
 BATCH_MAX: Final = 256  # letters per transaction
+BATCH_SHARE: Final = 4  # ... and the fourth part of the queue's bytes: each is there several times while it is stored and published
+
+_VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # of a reason: names and numbers, which make no other kind of it
 
 log = structlog.get_logger()
 
@@ -90,7 +108,7 @@ class Store:
         self.path, self.moved_to = path, Path()
         self._lock: Lock | None = None
         self._db: sqlite3.Connection | None = None
-        self._bytes = 0  # of all messages
+        self._letters: Shares[int] = Shares(STORED_MAX, STORED_BYTES_MAX)  # their numbers, by source authority
         try:
             if read_only:  # not even a journal is made: it may be another user's
                 self._db = disk.connect(path, read_only=True)
@@ -148,7 +166,15 @@ class Store:
         except BaseException:
             self._roll_back(db)
             raise
-        self._bytes = db.execute("select coalesce(sum(length(message)), 0) from letter").fetchone()[0]
+        self._recount(db)
+        self._shrink(db)
+
+    def _shrink(self, db: sqlite3.Connection) -> None:
+        """A file that was large once gives back its room."""
+        ((pages,), (size,)) = (db.execute(f"pragma {name}").fetchone() for name in ("freelist_count", "page_size"))
+        if pages * size > FREE_BYTES_MAX:
+            with contextlib.suppress(sqlite3.OperationalError):  # no room for the copy, or somebody reads: the next start tries again
+                db.execute("vacuum")
 
     def _require_ours(self, db: sqlite3.Connection) -> None:
         (application,) = db.execute("pragma application_id").fetchone()
@@ -160,32 +186,53 @@ class Store:
             raise self._cannot(UCode.FAILED_PRECONDITION, f"it is of a newer program, format {version}; this one knows {SCHEMA_VERSION}")
 
     def write(self, letters: Sequence[Row]) -> None:
-        """All of them, or a sqlite3.Error and none; the oldest make room."""
+        """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
         db = self._db
         assert db is not None, "it is open"
+        self._require_short_wal(db)
+        (number,) = db.execute("select coalesce(max(seq), 0) from sqlite_sequence where name = 'letter'").fetchone()
+        fresh = {number + place: letter for place, letter in enumerate(letters, 1)}
+        for number, letter in fresh.items():
+            self._letters.add(_authority_of(letter[-1]), number, len(letter[-1]))
+        gone = set()
+        while self._letters.is_over:
+            gone.add(self._letters.give_way())
         db.execute("begin immediate")
         try:
-            db.executemany("insert into letter(time_ms, code, reason, endpoint, message) values(?,?,?,?,?)", letters)
-            total = self._make_room(db, self._bytes + sum(len(letter[-1]) for letter in letters))
+            db.executemany("delete from letter where number = ?", ((number,) for number in gone))  # first: its pages are used again
+            db.executemany(
+                "insert into letter(number, time_ms, code, reason, endpoint, message) values(?,?,?,?,?,?)",
+                [(number, *letter) for number, letter in fresh.items() if number not in gone],
+            )
             db.execute("commit")
         except BaseException:
             self._roll_back(db)
+            with contextlib.suppress(sqlite3.Error):  # it is the first error that is told
+                self._recount(db)
             raise
-        self._bytes = total
 
-    def _make_room(self, db: sqlite3.Connection, total: int) -> int:
-        """Returns the bytes that are left."""
-        rows = db.execute(
-            "select number, length(message), number <= (select max(number) from letter) - ? from letter order by number", (STORED_MAX,)
-        )
-        last = None
-        for number, size, is_beyond in rows:
-            if not is_beyond and total <= STORED_BYTES_MAX:
-                break
-            last, total = number, total - size
-        if last is not None:
-            db.execute("delete from letter where number <= ?", (last,))
-        return total
+    def _recount(self, db: sqlite3.Connection) -> None:
+        """Whose letters there are. Raises sqlite3.Error."""
+        self._letters = Shares(STORED_MAX, STORED_BYTES_MAX)
+        for number, data in db.execute("select number, coalesce(cast(message as blob), x'') from letter order by number"):
+            self._letters.add(_authority_of(data), number, len(data))
+
+    def _require_short_wal(self, db: sqlite3.Connection) -> None:
+        """Who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long."""
+        try:
+            size = Path(f"{self.path}-wal").stat().st_size
+        except OSError:
+            return
+        if size <= WAL_HELD_BYTES_MAX:
+            return
+        (waits_ms,) = db.execute("pragma busy_timeout").fetchone()
+        db.execute("pragma busy_timeout=0")
+        try:
+            (is_busy, _, _) = db.execute("pragma wal_checkpoint(truncate)").fetchone()
+        finally:
+            db.execute(f"pragma busy_timeout={waits_ms}")
+        if is_busy:
+            raise sqlite3.OperationalError(f"somebody has been reading {self.path} for so long that its write-ahead log is full")
 
     def _roll_back(self, db: sqlite3.Connection) -> None:
         if db.in_transaction:  # a full disk may have ended it already
@@ -220,6 +267,14 @@ class Store:
             self._lock = None
 
 
+def _authority_of(data: bytes) -> str:
+    """Of the source of an encoded message; "" where there is none to be read."""
+    try:
+        return UMessage.FromString(data).attributes.source.authority_name
+    except DecodeError:
+        return ""
+
+
 def _damaged(fault: str) -> sqlite3.DatabaseError:
     error = sqlite3.DatabaseError(fault)
     error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
@@ -233,6 +288,42 @@ def open_read_only(path: Path) -> Store:
     return Store(path, read_only=True)
 
 
+class Letter(NamedTuple):
+    """One that is not stored yet. The message is not copied before it is its turn."""
+
+    time_ms: int
+    code: UCode.ValueType
+    reason: str
+    endpoint: str
+    message: Carried
+
+    def row(self) -> Row:
+        return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
+
+    def published(self, *, whole: bool) -> DeadLetter:
+        message = decoded(self.message) if whole else _without_payload(self.message)
+        reason = self.reason if whole else f"{self.reason} (its payload is too large to be published with it, and is kept in the store)"
+        letter = DeadLetter(message=message, code=self.code, reason=reason, endpoint=self.endpoint)
+        letter.time.FromMilliseconds(self.time_ms)
+        return letter
+
+
+def attributes_of(message: Carried) -> UAttributes:
+    """To look at anything but the id; of an encoded message nothing is parsed for that."""
+    return message.stamp.attributes if type(message) is EncodedMessage else message.attributes
+
+
+def _without_payload(message: Carried) -> UMessage:
+    return UMessage(attributes=message.attributes)
+
+
+def size_of(message: Carried) -> int:
+    """Of the message when encoded, a few bytes more or less; `ByteSize` of protobuf would encode all of it."""
+    if type(message) is EncodedMessage:
+        return message.ByteSize()
+    return len(message.payload) + message.attributes.ByteSize()
+
+
 class DeadLetters:
     """The owner of dead letters. `add` never waits; `run` stores and publishes."""
 
@@ -243,19 +334,26 @@ class DeadLetters:
         publish: Callable[[UUri, DeadLetter], Awaitable[None]],
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
+        *,
+        bytes_max: int = QUEUED_BYTES_MAX,
+        message_bytes_max: int = MESSAGE_BYTES_MAX,
     ) -> None:
+        """`bytes_max`: of what is not stored yet; `message_bytes_max`: of the payload that networks take."""
         if path.is_dir():
             raise UStatusError(UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened: it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
-        self._queue: deque[DeadLetter] = deque()
-        self._queued_bytes = 0
+        self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
+        self._queue: Shares[Letter] = Shares(QUEUED_MAX, bytes_max)
+        self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
+        self._limits_told_at = -PERIOD_S
         self._arrived = asyncio.Event()
         self._executor = ThreadPoolExecutor(1, "dead-letters")
         self._flushing: asyncio.Future[None] | None = None
         self.trouble: str | None = None  # why nothing is stored now; what is lost is counted
         self.total = 0
         self.lost = 0  # not stored: queue full, no store, disk refused, or a dead letter of a dead letter
+        self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
         self.by_code: dict[str, int] = {}
         self._store: Store | None = None
@@ -263,20 +361,38 @@ class DeadLetters:
         self._open()
 
     def __repr__(self) -> str:
-        return f"DeadLetters(total={self.total}, lost={self.lost}, queued={len(self._queue)}, trouble={self.trouble})"
+        return (
+            f"DeadLetters(total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}, trouble={self.trouble})"
+        )
 
-    def add(self, message: UMessage, code: UCode.ValueType, reason: str, endpoint: str) -> None:
+    def add(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str) -> None:
+        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not parsed for that."""
         self.total += 1
         self.by_code[code_name(code)] = self.by_code.get(code_name(code), 0) + 1
-        size = message.ByteSize()
-        is_full = len(self._queue) >= QUEUED_MAX or (self._queue and self._queued_bytes + size > QUEUED_BYTES_MAX)
-        if message.attributes.source == self._topic or is_full:
+        source = attributes_of(message).source
+        if source == self._topic:
             self.lost += 1  # never a dead letter of a dead letter
             return
-        letter = DeadLetter(message=message, code=code, reason=reason, endpoint=endpoint)
-        letter.time.FromMilliseconds(self._now_ms())
-        self._queue.append(letter)
-        self._queued_bytes += size
+        size, kind = size_of(message), _VARIABLE.sub("#", reason[:REASON_CHARACTERS_MAX])
+        granted = self._rate.happened((source.authority_name, code, kind), size)
+        if not granted.told:
+            self.limited += 1
+            if self._limits_told_at + PERIOD_S <= self._monotonic():
+                self._limits_told_at = self._monotonic()
+                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind, "counted_only": self.limited}
+                log.warning("too many dead letters within a minute: for the rest of it they are counted only", **told)
+            return
+        reason = reason[:REASON_CHARACTERS_MAX]
+        if not granted.whole or size > self._bytes_max:
+            reason += (
+                f" (without its payload of {size - attributes_of(message).ByteSize()} bytes: more than is kept of one kind in a minute)"
+            )
+            message = _without_payload(message)
+            size = size_of(message)
+        self._queue.add(source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message), size)
+        while self._queue.is_over and len(self._queue) > 1:
+            self._queue.give_way()
+            self.lost += 1
         self._arrived.set()
 
     async def run(self) -> None:
@@ -289,17 +405,18 @@ class DeadLetters:
                 await asyncio.shield(self._flushing)  # what has left the queue is stored, though we are cancelled
 
     async def _flush(self) -> None:
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MAX))]
-        self._queued_bytes -= sum(letter.message.ByteSize() for letter in batch)
-        rows = [
-            (letter.time.ToMilliseconds(), letter.code, letter.reason, letter.endpoint, letter.message.SerializeToString())
-            for letter in batch
-        ]
+        batch: list[tuple[Letter, int]] = []
+        room = self._bytes_max // BATCH_SHARE
+        while self._queue and len(batch) < BATCH_MAX and room > 0:
+            batch.append(self._queue.take())
+            room -= batch[-1][1]
+        rows = [letter.row() for letter, _ in batch]
         if not await asyncio.get_running_loop().run_in_executor(self._executor, self._keep, rows):
             self.lost += len(batch)
-        for letter in batch:
+        del rows
+        for letter, size in batch:
             try:
-                await self._publish(self._topic, letter)
+                await self._publish(self._topic, letter.published(whole=size <= self._published_bytes_max))
             except UStatusError as error:
                 log.debug("a dead letter could not be published; it is stored", error=str(error))
 

@@ -5,32 +5,55 @@ ingress -> put -> queue (bounded) -> pump -> peer
              +--------- fail ----------+--> a request's originator gets a response that says why, and it is a dead letter
 
 A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is told at once.
+
+A queue is bounded in messages and bytes. So that one who floods a stalled peer leaves room for the others,
+- a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a quarter,
+- the uEntities of one source authority together have at most a half, since their numbers may be made up,
+- our own answers have a room of their own: whoever is refused is told.
+What is being sent counts until the network has taken it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Callable, Hashable, Sequence
+from typing import Final, NamedTuple
 
-from streamer.dead_letter import DeadLetters
+from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters, attributes_of, size_of
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
+from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
 from streamer.retry import Backoff
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.encoded import lane
+from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
 from uprotocol.message import error_response
 from uprotocol.status import RETRYABLE, code_name, is_nobody_listening
-from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
+BATCH_BYTES_MAX: Final = 4 << 20  # ... and of them at least one: a transport holds copies of all that it is sending
+ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter of the lane's bytes beside it
 
-Entry = tuple[UMessage, Endpoint | None]  # the message, and the endpoint that it came from (None: a service inside)
+
+class Entry(NamedTuple):
+    message: UMessage
+    size: int
+    accounts: tuple[Hashable, Hashable] | None  # whose it is: its caller's, and the authority's that sends it; None: our answer
+
+
+def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
+    caller = attributes.source if attributes.type == attrs.REQUEST else attributes.sink
+    return (caller.authority_name, caller.ue_id), attributes.source.authority_name
+
+
+def _own_attributes(message: Carried) -> UAttributes:
+    """With the id of just this message; its payload is not touched."""
+    return UAttributes.FromString(message.encoded) if type(message) is EncodedMessage else message.attributes
 
 
 class Express:
@@ -44,48 +67,77 @@ class Express:
         *,
         messages_max: int,
         backoff: Callable[[], Backoff],
+        bytes_max: int = Limits().express_bytes_max,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
+        """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have a quarter of that beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
-        self._messages_max, self._now_ms = messages_max, now_ms
+        self.messages_max, self.bytes_max, self._now_ms = messages_max, bytes_max, now_ms
         self.lanes = {endpoint.name: ExpressLane(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
-    def put(self, peer: Endpoint, message: UMessage, origin: Endpoint | None) -> None:
-        """Queue `message` for `peer`; a full queue answers RESOURCE_EXHAUSTED."""
-        queue = self.lanes[peer.name]
-        if len(queue) >= self._messages_max:
-            peer.dropped["express_full"] += 1
-            self.fail(
-                message,
-                UCode.RESOURCE_EXHAUSTED,
-                f"{self._messages_max} messages wait for endpoint {peer.name!r}, which is the limit",
-                peer,
-            )
-            return
-        queue.put(message, origin)
+    def put(self, peer: Endpoint, message: Carried, origin: Endpoint | None = None) -> None:
+        """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED.
 
-    def fail(self, message: UMessage, code: UCode.ValueType, reason: str, endpoint: Endpoint) -> None:
+        What is refused is not parsed: a batch of large ones would be there twice.
+        """
+        size, accounts = size_of(message), _accounts(attributes_of(message))
+        full = self.lanes[peer.name].full_for(size, accounts)
+        if not full:
+            self.lanes[peer.name].put(Entry(decoded(message), size, accounts))
+            return
+        drop, limit = full
+        peer.dropped[drop] += 1
+        self.fail(message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer)
+
+    def fail(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint) -> None:
         """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
 
         Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network that is
         away for a day would push out those that nobody else knows of.
         """
-        is_request = message.attributes.type == attrs.REQUEST
-        if is_request and self._hosted.owns(message.attributes.source):
-            taken = self._hosted.deliver([error_response(message.attributes, UStatus(code=code, message=reason))])
+        attributes = attributes_of(message)
+        is_request = attributes.type == attrs.REQUEST
+        if not is_request:
+            self._dead_letters.add(message, code, reason, endpoint.name)
+            return
+        response = error_response(_own_attributes(message), UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
+        if self._hosted.owns(attributes.source):
+            taken = self._hosted.deliver([response])
             if taken is not None:
                 future = asyncio.ensure_future(taken)
                 self._inside.add(future)
                 future.add_done_callback(self._inside.discard)
             return
         self._dead_letters.add(message, code, reason, endpoint.name)
-        if not is_request:
-            return
-        response = error_response(message.attributes, UStatus(code=code, message=reason))
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
-        if origin is not None and len(self.lanes[origin.name]) < self._messages_max:
-            self.lanes[origin.name].put(response, None)
+        if origin is None:
+            return
+        answer = Entry(response, size_of(response), None)
+        if self.lanes[origin.name].full_for(answer.size, None):
+            origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
+        else:
+            self.lanes[origin.name].put(answer)
+
+
+class _Use:
+    """How much of a lane somebody has."""
+
+    __slots__ = ("bytes", "messages")
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = 0
+
+    def __str__(self) -> str:
+        return f"{self.messages} messages of {self.bytes} bytes"
+
+    def add(self, sign: int, size: int) -> None:
+        self.messages += sign
+        self.bytes += sign * size
+
+    def is_full(self, messages_max: int, bytes_max: int, size: int) -> bool:
+        """True if there is no room for one more of `size` bytes; the first one always has room."""
+        return self.messages > 0 and (self.messages >= messages_max or self.bytes + size > bytes_max)
 
 
 class ExpressLane:
@@ -95,40 +147,73 @@ class ExpressLane:
         self.peer = peer
         self._express, self._backoff, self._now_ms = express, backoff, now_ms
         self._classes: list[deque[Entry]] = [deque() for _ in UPriority.values()]
-        self._size = 0
+        self._others, self._answers, self._uses = _Use(), _Use(), dict[Hashable, _Use]()
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
-        return self._size
+        """What waits, and what is being sent."""
+        return self._others.messages + self._answers.messages
 
     def __repr__(self) -> str:
-        return f"ExpressLane({self.peer.name}, waiting={self._size})"
+        return f"ExpressLane({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
 
-    def put(self, message: UMessage, origin: Endpoint | None) -> None:
-        self._classes[lane(message.attributes)].append((message, origin))
-        self._size += 1
+    @property
+    def bytes(self) -> int:
+        return self._others.bytes + self._answers.bytes
+
+    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> tuple[str, str] | None:
+        """Why there is no room for such an entry (a drop reason, and the limit in words); None if there is."""
+        express = self._express
+        if accounts is None:
+            is_full = self._answers.is_full(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, size)
+            return ("answers_full", f"{self._answers} of ours") if is_full else None
+        if self._others.is_full(express.messages_max, express.bytes_max, size):
+            return "express_full", str(self._others)
+        for account, share in zip(accounts, (CALLERS_SHARE, SENDERS_SHARE), strict=True):
+            use = self._uses.get(account)
+            if use is not None and use.is_full(express.messages_max // share, express.bytes_max // share, size):
+                return "express_share", f"{use} of this {'caller' if share == CALLERS_SHARE else 'authority'}"
+        return None
+
+    def put(self, entry: Entry) -> None:
+        self._classes[lane(entry.message.attributes)].append(entry)
+        self._count(entry, 1)
         self._arrived.set()
+
+    def _count(self, entry: Entry, sign: int) -> None:
+        if entry.accounts is None:
+            self._answers.add(sign, entry.size)
+            return
+        self._others.add(sign, entry.size)
+        for account in entry.accounts:
+            use = self._uses.get(account)
+            if use is None:
+                use = self._uses[account] = _Use()
+            use.add(sign, entry.size)
+            if not use.messages:
+                del self._uses[account]
 
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
         batch: list[Entry] = []
-        now = self._now_ms()
+        now, room = self._now_ms(), BATCH_BYTES_MAX
         for queue in reversed(self._classes):
-            while queue and len(batch) < BATCH_MAX:
+            while queue and len(batch) < BATCH_MAX and room > 0:
                 entry = queue.popleft()
-                self._size -= 1
-                if attrs.is_expired(entry[0].attributes, now):
-                    self._express.fail(
-                        entry[0], UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it", self.peer
-                    )
+                if attrs.is_expired(entry.message.attributes, now):
+                    self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
                 else:
                     batch.append(entry)
+                    room -= entry.size
         return batch
+
+    def _end(self, entry: Entry, code: UCode.ValueType, reason: str) -> None:
+        self._count(entry, -1)
+        self._express.fail(entry.message, code, reason, self.peer)
 
     def _put_back(self, entries: Sequence[Entry]) -> None:
         for entry in reversed(entries):
-            self._classes[lane(entry[0].attributes)].appendleft(entry)
-        self._size += len(entries)
+            self._classes[lane(entry.message.attributes)].appendleft(entry)
 
     async def run(self) -> None:
         """Pump until cancelled."""
@@ -136,20 +221,19 @@ class ExpressLane:
             batch = self._take()
             if not batch:
                 self._arrived.clear()
-                if not self._size:
+                if not any(self._classes):
                     await self._arrived.wait()
                 continue
-            statuses = await self.peer.send_batch([message for message, _ in batch])
+            statuses = await self.peer.send_batch([entry.message for entry in batch])
             again = []
             for entry, status in zip(batch, statuses, strict=True):
                 if status.code == UCode.OK:
                     self.peer.forwarded += 1
+                    self._count(entry, -1)
                 elif status.code in RETRYABLE and not is_nobody_listening(status):
                     again.append(entry)  # the ttl is looked at when it is its turn again
                 else:
-                    self._express.fail(
-                        entry[0], status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}", self.peer
-                    )
+                    self._end(entry, status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}")
             if again:
                 self._put_back(again)
                 await self._backoff.wait(self._soonest_expiry_ms())
@@ -159,5 +243,5 @@ class ExpressLane:
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""
         now = self._now_ms()
-        ends = [end - now for queue in self._classes for message, _ in queue if (end := attrs.expires_ms(message.attributes)) is not None]
+        ends = [end - now for queue in self._classes for entry in queue if (end := attrs.expires_ms(entry.message.attributes)) is not None]
         return max(min(ends) + 1, 0) if ends else None

@@ -17,6 +17,7 @@ from typing import Any, Final
 import structlog
 
 from history.log import Log, TopicsFullError
+from streamer.dead_letter import attributes_of
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import Flow
@@ -34,7 +35,6 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) whose way is known; the cache starts anew when it is full
@@ -183,12 +183,12 @@ class Ingress:
             account.bytes += size
             account.left -= 1 + size // UNIT_BYTES
             if size > route.bytes_max or (account.left < 0 and self._ledger.is_over(account)):
-                self._refuse(route, decoded(message), size)
+                self._refuse(route, message, size)
                 continue
             if route.inside is not None:
                 message = route.inside(message)
             if route.lane is Lane.DROP:
-                self._drop(route, decoded(message))
+                self._drop(route, message)
                 continue
             if not take(_id(message) + route.source):
                 duplicates += 1
@@ -207,7 +207,7 @@ class Ingress:
                     pending.append(taken)
             else:
                 assert route.peer is not None
-                self._express.put(route.peer, decoded(message), endpoint)
+                self._express.put(route.peer, message, endpoint)
         for target, (streams, batch) in appends.items():
             future = self._flows[target].append(len(batch), functools.partial(self._append, target, streams, batch))
             pending.append(future)
@@ -249,7 +249,7 @@ class Ingress:
         future.add_done_callback(settle)
         return future
 
-    def _drop(self, route: Route, message: UMessage) -> None:
+    def _drop(self, route: Route, message: Carried) -> None:
         if not route.reason:
             return
         self.endpoint.dropped[route.reason] += 1
@@ -259,7 +259,7 @@ class Ingress:
                 message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
             )
 
-    def _refuse(self, route: Route, message: UMessage, size: int) -> None:
+    def _refuse(self, route: Route, message: Carried, size: int) -> None:
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
         reason = "too_large" if size > route.bytes_max else "over_quota"
         self.endpoint.dropped[reason] += 1
@@ -267,7 +267,7 @@ class Ingress:
             route.account.dropped += 1
             what = f"a payload has at most {route.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
             self._express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
-        elif message.attributes.type == attrs.REQUEST:
+        elif attributes_of(message).type == attrs.REQUEST:
             what = f"authority {route.account.authority} sends more than its quota: send slower"
             self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 

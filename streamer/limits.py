@@ -15,6 +15,7 @@ TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; meas
 CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others must be able to work beside it
 VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: few topics with high rates belong there
 SUBSCRIPTION_BYTES: Final = 2_048  # what a subscription to a topic of its own costs in memory, interest and index; measured likewise
+SENDERS_SHARE: Final = 2  # ... and the callers of one authority together a half: their numbers may be made up
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
 

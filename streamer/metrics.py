@@ -168,6 +168,11 @@ class StreamerCollector(Collector):
             "up_streamer_dead_letters_lost", "Dead letters that were not stored", value=self._streamer.dead_letters.lost
         )
         yield CounterMetricFamily(
+            "up_streamer_dead_letters_limited",
+            "Dead letters that were counted only: too many of one kind in a minute",
+            value=self._streamer.dead_letters.limited,
+        )
+        yield CounterMetricFamily(
             "up_streamer_dead_letters_damaged", "Stores of dead letters that were moved aside", value=self._streamer.dead_letters.damaged
         )
         history = CounterMetricFamily(

@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {  # module or package -> what it may import besi
     # and never names a plugin
     "streamer": {"uprotocol", "storage", "history", "usubscription", "usubscription_client", "spark_ingest", *SHARED},
     "streamer.demo": {"uprotocol", "usubscription_client", "spark_ingest", "transports.mqtt5.broker", *SHARED},  # but it starts a broker
-    "spark_ingest": {"uprotocol", "transports.plugin", "history.subscriber", "history.witness"},
+    "spark_ingest": {"uprotocol", "transports.plugin", "history.subscriber", "history.witness", "storage.logs"},
     "pyspark_uprotocol": {"spark_ingest"},
 }
 

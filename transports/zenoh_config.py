@@ -21,6 +21,7 @@ from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
 
 REASSEMBLY_FACTOR: Final = 2  # of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
+SECRETS: Final = ("password", "private_key")  # of Zenoh's settings: they may be given as they are, not as a file
 LINK_POLL_S: Final = 0.01  # how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
 
 
@@ -92,6 +93,8 @@ class ZenohConfig(BaseModel):
             try:
                 config.insert_json5(path, json.dumps(value))
             except (zenoh.ZError, TypeError, ValueError) as error:  # the last two: what JSON can't say, such as a date
+                if any(word in path for word in SECRETS):  # neither the value nor Zenoh's words, which may repeat it
+                    raise invalid(f"Zenoh does not take what is given for {path}") from None
                 raise invalid(f"Zenoh does not take {path} = {value!r}: {words(error)}") from None
         return config
 

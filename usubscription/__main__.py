@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import gc
 import json
-import logging
 import signal
 import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
-import structlog
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from storage import logs
 from transports.plugin import create, explain
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -54,6 +53,7 @@ class ServiceConfig(BaseModel):
         description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one. "
         "`all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED",
     )
+    log_format: logs.Format = Field(default="text", description="of the log, on standard error: `text` or `json`")
     audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
 
 
@@ -143,11 +143,14 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     parser.add_argument("--store", help="SQLite file")
     parser.add_argument("--transport", help="zenoh, mqtt5, dds, local, or another that is installed")
     parser.add_argument("--setting", action="append", default=[], metavar="KEY=VALUE", help="of the transport; VALUE as JSON, or as text")
+    parser.add_argument("--log-format", choices=get_args(logs.Format), help="of the log, on standard error")
     options = parser.parse_args(arguments)
     content: dict[str, Any] = {}
     if options.config is not None:
         content = load(options.config).model_dump(exclude_unset=True)
-    content.update({key: value for key in ("authority", "store", "transport") if (value := getattr(options, key)) is not None})
+    content.update(
+        {key: value for key in ("authority", "store", "transport", "log_format") if (value := getattr(options, key)) is not None}
+    )
     settings = dict(content.get("settings", {}))
     for setting in options.setting:
         key, equals, value = setting.partition("=")
@@ -160,17 +163,15 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     return validate(content, "options")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfig], None] = lambda _: None) -> int:
     try:
         config = parse(arguments)
     except UStatusError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
+    prepare(config)
     return run(config)
 
 
 if __name__ == "__main__":
-    structlog.configure(  # stdout is for the line that says "ready"
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr), wrapper_class=structlog.make_filtering_bound_logger(logging.INFO)
-    )
-    sys.exit(main())
+    sys.exit(main(prepare=lambda config: logs.configure("info", config.log_format)))  # on stderr: stdout says "ready"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,7 +37,7 @@ authorities = ["vehicle1"]
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Invoke]:
     """`invoke("publish", ...)` in an empty folder. A traceback fails the test, whatever else it looks at."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda level="warning": None)  # loggers of this process outlive the captured stderr
+    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)  # loggers of this process outlive the captured stderr
     interval = sys.getswitchinterval()
 
     def run(*arguments: str) -> Result:
@@ -283,6 +285,59 @@ def test_replay_tells_of_broken_rows_and_loses_none_that_can_be_read(invoke: Inv
     assert "broken.csv: row 3: Vehicle.OBD.Speed is not a number: 'fast'" in result.stderr
     assert "broken.csv: row 5: has no readable value: skipped" in result.stderr
     assert last["problems"] >= 4
+
+
+SECRET = "hun" + "ter2"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        'password = ["SECRET"]',
+        "password = 424242",
+        'pasword = "SECRET"',
+        'username = "u"\npassword = "SECRET"\nport = "none"',
+    ],
+)
+def test_check_shows_no_password(invoke: Invoke, tmp_path: Path, settings: str) -> None:
+    text = ONE.replace('"local"', '"mqtt5"') + "[endpoint.settings]\n" + settings.replace("SECRET", SECRET)
+    (tmp_path / "bad.toml").write_text(text)
+    shown = invoke("check", "-c", "bad.toml")
+    assert shown.exit_code == 1
+    assert "bad.toml:" in shown.stderr
+    assert SECRET not in shown.output + shown.stderr
+    assert "424242" not in shown.output + shown.stderr
+
+
+def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        admin = f"127.0.0.1:{taken.getsockname()[1]}"
+        text = ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nlog_format = "json"\nadmin = "{admin}"')
+        (tmp_path / "one.toml").write_text(text)
+        command = [sys.executable, "-m", "streamer.cli", "run", "-c", str(tmp_path / "one.toml")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == cli.EXIT_FAILED
+    last = [json.loads(line) for line in done.stderr.splitlines()][-1]
+    assert (last["event"], last["code"]) == ("the process ends", "UNAVAILABLE")
+    assert admin in last["error"]
+
+
+def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
+    """Also of a process that can't go on: no line is anything else, and no variable is shown."""
+    text = ONE.format(folder=tmp_path).replace("[streamer]", '[streamer]\nlog_format = "json"\nadmin = "127.0.0.1:0"')
+    (tmp_path / "one.toml").write_text(text)
+    command = [sys.executable, "-m", "streamer.cli", "run", "-c", str(tmp_path / "one.toml"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["ready"] is True
+        process.send_signal(signal.SIGTERM)
+        lines = [json.loads(line) for line in process.stderr.read().splitlines()]
+        assert process.wait(60) == 0
+    assert [(line["level"], line["event"], line["authority"]) for line in lines if line["event"] == "ready"] == [
+        ("info", "ready", "vehicle1")
+    ]
+    assert all(re.fullmatch(r"[\d-]{10}T[\d:]{8}\.\d{3}Z", line["timestamp"]) for line in lines)
 
 
 def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
+from storage.runtime import Runtime
 from streamer import dead_letter
 from streamer.dead_letter import DeadLetters, Store
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
+from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
@@ -30,10 +33,10 @@ def publication(text: str = "x") -> UMessage:
 class Desk:
     """Dead letters with a store, and what they publish."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, **limits: Any) -> None:
         self.published: list[tuple[str, DeadLetter]] = []
         self.refuse = False
-        self.letters = DeadLetters(path, "vehicle1", self._publish, now_ms=lambda: 1_700_000_000_000)
+        self.letters = DeadLetters(path, "vehicle1", self._publish, now_ms=lambda: 1_700_000_000_000, **limits)
 
     async def _publish(self, topic: UUri, letter: DeadLetter) -> None:
         if self.refuse:
@@ -67,7 +70,8 @@ async def test_there_is_no_dead_letter_of_a_dead_letter(tmp_path: Path) -> None:
     assert desk.published == []
 
 
-async def test_a_flood_costs_no_memory_and_is_counted(tmp_path: Path) -> None:
+async def test_a_flood_costs_no_memory_and_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 1 << 30)
     desk = Desk(tmp_path / "letters.db")
     message = publication()
     for _ in range(dead_letter.QUEUED_MAX + 100):
@@ -224,13 +228,160 @@ async def test_a_disk_that_is_full_at_the_start_harms_nothing_and_letters_are_st
 
 async def test_letters_are_bounded_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dead_letter, "STORED_BYTES_MAX", 5_000)
-    monkeypatch.setattr(dead_letter, "QUEUED_BYTES_MAX", 3_000)
-    desk = Desk(tmp_path / "letters.db")
+    desk = Desk(tmp_path / "letters.db", bytes_max=3_000)
     for number in range(10):
         for _ in range(5):
             desk.letters.add(publication(f"{number}" * 1_000), UCode.UNAVAILABLE, "away", "cloud")
-        await desk.letters._flush()
+        while desk.letters._queue:
+            await desk.letters._flush()
     await desk.letters.close()
     stored = payloads(tmp_path / "letters.db")
     assert [one[:1] for one in stored] == [b"8", b"8", b"9", b"9"]
     assert desk.letters.lost == 30
+
+
+def of(authority: str, payload: bytes = b"x") -> UMessage:
+    topic = uris.uri(authority, 0x8001, 1, 0x8001)
+    return UMessageBuilder.publish(topic).build_from_upayload(UPayload(payload, UPayloadFormat.UPAYLOAD_FORMAT_RAW))
+
+
+async def test_the_flood_of_one_pushes_out_its_own_and_leaves_what_others_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "STORED_MAX", 20)
+    monkeypatch.setattr(dead_letter, "QUEUED_MAX", 10)
+    desk = Desk(tmp_path / "letters.db")
+    for number in range(4):
+        desk.letters.add(of("honest", b"%d" % number), UCode.UNAVAILABLE, "away", "cloud")
+    for round in range(30):
+        for number in range(10):
+            desk.letters.add(of("loud", b"%d %d" % (round, number)), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+    await desk.letters.close()
+    stored = payloads(tmp_path / "letters.db")
+    assert [one for one in stored if b" " not in one] == [b"0", b"1", b"2", b"3"]
+    assert len(stored) == 20
+    assert stored[-1] == b"29 9"
+    assert desk.letters.lost == 4  # of the flood, in the first round
+    assert {letter.message.payload for _, letter in desk.published} >= {b"0", b"1", b"2", b"3"}
+
+
+async def test_large_letters_of_one_leave_room_in_bytes_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "STORED_BYTES_MAX", 40_000)
+    desk = Desk(tmp_path / "letters.db", bytes_max=20_000)
+    desk.letters.add(of("honest", b"h" * 3_000), UCode.UNAVAILABLE, "away", "cloud")
+    for _ in range(50):
+        desk.letters.add(of("loud", b"l" * 9_000), UCode.UNAVAILABLE, "away", "cloud")
+    assert desk.letters._queue.bytes <= 20_000
+    for _ in range(10):
+        desk.letters.add(of("loud", b"l" * 9_000), UCode.UNAVAILABLE, "away", "cloud")
+        await desk.letters._flush()
+    await desk.letters.close()
+    stored = payloads(tmp_path / "letters.db")
+    assert stored[0] == b"h" * 3_000
+    assert sum(map(len, stored)) <= 40_000
+
+
+async def test_of_one_kind_so_many_are_told_in_a_minute_and_the_others_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 10)
+    now = 0.0
+    desk = Desk(tmp_path / "letters.db", runtime=Runtime(monotonic=lambda: now))
+    with capture_logs() as lines:
+        for number in range(50):
+            desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, f"{number} wait for endpoint 'e{number}'", "cloud")
+    assert [line["authority"] for line in lines] == ["loud"]
+    desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, "another reason", "cloud")
+    desk.letters.add(of("honest"), UCode.RESOURCE_EXHAUSTED, "1 wait for endpoint 'e1'", "cloud")
+    assert (desk.letters.total, desk.letters.limited, desk.letters.lost) == (52, 40, 0)
+    assert desk.letters.by_code == {"RESOURCE_EXHAUSTED": 52}
+    now = 61.0
+    desk.letters.add(of("loud"), UCode.RESOURCE_EXHAUSTED, "51 wait for endpoint 'e51'", "cloud")
+    assert desk.letters.limited == 40
+    await desk.letters.close()
+    assert len(payloads(tmp_path / "letters.db")) == 13
+
+
+async def test_beyond_so_many_bytes_of_one_kind_a_letter_has_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "WHOLE_BYTES_PER_MINUTE", 25_000)
+    desk = Desk(tmp_path / "letters.db")
+    sent = [of("loud", b"%d" % number * 10_000) for number in range(4)]
+    for message in sent:
+        desk.letters.add(message, UCode.UNAVAILABLE, "away", "cloud")
+    await desk.letters.close()
+    stored = dead_letter.open_read_only(tmp_path / "letters.db").read()
+    assert [len(one.message.payload) for one in stored] == [10_000, 10_000, 0, 0]
+    assert [one.message.attributes for one in stored] == [message.attributes for message in sent]
+    assert [("without its payload of 10" in one.reason) for one in stored] == [False, False, True, True]
+
+
+@pytest.mark.spec("local~disp-dlt-header")
+async def test_what_no_network_takes_is_stored_whole_and_published_with_its_attributes(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "letters.db", message_bytes_max=100_000)
+    large, small = of("vehicle1", b"x" * 99_000), of("vehicle1", b"y" * 90_000)
+    for message in (large, small):
+        desk.letters.add(message, UCode.UNAVAILABLE, "away" * 1_000, "cloud")
+    await desk.letters.close()
+    assert payloads(tmp_path / "letters.db") == [large.payload, small.payload]
+    (first, second) = [letter for _, letter in desk.published]
+    assert (first.message.attributes, first.message.payload) == (large.attributes, b"")
+    assert "too large to be published" in first.reason
+    assert second.message == small
+    assert max(first.ByteSize(), second.ByteSize()) <= 100_000
+
+
+async def test_an_encoded_message_is_a_letter_as_it_is(tmp_path: Path) -> None:
+    message = of("vehicle1", b"as it came")
+    encoded = message.attributes.SerializeToString()
+    carried = EncodedMessage(encoded, message.payload, Stamp(message.attributes))
+    desk = Desk(tmp_path / "letters.db")
+    desk.letters.add(carried, UCode.UNAVAILABLE, "away", "cloud")
+    assert carried._decoded is None, "nothing is parsed for what may be counted only"
+    await desk.letters.close()
+    assert [letter.message for _, letter in desk.published] == [message]
+    assert payloads(tmp_path / "letters.db") == [b"as it came"]
+
+
+def disk_bytes(path: Path) -> int:
+    return sum(one.stat().st_size for one in path.parent.glob(path.name + "*"))
+
+
+def large_row(number: int) -> dead_letter.Row:
+    return number, 14, "away", "cloud", of(f"vehicle{number % 7}", bytes([number % 251]) * (4 << 20)).SerializeToString()
+
+
+def test_the_files_of_the_store_are_bounded_also_while_somebody_reads_them(tmp_path: Path) -> None:
+    """A reader keeps the write-ahead log from being emptied: 100 messages of 4 MB made it 400 MiB."""
+    path = tmp_path / "letters.db"
+    store = Store(path)
+    store.write([large_row(1)])
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("begin")
+    reader.execute("select count(*) from letter").fetchone()
+    refused = 0
+    for number in range(30):
+        try:
+            store.write([large_row(number)])
+        except sqlite3.OperationalError as error:
+            refused += "has been reading" in str(error)
+        assert disk_bytes(path) <= dead_letter.DISK_BYTES_MAX
+    assert refused > 10
+    reader.execute("commit")
+    reader.close()
+    for number in range(30):
+        store.write([large_row(number)] * 2)
+        assert disk_bytes(path) <= dead_letter.DISK_BYTES_MAX
+    assert len(store.read()) == dead_letter.STORED_BYTES_MAX // (4 << 20) - 1
+    store.close()
+
+
+def test_a_file_that_was_large_once_gives_back_its_room(tmp_path: Path) -> None:
+    path = tmp_path / "letters.db"
+    store = Store(path)
+    store.write([large_row(number) for number in range(8)])
+    assert store._db is not None
+    store._db.execute("delete from letter where number < 8")
+    store.close()
+    assert path.stat().st_size > 32 << 20
+    store = Store(path)
+    (kept,) = store.read()
+    store.close()
+    assert len(kept.message.payload) == 4 << 20
+    assert disk_bytes(path) < 6 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamer import express as expresses
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
+from streamer.limits import CALLERS_SHARE, SENDERS_SHARE
 from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.message import UMessageBuilder
+from uprotocol.encoded import EncodedMessage, Stamp
+from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import nobody_listens
 from uprotocol.transport import Capability
-from uprotocol.v1.uattributes_pb2 import UMessageType, UPriority
+from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -59,13 +63,18 @@ class Inside:
         self.told += messages
 
 
-def express(limit: int) -> tuple[Express, Endpoints, dict[str, Network], list[tuple[UMessage, int]]]:
+def express(limit: int, bytes_max: int = 1 << 20) -> tuple[Express, Endpoints, dict[str, Network], list[tuple[UMessage, int]]]:
     networks = {"cloud": Network(), "vehicle1": Network()}
     endpoints = Endpoints([Endpoint(name, [name], network) for name, network in networks.items()])  # type: ignore[arg-type]
     letters: list[tuple[UMessage, int]] = []
     dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append((message, code)))
     hosted: Any = Inside()
-    return Express(endpoints, hosted, dead_letters, messages_max=limit, backoff=lambda: Backoff(1, 2)), endpoints, networks, letters
+    return (
+        Express(endpoints, hosted, dead_letters, messages_max=limit, bytes_max=bytes_max, backoff=lambda: Backoff(1, 2)),
+        endpoints,
+        networks,
+        letters,
+    )
 
 
 def request(priority: UPriority.ValueType, ttl_ms: int = 60_000) -> UMessage:
@@ -93,8 +102,8 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
         requests.append(message)
         lanes.put(endpoints["vehicle1"], message, endpoints["cloud"])
         assert len(lanes.lanes["vehicle1"]) <= limit
-        assert len(lanes.lanes["cloud"]) <= limit  # answers are bounded, too
-    accepted, refused = requests[:limit], requests[limit:]
+    share = max(1, limit // CALLERS_SHARE)  # it is one caller
+    accepted, refused = requests[:share], requests[share:]
     for network in networks.values():
         network.there = True
     running = [asyncio.create_task(lane.run()) for lane in lanes.lanes.values()]
@@ -109,7 +118,7 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
     assert networks["vehicle1"].taken == sorted(alive, key=lambda message: -message.attributes.priority)
     codes = {uuids.format(message.attributes.id): code for message, code in letters}
     assert {code for id, code in codes.items() if id in {uuids.format(one.attributes.id) for one in refused}} <= {UCode.RESOURCE_EXHAUSTED}
-    assert len(codes) == len(requests) - len(alive)
+    assert len(codes) == len(requests) - len(alive) == len(networks["cloud"].taken)
     for answer in networks["cloud"].taken:
         attributes = answer.attributes
         assert attributes.type == UMessageType.UMESSAGE_TYPE_RESPONSE
@@ -188,3 +197,128 @@ async def test_a_request_that_nobody_takes_is_told_at_once_and_one_whose_network
     assert response.attributes.commstatus == UCode.UNAVAILABLE
     assert UStatus.FromString(response.payload).code == UCode.UNAVAILABLE
     assert [code for _, code in letters] == [UCode.UNAVAILABLE]
+
+
+def large(caller: str, bytes: int, method: UUri = METHOD) -> UMessage:
+    payload = UPayload(b"x" * bytes, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+    return UMessageBuilder.request(uris.parse(caller), method, 60_000).build_from_upayload(payload)
+
+
+def waiting(lanes: Express, name: str) -> Counter[int]:
+    """Messages by the caller's ue_id."""
+    queues = lanes.lanes[name]._classes
+    return Counter(entry.message.attributes.source.ue_id for queue in queues for entry in queue)
+
+
+@pytest.mark.spec("local~disp-rpc-error")
+def test_one_caller_leaves_room_in_bytes_for_others_of_its_authority_and_of_another() -> None:
+    """250 requests of 4 MB to a peer that stalled were 1,144 MB."""
+    lanes, endpoints, networks, letters = express(1_000, bytes_max=100_000)
+    for _ in range(50):
+        lanes.put(endpoints["vehicle1"], large("//cloud/1/1/0", 9_500), endpoints["cloud"])
+    assert waiting(lanes, "vehicle1") == {1: 100_000 // CALLERS_SHARE // 9_600}
+    lanes.put(endpoints["vehicle1"], large("//cloud/2/1/0", 9_500), endpoints["cloud"])
+    assert waiting(lanes, "vehicle1")[2] == 1, "another uEntity of that authority"
+    for number in range(3, 50):
+        lanes.put(endpoints["vehicle1"], large(f"//cloud/{number}/1/0", 9_500), endpoints["cloud"])
+    assert waiting(lanes, "vehicle1").total() == 100_000 // SENDERS_SHARE // 9_600, "made-up callers have no more than their authority"
+    lanes.put(endpoints["vehicle1"], large("//cloud2/99/1/0", 9_500), endpoints["cloud"])
+    assert waiting(lanes, "vehicle1")[0x99] == 1, "another authority"
+    assert lanes.lanes["vehicle1"].bytes <= 100_000
+    refused = endpoints["vehicle1"].dropped
+    assert refused["express_share"] == len(letters) == len(lanes.lanes["cloud"])
+    assert {code for _, code in letters} == {UCode.RESOURCE_EXHAUSTED}
+    assert refused["express_full"] == 0
+    assert networks["vehicle1"].taken == []
+
+
+def test_all_callers_together_are_bounded_in_bytes_and_one_large_message_always_has_room() -> None:
+    lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
+    lanes.put(endpoints["vehicle1"], large("//cloud/1/1/0", 500_000), endpoints["cloud"])
+    assert (len(lanes.lanes["vehicle1"]), letters) == (1, [])
+    for number in range(50):
+        lanes.put(endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+    assert endpoints["vehicle1"].dropped == {"express_full": 50}
+    lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
+    for number in range(50):
+        lanes.put(endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+    assert len(lanes.lanes["vehicle1"]) == 100_000 // 9_600
+    assert len(letters) == 50 - len(lanes.lanes["vehicle1"])
+
+
+def test_responses_count_for_who_caused_them_and_for_the_authority_that_sends_them() -> None:
+    """One who asks and does not listen must not keep a service from answering others; nor may a service make up who asked."""
+    lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
+
+    def respond(caller: str) -> None:
+        payload = UPayload(b"x" * 9_500, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+        asked = UMessageBuilder.request(uris.parse(caller), METHOD, 60_000).build().attributes
+        lanes.put(endpoints["cloud"], UMessageBuilder.response_for_request(asked).build_from_upayload(payload), endpoints["vehicle1"])
+
+    for _ in range(20):
+        respond("//cloud/1/1/0")
+    assert len(lanes.lanes["cloud"]) == 100_000 // CALLERS_SHARE // 9_600
+    for number in range(2, 50):
+        respond(f"//cloud/{number}/1/0")
+    assert len(lanes.lanes["cloud"]) == 100_000 // SENDERS_SHARE // 9_600
+    assert {code for _, code in letters} == {UCode.RESOURCE_EXHAUSTED}
+
+
+def test_what_is_refused_is_not_parsed_and_its_answer_names_it() -> None:
+    lanes, endpoints, _, letters = express(1, bytes_max=100_000)
+    for _ in range(2):
+        message = large("//cloud/1/1/0", 9_500)
+        carried = EncodedMessage(message.attributes.SerializeToString(), message.payload, Stamp(message.attributes))
+        lanes.put(endpoints["vehicle1"], carried, endpoints["cloud"])
+    assert len(letters) == 1
+    assert carried._decoded is None
+    (answer,) = (entry.message for queue in lanes.lanes["cloud"]._classes for entry in queue)
+    assert answer.attributes.reqid == message.attributes.id
+
+
+async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expresses, "ANSWERS_MAX", 10)
+    lanes, endpoints, networks, letters = express(4, bytes_max=100_000)
+    for number in range(4):  # the way back is full, too
+        lanes.put(endpoints["cloud"], large(f"//mcu{number}/1/1/0", 100, uris.parse("//cloud/9001/1/7")), endpoints["vehicle1"])
+    for _ in range(20):
+        lanes.put(endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4), endpoints["cloud"])
+    assert len(lanes.lanes["cloud"]) == 4 + 10
+    assert endpoints["cloud"].dropped["answers_full"] == 9
+    assert len(letters) == 19
+    networks["cloud"].there = True
+    running = asyncio.create_task(lanes.lanes["cloud"].run())
+    async with asyncio.timeout(20):
+        while len(lanes.lanes["cloud"]):  # noqa: ASYNC110 - the lanes tell nobody
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert (lanes.lanes["cloud"].bytes, lanes.lanes["cloud"]._uses) == (0, {}), "nothing is remembered of who was served"
+
+
+async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expresses, "BATCH_BYTES_MAX", 20_000)
+    lanes, endpoints, networks, _ = express(1_000, bytes_max=100_000)
+    go_on, sizes = asyncio.Event(), []
+
+    async def slow(messages: Sequence[UMessage]) -> list[UStatus]:
+        sizes.append(len(messages))
+        await go_on.wait()
+        return [UStatus(code=UCode.OK)] * len(messages)
+
+    networks["vehicle1"].send_batch = slow  # type: ignore[method-assign]
+    running = asyncio.create_task(lanes.lanes["vehicle1"].run())
+    for number in range(11):
+        lanes.put(endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert lanes.lanes["vehicle1"].bytes <= 100_000
+    assert endpoints["vehicle1"].dropped == {"express_full": 1}
+    go_on.set()
+    async with asyncio.timeout(20):
+        while len(lanes.lanes["vehicle1"]):  # noqa: ASYNC110 - the lanes tell nobody
+            await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert sum(sizes) == 10
+    assert max(sizes) <= 3

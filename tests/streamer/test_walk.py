@@ -125,7 +125,7 @@ async def test_a_full_express_lane_answers_resource_exhausted(make_world: MakeWo
     world.streamer.home.transport.disconnect()
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     await cloud.send_batch([UMessageBuilder.request(CLOUD_APP, METHOD, 60_000).build() for _ in range(8)])
-    responses = await heard.expect(3)
+    responses = await heard.expect(7)  # one caller has a quarter of the lane, and at least one message
     assert {response.attributes.commstatus for response in responses} == {UCode.RESOURCE_EXHAUSTED}
 
 

@@ -237,7 +237,7 @@ def test_check_accepts_a_good_one(install: Install, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["its library is missing", "a transport as PLUGIN"])
 def test_run_says_it_in_one_line(install: Install, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda level="warning": None)  # loggers of this process outlive the captured stderr
+    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)  # loggers of this process outlive the captured stderr
     text, words = WRONG[what]
     install(text)
     result = command(tmp_path, "run")

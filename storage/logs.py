@@ -1,0 +1,268 @@
+"""The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and minute.
+
+structlog, stdlib logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no variables -> text | JSON
+                                              first of its kind: at once  '-> held: counted, and told with the last of them when the
+                                              (that costs the most)           minute is over, or at exit ----^
+
+A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since the line before.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import math
+import re
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, MutableMapping
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, Literal, TextIO
+
+import structlog
+
+Format = Literal["text", "json"]
+Event = MutableMapping[str, Any]
+
+PERIOD_S: Final = 60.0
+KINDS_MAX: Final = 1_000  # told apart; what is beyond them counts as one kind. Some 150 texts are ours
+KINDS_PER_TEXT_MAX: Final = 20  # ... of one text, whose fields may be of a stranger's making; enough for all endpoints of a gateway
+WHOM: Final = ("endpoint", "peer", "log", "authority", "broker", "part", "thread", "worker", "path", "note", "destination", "logger")
+VALUE_CHARACTERS_MAX: Final = 2_000
+TRACE_CHARACTERS_MAX: Final = 8_000
+FRAMES_MAX: Final = 30
+_SECRET: Final = re.compile(r"password|passwd|secret|credential|private_key", re.IGNORECASE)
+_NUMBERS: Final = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+log = structlog.get_logger()
+
+
+def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
+    """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again."""
+    target = file if file is not None else sys.stderr
+    render = _json if format == "json" else _text(colors=target.isatty())
+    stamp = _utc if format == "json" else structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False)
+    rest: list[Any] = [structlog.processors.add_log_level, stamp, harmless, render]
+
+    def emit(method: str, event: Any) -> None:
+        for process in rest:
+            event = process(None, method, event)
+        structlog.PrintLogger(target).msg(event)
+
+    repeats = Repeats(emit)
+    structlog.configure(
+        processors=[repeats, *rest],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(target),
+        cache_logger_on_first_use=file is None,
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[_Foreign()], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _uncaught
+    threading.excepthook = lambda told: _uncaught(told.exc_type, told.exc_value, told.exc_traceback, told.thread)
+    sys.unraisablehook = lambda told: log.error("an exception that could not be raised", exc_info=told.exc_value)
+    atexit.register(repeats.close)
+
+
+# What is written
+
+
+def harmless(_: Any, __: str, event: Event) -> Event:
+    """No control characters, no secrets, no local variables, nothing of any length."""
+    if error := _error(event.pop("exc_info", None)):
+        event["exception"] = trace(error)
+    event.pop("stack_info", None)
+    for key, value in event.items():
+        if is_secret(key):
+            event[key] = "***"
+        elif isinstance(value, str):
+            event[key] = escaped(value) if key != "exception" else value
+        elif not isinstance(value, int | None) and not (isinstance(value, float) and math.isfinite(value)):
+            shown = repr(value)
+            is_list = isinstance(value, list | tuple) and all(isinstance(one, str | int) for one in value)
+            event[key] = value if is_list and len(shown) <= VALUE_CHARACTERS_MAX else escaped(shown)
+    return event
+
+
+def escaped(text: str, characters_max: int = VALUE_CHARACTERS_MAX) -> str:
+    """One line: what can't be printed (line ends, terminal sequences, marks that turn the direction of writing) as Python writes it."""
+    if len(text) > characters_max:
+        text = f"{text[:characters_max]}... ({len(text)} characters)"
+    return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
+def is_secret(name: str) -> bool:
+    """True if a field or setting of this name must not be shown; a file that holds a secret may be."""
+    return _SECRET.search(name) is not None and not name.endswith("file")
+
+
+def trace(error: BaseException) -> str:
+    """Where it was raised, without the values of variables: they hold payloads and passwords."""
+    lines = "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:].split("\n")
+    return "\n".join(f"    {escaped(line)}" for line in lines)  # indented, so that no message within looks like a line of the log
+
+
+def _error(given: Any) -> BaseException | None:
+    if isinstance(given, BaseException):
+        return given
+    if isinstance(given, tuple):
+        return given[1] if isinstance(given[1], BaseException) else None
+    return sys.exc_info()[1] if given else None
+
+
+def _utc(_: Any, __: str, event: Event) -> Event:
+    event["timestamp"] = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return event
+
+
+def _json(_: Any, __: str, event: Event) -> str:
+    first = {key: event.pop(key) for key in ("timestamp", "level", "event") if key in event}
+    return json.dumps({**first, **event}, default=repr)
+
+
+def _text(*, colors: bool) -> Callable[[Any, str, Event], str]:
+    renderer: Callable[[Any, str, Event], str] = structlog.dev.ConsoleRenderer(
+        colors=colors, exception_formatter=structlog.dev.plain_traceback
+    )
+    return renderer
+
+
+# One line of a kind and minute
+
+
+class _Kind:
+    __slots__ = ("held", "last", "method", "until")
+
+    def __init__(self, until: float) -> None:
+        self.until, self.held = until, 0
+        self.method = ""
+        self.last: Event = {}
+
+
+class Repeats:
+    """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the others.
+
+    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something is held. Any thread
+    may log.
+    """
+
+    def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._emit, self._monotonic = emit, monotonic
+        self._lock = threading.RLock()  # a signal's handler, or a finaliser, may log while we are here
+        self._kinds: dict[Any, _Kind] = {}
+        self._texts: Counter[Any] = Counter()
+        self._timer: threading.Timer | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"Repeats({len(self._kinds)} kinds, {sum(kind.held for kind in self._kinds.values())} lines held)"
+
+    def __call__(self, _: Any, method: str, event: Event) -> Event:
+        text = event.pop("_kind", event.get("event"))
+        if method == "debug" or self._closed:
+            return event
+        with self._lock:
+            now = self._monotonic()
+            key, kind = self._find(text, tuple(str(event[field]) for field in WHOM if field in event), now)
+            if kind is not None and now < kind.until:
+                kind.held += 1
+                if error := _error(event.pop("exc_info", None)):
+                    event.setdefault("error", repr(error))  # its frames, which hold messages, were shown with the first line
+                kind.method, kind.last = method, event
+                self._wait(kind.until - now)
+                raise structlog.DropEvent
+            if kind is not None and kind.held:
+                event["repeated"] = kind.held + 1
+            if kind is None:
+                self._texts[key[0]] += 1
+            self._kinds[key] = _Kind(now + PERIOD_S)
+        return event
+
+    def _find(self, text: Any, whom: tuple[str, ...], now: float) -> tuple[tuple[Any, Any], _Kind | None]:
+        key: tuple[Any, Any] = (text, whom)
+        if key in self._kinds:
+            return key, self._kinds[key]
+        if self._texts[text] >= KINDS_PER_TEXT_MAX or len(self._kinds) >= KINDS_MAX:
+            for one in [one for one, kind in self._kinds.items() if kind.until <= now and not kind.held]:
+                self._forget(one)
+        if self._texts[text] >= KINDS_PER_TEXT_MAX:
+            key = (text, None)
+        elif len(self._kinds) >= KINDS_MAX:
+            key = (None, None)
+        return key, self._kinds.get(key)
+
+    def _forget(self, key: tuple[Any, Any]) -> None:
+        del self._kinds[key]
+        self._texts[key[0]] -= 1
+        if not self._texts[key[0]]:
+            del self._texts[key[0]]
+
+    def _wait(self, seconds: float) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(seconds, self._over)
+            self._timer.daemon = True
+            self._timer.name = "log"
+            with contextlib.suppress(RuntimeError):  # the process is about to end: `close` writes it
+                self._timer.start()
+
+    def _over(self) -> None:
+        with self._lock:
+            self._timer = None
+        self.flush()
+
+    def flush(self, *, everything: bool = False) -> None:
+        """Write what was held of the minutes that are over."""
+        with self._lock:
+            now = self._monotonic()
+            told = []
+            for key, kind in list(self._kinds.items()):
+                if kind.until > now and not everything:
+                    continue
+                if kind.held:
+                    kind.last["repeated"] = kind.held
+                    told.append((kind.method, kind.last))
+                    self._kinds[key] = _Kind(now + PERIOD_S)
+                else:
+                    self._forget(key)
+            due = [kind.until for kind in self._kinds.values() if kind.held]
+            if due and not everything:
+                self._wait(min(due) - now)
+        for method, event in told:
+            self._emit(method, event)
+
+    def close(self) -> None:
+        """Write all that was held; what comes later is not held."""
+        with self._lock:
+            self._closed = True
+            if self._timer is not None:
+                self._timer.cancel()
+        self.flush(everything=True)
+
+
+# What others say
+
+
+class _Foreign(logging.Handler):
+    """Libraries that log in Python's own way (asyncio, paho, py4j) and its warnings."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        kind = f"{record.name}: {_NUMBERS.sub('#', text.partition(chr(10))[0])[:200]}"  # addresses and ports make no other kind
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        getattr(log, level)(text, logger=record.name, exc_info=record.exc_info, _kind=kind)
+
+
+def _uncaught(
+    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: threading.Thread | None = None
+) -> None:
+    if error is None or issubclass(kind, KeyboardInterrupt | SystemExit):
+        if thread is None and error is not None:
+            sys.__excepthook__(kind, error, trace)
+        return
+    log.error("an exception that nobody caught", exc_info=error, thread=thread.name if thread is not None else "main")

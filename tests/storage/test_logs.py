@@ -1,0 +1,275 @@
+"""The log: nothing of a stranger's making in it but escaped, no variables, no secrets, one line of a kind and minute, and none lost."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage import logs
+
+HOSTILE = "x\n2026-01-01 00:00:00 [error    ] forged\r\x1b[2J\x9b31m\u202e\u2028y"
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """`written("json")` sets the log up and answers what was written; everything global is put back."""
+    before = structlog.get_config()
+    handlers, level = logging.root.handlers[:], logging.root.level
+    for name in ("excepthook", "unraisablehook"):
+        monkeypatch.setattr(sys, name, getattr(sys, name))
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setattr(logs.atexit, "register", lambda call: None)
+
+    def set_up(format: logs.Format = "text", level: str = "info") -> io.StringIO:
+        file = io.StringIO()
+        logs.configure(level, format, file)
+        return file
+
+    yield set_up
+    logging.captureWarnings(False)
+    structlog.configure(**before)
+    logging.root.handlers[:], logging.root.level = handlers, level
+
+
+def of_json(file: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def test_json_has_utc_with_milliseconds_level_event_and_the_fields(written: Any) -> None:
+    file = written("json")
+    logs.log.warning("it happened", endpoint="cloud", count=3, share=0.5, names=["a", "b"], other={1: 2}, odd=float("nan"), none=None)
+    (line,) = of_json(file)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
+    assert line == {
+        "level": "warning",
+        "event": "it happened",
+        "endpoint": "cloud",
+        "count": 3,
+        "share": 0.5,
+        "names": ["a", "b"],
+        "other": "{1: 2}",
+        "odd": "nan",
+        "none": None,
+    }
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_names_of_a_strangers_making_forge_no_line_and_move_no_cursor(written: Any, format: logs.Format) -> None:
+    file = written(format)
+    logs.log.warning("dropped", source=HOSTILE, names=[HOSTILE], thing=Shown())
+    logs.log.warning(HOSTILE)
+    logging.getLogger("paho").error("lost %s", HOSTILE)
+    lines = file.getvalue().split("\n")
+    assert len(lines) == 4
+    assert lines[-1] == ""
+    assert all(line.isprintable() for line in lines)
+    assert not any(line.startswith("2026-01-01") for line in lines)
+
+
+class Shown:
+    def __repr__(self) -> str:
+        return HOSTILE
+
+
+PASSWORD, PAYLOAD = "".join(["hun", "ter2"]), b" ".join([b"the", b"payload"])
+
+
+def fail(password: str, payload: bytes) -> None:
+    shown = password + payload.decode()
+    raise ValueError(f"what was foreseen by nobody\n2026-01-01 00:00:00 [error    ] forged\x1b[2J {len(shown)}")
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_traceback_says_where_and_shows_no_variables(written: Any, format: logs.Format) -> None:
+    file = written(format)
+    try:
+        fail(PASSWORD, PAYLOAD)
+    except ValueError as error:
+        logs.log.exception("it failed")
+        logs.log.error("it failed again", exc_info=error)
+        logging.getLogger("asyncio").error("a task failed", exc_info=error)
+    text = file.getvalue()
+    assert text.count("Traceback (most recent call last)") == 3
+    assert text.count("in fail") == 3
+    assert PASSWORD not in text
+    assert PAYLOAD.decode() not in text
+    assert "\x1b" not in text
+    assert not re.search(r"^2026-01-01", text, re.MULTILINE)
+
+
+def test_secrets_are_not_shown(written: Any) -> None:
+    file = written("json")
+    logs.log.warning("settings", password="hunter2", private_key="----", password_file="/etc/p")
+    assert "hunter2" not in file.getvalue()
+    assert "----" not in file.getvalue()
+    assert "/etc/p" in file.getvalue()
+
+
+def test_long_values_are_cut(written: Any) -> None:
+    file = written("json")
+    logs.log.warning("x" * 100_000, value="y" * 100_000, values=["z"] * 100_000)
+    assert len(file.getvalue()) < 4 * logs.VALUE_CHARACTERS_MAX
+
+
+# One line of a kind and minute
+
+
+class Clock:
+    now = 1_000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Desk:
+    """Repeats on a clock of its own, without threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.clock = Clock()
+        self.lines: list[Any] = []
+        monkeypatch.setattr(logs.Repeats, "_wait", lambda *_: None)
+        self.repeats = logs.Repeats(lambda _, event: self.lines.append(event), self.clock)
+
+    def log(self, event: str, level: str = "warning", **fields: Any) -> None:
+        with contextlib.suppress(structlog.DropEvent):
+            self.lines.append(self.repeats(None, level, {"event": event, **fields}))
+
+    @property
+    def told(self) -> int:
+        """How often it happened, by what was written."""
+        return sum(line.get("repeated", 1) for line in self.lines)
+
+
+@pytest.fixture
+def desk(monkeypatch: pytest.MonkeyPatch) -> Desk:
+    return Desk(monkeypatch)
+
+
+def test_the_first_of_a_kind_is_written_at_once_and_the_others_are_told_when_the_minute_is_over(desk: Desk) -> None:
+    for seq in range(100):
+        desk.log("lost", endpoint="cloud", seq=seq)
+    desk.log("lost", endpoint="vehicle", seq=0)
+    desk.log("found", endpoint="cloud")
+    assert [line["event"] for line in desk.lines] == ["lost", "lost", "found"]
+    desk.clock.now += 59
+    desk.repeats.flush()
+    assert len(desk.lines) == 3
+    desk.clock.now += 1
+    desk.repeats.flush()
+    assert desk.lines[3:] == [{"event": "lost", "endpoint": "cloud", "seq": 99, "repeated": 99}]
+    desk.log("lost", endpoint="cloud", seq=100)
+    assert len(desk.lines) == 4, "a line was written just now"
+    desk.clock.now += 120
+    desk.log("lost", endpoint="cloud", seq=101)
+    assert desk.lines[-1]["repeated"] == 2
+    desk.clock.now += 120
+    desk.repeats.flush()
+    assert desk.repeats._kinds == {}
+    assert desk.told == 104
+
+
+def test_debug_is_for_who_wants_it_all(desk: Desk) -> None:
+    for _ in range(10):
+        desk.log("detail", "debug")
+    assert len(desk.lines) == 10
+
+
+def test_kinds_of_a_strangers_making_are_bounded_and_counted(desk: Desk) -> None:
+    for number in range(5_000):
+        desk.log("two hosts go by one name", authority=f"made-up-{number}")
+    assert len(desk.lines) <= logs.KINDS_PER_TEXT_MAX + 1
+    for number in range(5_000):
+        desk.log(f"text {number}")
+    assert len(desk.repeats._kinds) <= logs.KINDS_MAX + 1
+    desk.log("honest")
+    desk.repeats.close()
+    assert desk.told == 10_001
+    desk.log("after the end")
+    assert desk.lines[-1]["event"] == "after the end", "nothing is held that nobody would tell"
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["x", "y", None]), st.integers(0, 40)), max_size=100))
+def test_nothing_is_lost(happened: list[tuple[str, str | None, int]]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        desk = Desk(patch)
+        for event, endpoint, passes in happened:
+            desk.clock.now += passes
+            if passes % 2:
+                desk.repeats.flush()
+            desk.log(event, **({} if endpoint is None else {"endpoint": endpoint}))
+        desk.repeats.close()
+        assert desk.told == len(happened)
+
+
+def test_what_is_held_is_written_though_no_other_line_comes() -> None:
+    lines: list[Any] = []
+    written = threading.Event()
+
+    def emit(method: str, event: Any) -> None:
+        lines.append((method, event))
+        written.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logs, "PERIOD_S", 0.05)
+        repeats = logs.Repeats(emit)
+        repeats(None, "error", {"event": "lost"})
+        with pytest.raises(structlog.DropEvent):
+            repeats(None, "error", {"event": "lost", "exc_info": ValueError("why")})
+        assert written.wait(60)
+        repeats.close()
+    assert lines == [("error", {"event": "lost", "error": "ValueError('why')", "repeated": 1})], "it keeps no frames alive"
+
+
+PROGRAM = """
+import asyncio, sys, threading, warnings, structlog
+from storage import logs
+logs.configure("info", sys.argv[1])
+log = structlog.get_logger()
+for number in range(1_000):
+    log.error("lost", endpoint="cloud", seq=number)
+warnings.warn("a library warns")
+password = "hun" + "ter2"
+def in_thread(secret):
+    raise RuntimeError("in a thread")
+thread = threading.Thread(target=in_thread, args=(password,), name="worker")
+thread.start(); thread.join()
+async def forgotten(secret):
+    raise RuntimeError("in a task")
+async def main():
+    task = asyncio.ensure_future(forgotten(password))
+    await asyncio.sleep(0)
+    del task
+    import gc; gc.collect()
+asyncio.run(main())
+def end(secret):
+    raise RuntimeError("at the end")
+end(password)
+"""
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_process_tells_what_nobody_caught_and_what_is_held_when_it_ends(format: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    for words in ("in a thread", "in a task", "at the end", "a library warns", "999"):
+        assert words in done.stderr, words
+    assert done.stderr.count("lost") == 2
+    assert PASSWORD not in done.stderr
+    if format == "json":
+        lines = [json.loads(line) for line in done.stderr.splitlines()]
+        assert {line["level"] for line in lines} == {"error", "warning"}
+        assert [line.get("repeated") for line in lines if line["event"] == "lost"] == [None, 999]
