@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from uprotocol import uuid as uuids
 from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -18,6 +19,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
+_FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
 STAMPS_MAX: Final = 65_536  # streams whose stamp is known, some 1 KB each
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
@@ -25,9 +27,12 @@ _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 def suffix(encoded: bytes) -> bytes | None:
     """What follows the id in serialised UAttributes; None if they don't begin with an id that is a UUID of version 7.
 
+    None as well for a time of the last years before 10000: whether that is a date yet is for `validate` to say (A-54).
     A second id in what follows would be part of it: a verdict on the first message of a stamp holds for the others too.
     """
     if len(encoded) < _ID_SIZE or not encoded.startswith(_BEGIN) or encoded[11] != 0x11 or encoded[4] >> 4 != 7 or encoded[19] >> 6 != 2:
+        return None
+    if encoded[10] >= _FAR_OFF:
         return None
     return encoded[_ID_SIZE:]
 
