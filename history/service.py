@@ -241,7 +241,11 @@ class HistoryService:
         if start == "latest" and asked.latest:
             return log.newest_seq
         if start == "after_time":
-            seq = await log.seq_before_time(asked.after_time.ToMilliseconds())
+            try:
+                time_ms = asked.after_time.ToMilliseconds()
+            except ValueError as error:
+                raise invalid(f"after_time is no time of the years 1 to 9999: {error}") from None
+            seq = await log.seq_before_time(time_ms)
         elif start == "after_message_id":
             found = await log.seq_of_id(asked.after_message_id)
             if found is not None:

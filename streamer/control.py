@@ -145,7 +145,7 @@ class ControlSocket:
         try:
             asked = json.loads(line)
             what, topic, peer = asked["do"], str(asked.get("topic", "")), str(asked.get("peer", ""))
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise invalid("expected one line of JSON with do, topic and peer") from None
         match what:
             case "pause":
@@ -189,7 +189,7 @@ def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -
                 answer = json.loads(answers.readline(LINE_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
         return _ask_file(folder, do, topic, peer, own)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the streamer with data_dir {folder} does not answer: {error}") from None
     if "code" in answer:
         raise UStatusError(answer["code"], answer["message"])

@@ -28,13 +28,24 @@ def suffix(encoded: bytes) -> bytes | None:
     """What follows the id in serialised UAttributes; None if they don't begin with an id that is a UUID of version 7.
 
     None as well for a time of the last years before 10000: whether that is a date yet is for `validate` to say (A-54).
-    A second id in what follows would be part of it: a verdict on the first message of a stamp holds for the others too.
+    To remember what follows it for other messages, ask `shared_suffix`.
     """
     if len(encoded) < _ID_SIZE or not encoded.startswith(_BEGIN) or encoded[11] != 0x11 or encoded[4] >> 4 != 7 or encoded[19] >> 6 != 2:
         return None
     if encoded[10] >= _FAR_OFF:
         return None
     return encoded[_ID_SIZE:]
+
+
+def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
+    """The suffix of `encoded`, which are `attributes`, if other messages may have it; else None.
+
+    To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for another one.
+    """
+    mark = suffix(encoded)
+    if mark is None or not is_shared(attributes) or UAttributes.FromString(mark).HasField("id"):
+        return None
+    return mark
 
 
 class Stamp:
@@ -187,8 +198,9 @@ class Stamps:
 
     def _meet(self, encoded: bytes, data: bytes) -> Stamp | None:
         """A new stamp; None if the message has none that others may share."""
-        mark, message = suffix(encoded), UMessage.FromString(data)
-        if mark is None or not is_shared(message.attributes):
+        message = UMessage.FromString(data)
+        mark = shared_suffix(encoded, message.attributes)
+        if mark is None:
             return None
         if len(self._known) >= STAMPS_MAX:
             self._known.clear()

@@ -16,7 +16,7 @@ from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -109,18 +109,38 @@ def read_status(version: int, payload: UPayload) -> Status:
 def read_subscriptions(version: int, payload: UPayload) -> tuple[list[Subscription], bool]:
     """The subscriptions, and whether there are more of them."""
     if version == 4:
-        return [_from_v4(one) for one in payload.unpack(v4.FetchSubscriptionsResponse).subscriptions], False
+        told = map(_from_v4, payload.unpack(v4.FetchSubscriptionsResponse).subscriptions)
+        return list(filter(_means_something, told)), False
     response = payload.unpack(v3.FetchSubscriptionsResponse)
-    return [_from_v3(one) for one in response.subscriptions], response.has_more_records
+    return list(filter(_means_something, map(_from_v3, response.subscriptions))), response.has_more_records
 
 
 def read_subscribers(payload: UPayload) -> tuple[list[UUri], bool]:
     response = payload.unpack(v3.FetchSubscribersResponse)
-    return [one.uri for one in response.subscribers], response.has_more_records
+    return [one.uri for one in response.subscribers if _is_valid(one.uri)], response.has_more_records
 
 
 def read_change(version: int, payload: UPayload) -> Subscription:
-    return _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
+    """What has changed; without topic (its resource is 0) everything has. Raises INVALID_ARGUMENT."""
+    change = _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
+    if change.topic.resource_id and not _means_something(change):
+        raise invalid(f"the change is about {uris.format(change.topic)}, or for {uris.format(change.subscriber)}, which nobody can be")
+    return change
+
+
+def _means_something(told: Subscription) -> bool:
+    """False for what no topic and no subscriber can be. One such entry of a service must not cost all the others."""
+    topic = told.topic
+    may_match = uris.is_topic(topic) or topic.resource_id == uris.WILDCARD_RESOURCE
+    return may_match and _is_valid(topic) and _is_valid(told.subscriber)
+
+
+def _is_valid(address: UUri) -> bool:
+    try:
+        uris.validate(address)
+    except UStatusError:
+        return False
+    return True
 
 
 def _from_v4(told: v4.Subscription) -> Subscription:

@@ -195,6 +195,20 @@ def test_an_id_of_no_date_is_looked_at_although_its_stamp_is_known() -> None:
     assert table.dropped == {"invalid": 2}
 
 
+def test_a_message_with_two_ids_is_what_protobuf_says_and_never_the_pattern_of_others() -> None:
+    table, raw = ListenerTable("beta"), Raw(1)
+    table.add(topic(), reply(), raw)
+    ids = []
+    for _ in range(2):
+        message = notification(b"1")
+        second = message.attributes.id.SerializeToString()
+        encoded = notification(b"1").attributes.SerializeToString() + b"\x0a" + bytes([len(second)]) + second
+        table.deliver_encoded([(None, b"1", encoded)])
+        ids.append(message.attributes.id)
+    assert [decoded(one).attributes.id for one in raw.messages] == ids
+    assert not any(isinstance(one, EncodedMessage) for one in raw.messages)
+
+
 def test_a_listener_may_take_messages_as_they_came() -> None:
     table, raw, plain = ListenerTable("beta"), Raw(1), Sink(1)
     filter = table.add(topic(), reply(), raw)
