@@ -167,26 +167,36 @@ def _report(engine: str, name: str, seconds: float, code: int, out: Path) -> Rep
     return Report(name, engine, int(runs[-1]) if runs else 0, seconds, finds)
 
 
+class Trying:
+    """Runs a target, and keeps the input that it fails with."""
+
+    def __init__(self, target: Target, out: Path) -> None:
+        self._target, self._out, self._executions = target, out, 0
+
+    def __call__(self, data: bytes) -> None:
+        self._executions += 1
+        try:
+            with deadline():
+                self._target.run(data)
+        except BaseException:
+            path = self._out / f"{self._target.name}-crash-{file_name(data)}"
+            path.write_bytes(data)
+            print(f"Test unit written to {path}")
+            self.tell()
+            raise
+
+    def tell(self) -> None:
+        print(f"stat::number_of_executed_units: {self._executions}", flush=True)
+
+
 def _hunt_at_random(target: Target, seconds: float, out: Path, seed: int) -> None:
     """Without feedback; the first find ends it."""
     inputs, rng = target.inputs() or [b""], random.Random(f"{target.name} {seed}")
     _bound_memory()
-    executions, begun, found = 0, time.monotonic(), False
-    while not found and time.monotonic() - begun < seconds:
-        data = mutated(rng, inputs, INPUT_BYTES_MAX)
-        executions += 1
-        try:
-            with deadline():
-                target.run(data)
-        except BaseException:
-            traceback.print_exc()
-            path = out / f"{target.name}-crash-{file_name(data)}"
-            path.write_bytes(data)
-            print(f"Test unit written to {path}")
-            found = True
-    print(f"stat::number_of_executed_units: {executions}", flush=True)
-    if found:
-        os._exit(1)
+    trying, begun = Trying(target, out), time.monotonic()
+    while time.monotonic() - begun < seconds:
+        trying(mutated(rng, inputs, INPUT_BYTES_MAX))
+    trying.tell()
 
 
 def _hunt_with_atheris(target: Target, seconds: float, out: Path, seed: int) -> None:
@@ -201,11 +211,7 @@ def _hunt_with_atheris(target: Target, seconds: float, out: Path, seed: int) -> 
         *(f"-rss_limit_mb={MEMORY_MIB_MAX}", f"-artifact_prefix={out}/{target.name}-", f"-seed={seed}", "-print_final_stats=1"),
     ]
 
-    def run(data: bytes) -> None:
-        with deadline():
-            target.run(data)
-
-    atheris.Setup(["fuzz", *options, str(learnt), str(target.corpus)], run)
+    atheris.Setup(["fuzz", *options, str(learnt), str(target.corpus)], Trying(target, out))
     atheris.Fuzz()
 
 

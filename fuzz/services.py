@@ -16,8 +16,10 @@ from google.protobuf.message import Message
 
 from fuzz.registry import refusing, target
 from fuzz.shapes import Dice, made
+from history.acceptor import Acceptor
 from history.log import Log
 from history.service import DESCRIBE, POLL, UE_ID, VERSION, HistoryService
+from spark_ingest import offsets
 from streamer.control import LIST_PAUSED, PAUSE, RESUME, Control, ControlSocket
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import Paused
@@ -162,6 +164,27 @@ def history_poll(data: bytes) -> None:
 @target
 def history_describe(data: bytes) -> None:
     call(history(), DESCRIBE, payload_of(Dice(data), ustreamer.DescribeRequest), ustreamer.DescribeResponse)
+
+
+@target
+def history_answers(data: bytes) -> None:
+    """What a history answers to those who read it: each record once, in order, whatever it says."""
+    acceptor, payload = Acceptor(), payload_of(Dice(data), ustreamer.PollResponse, ustreamer.DescribeResponse)
+    with refusing(UCode.INVALID_ARGUMENT):
+        response = payload.unpack(ustreamer.PollResponse)
+        for _ in range(2):
+            accepted = acceptor.accept(response)
+            seen = [(one.incarnation, one.message.attributes.source.SerializeToString(), one.seq) for one in accepted.records]
+            assert len(set(seen)) == len(seen), "a record was taken twice"
+            assert len(accepted.records) <= sum(len(batch.seq) for batch in response.batches)
+            accepted.places.request()
+    with refusing(UCode.INVALID_ARGUMENT):
+        described = payload.unpack(ustreamer.DescribeResponse)
+        logs = offsets.logs_of(described)
+        for where in (offsets.EARLIEST, offsets.LATEST):
+            start = offsets.starting(where, logs)
+            offsets.advance(start.seqs, logs, 1_000)
+            offsets.lost(start, logs)
 
 
 class _Kept(Paused):

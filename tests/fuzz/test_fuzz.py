@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import struct
@@ -86,6 +87,33 @@ def test_without_atheris_it_says_so_and_changes_the_corpus_at_random(
     said = capfd.readouterr().out
     assert "atheris is not installed" in said
     assert "executions, random" in said
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine_name", ["random", "atheris"])
+def test_what_a_hunt_finds_is_kept(engine_name: str, tmp_path: Path) -> None:
+    """In a process that is forked for it, as in a hunt."""
+    if engine_name == "atheris" and not engine.has_atheris():
+        pytest.skip("atheris is not installed")
+    script = FINDS.format(engine=engine_name, out=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    report = engine.Report(**json.loads(line))
+    assert report.failed, done.stderr
+    assert [Path(find).read_bytes()[:1] for find in report.finds] == [b"\x80"]
+    assert report.executions > 0
+
+
+FINDS = """
+from pathlib import Path
+from fuzz import engine, registry
+
+def mark(data):
+    assert data[:1] != bytes([128]), "a find"
+
+registry.load()["mark"] = registry.Target("mark", mark)
+engine.nursery("{engine}", ["mark"], 60.0, Path("{out}"), 1)
+"""
 
 
 # Faults put back
