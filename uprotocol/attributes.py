@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -32,10 +32,6 @@ ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no secon
 _RPC: Final = frozenset((REQUEST, RESPONSE))
 _Reserved = Literal["permission_level", "token", "reqid", "commstatus"]
 _ONLY_OF: Final[dict[_Reserved, int]] = {"permission_level": REQUEST, "token": REQUEST, "reqid": RESPONSE, "commstatus": RESPONSE}
-_FOREIGN: Final[dict[int, tuple[_Reserved, ...]]] = {
-    type: tuple(name for name, only in _ONLY_OF.items() if only != type) for type in (PUBLISH, REQUEST, RESPONSE, NOTIFICATION)
-}
-"""Type -> what the specification has for another type alone (A-55)."""
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -162,11 +158,17 @@ def validate_rest(attributes: UAttributes) -> None:
     if attributes.priority < 0 or attributes.payload_format < 0:  # what a later specification adds is not negative
         raise invalid(f"priority and payload format are 0 or more, got {attributes.priority} and {attributes.payload_format}")
     type = attributes.type
-    for name in _FOREIGN.get(type, ()):
-        if attributes.HasField(name):
-            raise invalid(f"{name} is an attribute of a {RULES[_ONLY_OF[name]].name}, and a {RULES[type].name} has it set")
+    has = attributes.HasField
+    if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (type != REQUEST and (has("permission_level") or has("token"))):
+        raise _foreign(attributes)
     if type in _RPC:
         _validate_rpc(attributes, type)
+
+
+def _foreign(attributes: UAttributes) -> UStatusError:
+    """For one with an attribute that the specification has for another type alone (A-55)."""
+    name, only = next((name, only) for name, only in _ONLY_OF.items() if only != attributes.type and attributes.HasField(name))
+    return invalid(f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {attributes.type}, has it set")
 
 
 def has_valid_traceparent(attributes: UAttributes) -> bool:
