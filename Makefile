@@ -1,6 +1,6 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
-#   make simulate [SEEDS=10000 START=0]   make chaos   make interop
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,8 +10,9 @@ DATA   ?=
 ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
+MINUTES ?= 10
 
-.PHONY: demo test check format simulate chaos interop bench proto spec-coverage config-reference wheel clean
+.PHONY: demo test check format fuzz simulate chaos interop bench proto spec-coverage config-reference wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -39,6 +40,9 @@ check: $(STAMP)
 format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
+
+fuzz: $(STAMP)
+	@$(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)

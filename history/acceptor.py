@@ -23,6 +23,7 @@ TOPICS_TRACKED_MAX: Final = 65_536  # whose newest record is known; the longest 
 REFUSED_MAX: Final = (
     8  # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't help
 )
+SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Verdict(enum.Enum):
 class Acceptor:
     """Takes a record only if it directly follows the last one taken of its topic. Pure: no I/O, no clock.
 
-    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage).
+    `dropped`: duplicate, refused (does not follow), behind_refused, unreadable (not a UMessage, or a gap without end).
     """
 
     def __init__(self, positions: Positions | None = None, places: Places | None = None) -> None:
@@ -153,6 +154,9 @@ class Acceptor:
         if gap.reason == Gap.REASON_INCARNATION:
             self._lose(incarnation, accepted)
             return
+        if not 0 < gap.before_seq <= SEQ_MAX:  # it ends nowhere, so there is no place behind it
+            self.dropped["unreadable"] += 1
+            return
         if went_back(gap):  # start again where it says
             self.positions[incarnation] = self._base[incarnation] = gap.before_seq - 1
             self.places.known[incarnation] = witness.up_to(self.places.known.get(incarnation, {}), gap.before_seq - 1)
@@ -218,9 +222,11 @@ def went_back(gap: Gap) -> bool:
 
 
 def decode(batch: RecordBatch) -> list[Record | int] | None:
-    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths."""
+    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none that a log gives."""
     columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
     if len({len(column) for column in columns}) != 1:
+        return None
+    if batch.seq and not (min(batch.seq) > 0 and max(*batch.seq, *batch.prev_seq) <= SEQ_MAX):
         return None
     records: list[Record | int] = []
     for seq, prev_seq, time_ms, data in zip(*columns, strict=True):

@@ -182,10 +182,15 @@ def decode(columns: Columns) -> Chunk:
     records, data = columns.records, columns.data
     if columns.crc != _crc(columns.first_seq, records, columns.time_ms, columns.streams, columns.ids, data):
         raise CorruptChunkError(f"the checksum of the records {columns.first_seq}..{columns.last_seq} is wrong")
-    streams = struct.unpack_from(f"<{records}I", data, 0)
-    prev_seqs = struct.unpack_from(f"<{records}Q", data, 4 * records)
-    lengths = struct.unpack_from(f"<{records}I", data, 12 * records)
-    ends = accumulate(lengths, initial=16 * records)
+    try:
+        streams = struct.unpack_from(f"<{records}I", data, 0)
+        prev_seqs = struct.unpack_from(f"<{records}Q", data, 4 * records)
+        lengths = struct.unpack_from(f"<{records}I", data, 12 * records)
+    except struct.error:
+        raise CorruptChunkError(f"the columns of {records} records from {columns.first_seq} on end too early") from None
+    ends = list(accumulate(lengths, initial=16 * records))
+    if not records or ends[-1] != len(data):  # a wrong checksum may be right by chance
+        raise CorruptChunkError(f"{records} records from {columns.first_seq} on take {ends[-1]} bytes, and there are {len(data)}")
     messages = [data[begin:end] for begin, end in pairwise(ends)]
     return Chunk(range(columns.first_seq, columns.first_seq + records), columns.time_ms, list(streams), list(prev_seqs), messages)
 

@@ -152,7 +152,7 @@ class CursorFile:
             return Places()
         try:
             return _places(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise invalid(f"{self._path} is not a cursor file ({error}): delete it to start from the beginning") from None
 
     def save(self, places: Places) -> None:

@@ -149,7 +149,7 @@ def parse(text: str) -> str | Offset:
         return text.lower()
     try:
         given = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise invalid(f"expected earliest, latest or a JSON object of log and seq, got {text!r}") from None
     return Offset.of(given)
 

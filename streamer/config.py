@@ -436,6 +436,8 @@ def loads(text: str, name: str = "config") -> Config:
         raw = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise invalid(_not_toml(text, name, str(error))) from None
+    except RecursionError:
+        raise invalid(f"{name}:1: this is not a configuration: its values are nested too deeply to be read") from None
     mistakes: list[Mistake] = []
     try:
         config = Config.model_validate(raw)

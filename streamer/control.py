@@ -219,7 +219,7 @@ def call(folder: Path, request: dict[str, Any]) -> dict[str, Any] | None:
                 answer: dict[str, Any] = json.loads(answers.readline(LINE_BYTES_MAX))
     except (FileNotFoundError, ConnectionRefusedError):
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the streamer with data_dir {folder} does not answer: {error}") from None
     if "code" in answer:
         raise UStatusError(answer["code"], answer["message"])

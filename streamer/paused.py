@@ -42,7 +42,7 @@ def read(path: Path) -> list[Pause]:
         found = [Pause(uris.format(uris.parse(topic)), str(peer)) for topic, peer in json.loads(path.read_text(encoding="utf-8"))]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, UStatusError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
         raise UStatusError(
             UCode.FAILED_PRECONDITION, f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again"
         ) from None

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, is_shared, suffix
+from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, shared_suffix, suffix
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener, validate_filters
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -205,7 +205,7 @@ class ListenerTable:
                         last = None
                         continue
                 else:
-                    known, last = self._meet(encoded, payload, mark, now, place, complete)
+                    known, last = self._meet(encoded, payload, now, place, complete)
                     if known is None or last is None:
                         continue
             reached.append(filter)
@@ -218,7 +218,7 @@ class ListenerTable:
         return self._hand_over(shares)
 
     def _meet(
-        self, encoded: bytes, payload: bytes, mark: bytes | None, now: int, place: int, complete: Complete | None
+        self, encoded: bytes, payload: bytes, now: int, place: int, complete: Complete | None
     ) -> tuple[_Known | None, Carried | None]:
         """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it.
 
@@ -233,10 +233,9 @@ class ListenerTable:
         if complete is not None and attrs.lacks_authority(message.attributes):
             complete(place, message.attributes)
             encoded = message.attributes.SerializeToString()
-            mark = suffix(encoded)
         if payload or message.attributes.payload_format:
             message.payload = payload
-        shared = mark is not None and is_shared(message.attributes)  # asked first: what was mended is not what `mark` stands for
+        mark = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
         found = self._valid(message)
         if found is None:
             return None, None
@@ -245,7 +244,7 @@ class ListenerTable:
             return None, None
         by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
         known = _Known(by_filter, Stamp(message.attributes))
-        if mark is None or not shared:
+        if mark is None:
             return known, message
         if len(self._stamped) >= ROUTES_CACHED_MAX:
             self._stamped.clear()

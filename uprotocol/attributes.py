@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -30,6 +30,8 @@ PRIORITY_MAX: Final = int(UPriority.UPRIORITY_CS6)
 ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no second look; some 2 MB when full
 
 _RPC: Final = frozenset((REQUEST, RESPONSE))
+_Reserved = Literal["permission_level", "token", "reqid", "commstatus"]
+_ONLY_OF: Final[dict[_Reserved, int]] = {"permission_level": REQUEST, "token": REQUEST, "reqid": RESPONSE, "commstatus": RESPONSE}
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -148,14 +150,25 @@ def _validate_address(type_name: str, part: str, address: UUri | None, expected:
 
 def validate_rest(attributes: UAttributes) -> None:
     """The part that differs from message to message. Each field is read once: this runs for every message."""
-    if not uuids.is_v7(attributes.id):
+    if not uuids.is_message_id(attributes.id):
         given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
-        raise invalid(f"a message has an id, which is a UUID of version 7, got {given}")
+        raise invalid(f"a message has an id, which is a UUID of version 7 with a time until the year 9999, got {given}")
     if not has_valid_traceparent(attributes):
         raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}")
+    if attributes.priority < 0 or attributes.payload_format < 0:  # what a later specification adds is not negative
+        raise invalid(f"priority and payload format are 0 or more, got {attributes.priority} and {attributes.payload_format}")
     type = attributes.type
+    has = attributes.HasField
+    if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (type != REQUEST and (has("permission_level") or has("token"))):
+        raise _foreign(attributes)
     if type in _RPC:
         _validate_rpc(attributes, type)
+
+
+def _foreign(attributes: UAttributes) -> UStatusError:
+    """For one with an attribute that the specification has for another type alone (A-55)."""
+    name, only = next((name, only) for name, only in _ONLY_OF.items() if only != attributes.type and attributes.HasField(name))
+    return invalid(f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {attributes.type}, has it set")
 
 
 def has_valid_traceparent(attributes: UAttributes) -> bool:
@@ -171,8 +184,10 @@ def _validate_rpc(attributes: UAttributes, type: int) -> None:
         raise invalid(f"requests and responses have priority CS4 or higher, got {name}")
     if not attributes.ttl:
         raise invalid("requests and responses need a ttl greater than 0 ms")
-    if type == RESPONSE and not uuids.is_v7(attributes.reqid):
-        raise invalid("a response names the id of its request (reqid), a UUID of version 7")
+    if type == RESPONSE and not uuids.is_message_id(attributes.reqid):
+        raise invalid("a response names the id of its request (reqid), a UUID of version 7 with a time until the year 9999")
+    if type == RESPONSE and attributes.commstatus < 0:
+        raise invalid(f"a commstatus is 0 or more, got {attributes.commstatus}")
 
 
 def validate_payload(attributes: UAttributes, has_payload: bool) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from uprotocol import uuid as uuids
 from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -18,6 +19,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
+_FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
 STAMPS_MAX: Final = 65_536  # streams whose stamp is known, some 1 KB each
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
@@ -25,11 +27,25 @@ _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 def suffix(encoded: bytes) -> bytes | None:
     """What follows the id in serialised UAttributes; None if they don't begin with an id that is a UUID of version 7.
 
-    A second id in what follows would be part of it: a verdict on the first message of a stamp holds for the others too.
+    None as well for a time of the last years before 10000: whether that is a date yet is for `validate` to say (A-54).
+    To remember what follows it for other messages, ask `shared_suffix`.
     """
     if len(encoded) < _ID_SIZE or not encoded.startswith(_BEGIN) or encoded[11] != 0x11 or encoded[4] >> 4 != 7 or encoded[19] >> 6 != 2:
         return None
+    if encoded[10] >= _FAR_OFF:
+        return None
     return encoded[_ID_SIZE:]
+
+
+def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
+    """The suffix of `encoded`, which are `attributes`, if other messages may have it; else None.
+
+    To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for another one.
+    """
+    mark = suffix(encoded)
+    if mark is None or not is_shared(attributes) or UAttributes.FromString(mark).HasField("id"):
+        return None
+    return mark
 
 
 class Stamp:
@@ -182,8 +198,9 @@ class Stamps:
 
     def _meet(self, encoded: bytes, data: bytes) -> Stamp | None:
         """A new stamp; None if the message has none that others may share."""
-        mark, message = suffix(encoded), UMessage.FromString(data)
-        if mark is None or not is_shared(message.attributes):
+        message = UMessage.FromString(data)
+        mark = shared_suffix(encoded, message.attributes)
+        if mark is None:
             return None
         if len(self._known) >= STAMPS_MAX:
             self._known.clear()

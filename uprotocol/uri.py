@@ -78,9 +78,7 @@ def parse(text: str) -> UUri:
         if len(segment) > digits_max or not _DIGITS.fullmatch(segment):  # int(s, 16) alone would take '+1', '0x1', '1_0'
             raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits_max} digits")
         numbers.append(int(segment, 16))
-    parsed = UUri(authority_name=authority, ue_id=numbers[0], ue_version_major=numbers[1], resource_id=numbers[2])
-    validate(parsed)
-    return parsed
+    return uri(authority, *numbers)  # which looks at the authority first: protobuf takes no half of a surrogate pair
 
 
 def format(uri: UUri) -> str:

@@ -21,6 +21,8 @@ _TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a
 _LOW = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
+TIME_MS_MAX: Final = 253_402_300_799_999  # the end of 9999: no calendar, and no protobuf Timestamp, goes further
+MSB_MAX: Final = TIME_MS_MAX << 16 | 0xFFFF
 
 
 _time_ns: Callable[[], int] = time.time_ns
@@ -95,6 +97,12 @@ def simulated(time_ns: Callable[[], int], generate: Callable[[], UUID]) -> Itera
 
 def is_v7(id: UUID) -> bool:
     return id.msb & 0xF000 == 0x7000 and id.lsb >> 62 == 0b10
+
+
+def is_message_id(id: UUID) -> bool:
+    """True for a UUID of version 7 whose time is a date: 48 bits reach to the year 10889, where no ttl ever ends (A-54)."""
+    msb = id.msb
+    return msb & 0xF000 == 0x7000 and msb <= MSB_MAX and id.lsb >> 62 == 0b10
 
 
 def time_ms(id: UUID) -> int:

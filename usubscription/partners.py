@@ -47,7 +47,7 @@ class Partners:
             self._known = {(str(authority), int(major)): 0 for authority, major in json.loads(text)}
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             log.warning("the file of services that may have subscriptions of ours can't be read", path=str(self.path), why=str(error))
 
     async def remember(self, partner: Partner) -> None:

@@ -43,7 +43,7 @@ class InterestMemory:
             ]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, UStatusError) as error:
+        except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
             log.warning("the remembered interest can't be read, and is asked anew", path=str(self._path), why=str(error))
             return []
 

@@ -57,7 +57,7 @@ def read(path: Path) -> list[Subscription]:
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise UStatusError(UCode.NOT_FOUND, f"the subscription file {path} can't be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise invalid(f"{path} is not the JSON of a subscription file: {error}") from None
     except UStatusError as error:
         raise invalid(f"{path}: {error.message}") from None

@@ -17,7 +17,7 @@ from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -118,19 +118,40 @@ def read_subscriptions(version: int, payload: UPayload, place: int = 0) -> tuple
         given = PageGiven.FromString(page.SerializeToString())
         if given.HasField("next") and given.next <= place:
             raise UStatusError(UCode.DATA_LOSS, "the pages of the uSubscription service don't come to an end")
-        return [_from_v4(one) for one in page.subscriptions], given.next if given.HasField("next") else None
+        told = map(_from_v4, page.subscriptions)
+        return list(filter(_means_something, told)), given.next if given.HasField("next") else None
     response = payload.unpack(v3.FetchSubscriptionsResponse)
-    found = [_from_v3(one) for one in response.subscriptions]
-    return found, place + len(found) if response.has_more_records and found else None
+    count = len(response.subscriptions)
+    found = list(filter(_means_something, map(_from_v3, response.subscriptions)))
+    return found, place + count if response.has_more_records and count else None
 
 
 def read_subscribers(payload: UPayload) -> tuple[list[UUri], bool]:
     response = payload.unpack(v3.FetchSubscribersResponse)
-    return [one.uri for one in response.subscribers], response.has_more_records
+    return [one.uri for one in response.subscribers if _is_valid(one.uri)], response.has_more_records
 
 
 def read_change(version: int, payload: UPayload) -> Subscription:
-    return _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
+    """What has changed; without topic (its resource is 0) everything has. Raises INVALID_ARGUMENT."""
+    change = _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
+    if change.topic.resource_id and not _means_something(change):
+        raise invalid(f"the change is about {uris.format(change.topic)}, or for {uris.format(change.subscriber)}, which nobody can be")
+    return change
+
+
+def _means_something(told: Subscription) -> bool:
+    """False for what no topic and no subscriber can be. One such entry of a service must not cost all the others."""
+    topic = told.topic
+    may_match = uris.is_topic(topic) or topic.resource_id == uris.WILDCARD_RESOURCE
+    return may_match and _is_valid(topic) and _is_valid(told.subscriber)
+
+
+def _is_valid(address: UUri) -> bool:
+    try:
+        uris.validate(address)
+    except UStatusError:
+        return False
+    return True
 
 
 def _from_v4(told: v4.Subscription) -> Subscription:

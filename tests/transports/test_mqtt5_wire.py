@@ -132,7 +132,8 @@ def builders() -> list[UMessageBuilder]:
         UMessageBuilder.publish(TOPIC).with_ttl(60_000).with_priority(UPriority.UPRIORITY_CS6),
         UMessageBuilder.publish(TOPIC).with_ttl(60_001),
         UMessageBuilder(attrs.PUBLISH, TOPIC, attrs.streamer_sink("backend")),
-        UMessageBuilder.notification(TOPIC, uris.parse("up://device2/1/1/0")).with_permission_level(0),
+        UMessageBuilder.notification(TOPIC, uris.parse("up://device2/1/1/0")),
+        UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_permission_level(0),
         UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_token("\x26 1 $"),
         UMessageBuilder.response(uris.parse("up://device1/1/1/7"), uris.parse("up://device2/1/1/0"), uuids.new()).with_ttl(60_000),
         UMessageBuilder.publish(TOPIC).with_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
@@ -160,15 +161,17 @@ def test_templates_refuse_what_the_long_way_does() -> None:
     codec = Codec(Mapping(Mode.IN_VEHICLE, "device1"), Outbox(now_ms=lambda: now))
     good = UMessageBuilder.publish(TOPIC).with_ttl(1_000).build_from_upayload(UPayload(b"x", 2))
     codec.encode(good)
-    without_payload, no_id, version_4, late = (UMessage.FromString(good.SerializeToString()) for _ in range(4))
+    without_payload, no_id, version_4, no_date, late = (UMessage.FromString(good.SerializeToString()) for _ in range(5))
     without_payload.ClearField("payload")
     no_id.attributes.ClearField("id")
     version_4.attributes.id.msb ^= 0x3000
+    no_date.attributes.id.msb = 0xFFFF_FFFF_FFFF_7000
     late.attributes.id.msb = (now - 1_001) << 16 | 0x7000
     for bad, code in (
         (without_payload, UCode.INVALID_ARGUMENT),
         (no_id, UCode.INVALID_ARGUMENT),
         (version_4, UCode.INVALID_ARGUMENT),
+        (no_date, UCode.INVALID_ARGUMENT),
         (late, UCode.DEADLINE_EXCEEDED),
     ):
         with pytest.raises(UStatusError) as refused:

@@ -87,9 +87,11 @@ def test_each_type_is_valid_with_what_it_must_have_and_with_all_it_may(make: Cal
     attributes.payload_format = UPayloadFormat.UPAYLOAD_FORMAT_RAW
     attributes.priority = UPriority.UPRIORITY_CS6
     attributes.ttl = 0xFFFF_FFFF
-    attributes.permission_level = 3  # not defined for all types: validators ignore it
-    attributes.token = "token"
-    attributes.commstatus = UCode.OK
+    if make is request:
+        attributes.permission_level = 3
+        attributes.token = "token"
+    if make is response:
+        attributes.commstatus = UCode.OK
     attrs.validate(attributes)
     assert UAttributes.FromString(attributes.SerializeToString()) == attributes
 
@@ -124,6 +126,56 @@ def test_an_id_is_a_uuid_7(make: Callable[[], UAttributes], id: UUID | None) -> 
     if id is not None:
         attributes.id.CopyFrom(id)
     refuses(attributes)
+
+
+LAST_MS = 253_402_300_799_999  # of the year 9999
+
+
+@spec("dsn~up-attributes-id~1")
+@pytest.mark.parametrize("make", ALL)
+def test_the_time_in_an_id_is_a_date(make: Callable[[], UAttributes]) -> None:
+    attributes = make()
+    attributes.id.msb = LAST_MS << 16 | 0x7FFF
+    attrs.validate(attributes)
+    for ms in (LAST_MS + 1, (1 << 48) - 1):
+        attributes.id.msb = ms << 16 | 0x7000
+        refuses(attributes)
+
+
+def test_a_response_names_a_request_of_some_date() -> None:
+    attributes = response()
+    attributes.reqid.msb = (LAST_MS + 1) << 16 | 0x7000
+    refuses(attributes)
+
+
+OF_OTHER_TYPES = {  # what the specification's tables leave to one type
+    publish: ["permission_level", "token", "reqid", "commstatus"],
+    notification: ["permission_level", "token", "reqid", "commstatus"],
+    request: ["reqid", "commstatus"],
+    response: ["permission_level", "token"],
+}
+VALUES = {"permission_level": [0, 3], "token": ["", "token"], "commstatus": [UCode.OK, UCode.NOT_FOUND]}
+
+
+@spec("req~uattributes-data-model-impl~1")
+@pytest.mark.parametrize(("make", "name"), [(make, name) for make, names in OF_OTHER_TYPES.items() for name in names])
+def test_an_attribute_of_another_type_is_refused_whatever_its_value(make: Callable[[], UAttributes], name: str) -> None:
+    if name == "reqid":
+        attributes = make()
+        attributes.reqid.CopyFrom(uuids.new())
+        refuses(attributes)
+    for value in VALUES.get(name, ()):
+        attributes = make()
+        setattr(attributes, name, value)
+        refuses(attributes)
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_enumerations_are_not_negative(make: Callable[[], UAttributes]) -> None:
+    for name in ("priority", "payload_format", *(["commstatus"] if make is response else [])):
+        attributes = make()
+        setattr(attributes, name, -1)
+        refuses(attributes)
 
 
 TOPIC_ONLY = [0, 1, 0x7FFF, 0xFFFF]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, lane, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, lane, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -94,3 +94,18 @@ def test_messages_of_a_stream_share_the_suffix() -> None:
 
 def test_an_unknown_priority_is_the_highest() -> None:
     assert lane(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "second", [b"\x0a\x12\x09\x01\x70" + bytes(6) + b"\x11" + bytes(7) + b"\x80", b"\x0a\x09\x11" + bytes(7) + b"\x80", b"\x0a\x00"]
+)
+def test_a_second_id_or_half_of_one_is_read_as_protobuf_reads_it(second: bytes) -> None:
+    """It counts there; by hand it would be overlooked, and then a message has two ids."""
+    first, other = (UMessageBuilder.publish(TOPIC).build().attributes.SerializeToString() + second for _ in range(2))
+    stamps = Stamps()
+    for encoded in (first, other):
+        attributes = UAttributes.FromString(encoded)
+        assert shared_suffix(encoded, attributes) is None
+        data = UMessage(attributes=attributes).SerializeToString()
+        by_hand = b"\x0a" + bytes([len(encoded)]) + encoded
+        assert decoded(stamps.read(by_hand)) == UMessage.FromString(by_hand) == UMessage.FromString(data)

@@ -54,6 +54,7 @@ MUST_FAIL = {
     "authority": [
         "//VCU",
         "//VCU.my-vin/101/1/A",
+        "//\ud800/101/1/A",  # half of a surrogate pair, as JSON can write it
         "//MY_VIN/101/1/A",
         "//vcu.my-vin:1516/101/1/A",
         "//reg_based:1516/101/1/A",

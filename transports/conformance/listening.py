@@ -207,7 +207,13 @@ class ListeningConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
         await self.eventually(lambda: _dropped(pair[1]) > dropped, "what is dropped to be counted")
 
-    @pytest.mark.parametrize("what", ["no id", "id of version 4", "no type", "request of CS3", "response without reqid"])
+    @pytest.mark.parametrize(
+        "what",
+        [
+            *("no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"),
+            *("commstatus on a notification", "token on a notification"),
+        ],
+    )
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_an_invalid_message_is_discarded(self, pair: Pair, what: str) -> None:
         self.needs(Capability.PUSH)

@@ -18,6 +18,7 @@ from transports.mqtt5.mapping import Mapping, Packet
 from transports.outbox import Outbox
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
+from uprotocol.uuid import MSB_MAX
 
 TEMPLATES_MAX: Final = 16_384  # each way, some 1 KB each; they start anew when there are more, as when messages differ in more than that
 
@@ -69,6 +70,7 @@ class Codec:
             tag != _ID_TAG
             or lsb_tag != _LSB_TAG
             or msb >> 12 & 0xF != 7  # no UUID of version 7
+            or msb > MSB_MAX  # no date
             or lsb >> 62 != 2
             or (out.needs_payload and not payload and not message.HasField("payload"))
             or (out.ttl_ms and self._outbox.now_ms() > (msb >> 16) + out.ttl_ms)

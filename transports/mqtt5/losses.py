@@ -100,7 +100,7 @@ class Losses:
             session, dropped = found["session"], found["dropped"]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             log.warning("what the last run knew of the broker can't be read: losses across this restart won't be told", error=repr(error))
             return
         self._saved = {"session": session, "dropped": dropped}

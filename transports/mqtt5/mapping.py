@@ -136,7 +136,10 @@ class Mapping:
         out = self._out.get(route) or self._resolve_out(route, attributes)
         properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *out.properties]
         if attributes.priority:
-            properties.append(("5", _PRIORITY_NAMES[attributes.priority]))
+            name = _PRIORITY_NAMES.get(attributes.priority)
+            if name is None:
+                raise invalid(f"MQTT carries priorities by name, and {attributes.priority} has none yet")
+            properties.append(("5", name))
         expiry_s = None
         if attributes.ttl:  # 0 never expires, but an expiry interval of 0 would expire at once
             expiry_s = -(-attributes.ttl // 1000)

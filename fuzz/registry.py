@@ -1,0 +1,77 @@
+"""The targets by name, and what they share.
+
+@target -> TARGETS[name] -> run(data)          returns: fine          raises: a find
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+CORPUS: Final = Path(__file__).parent / "corpus"
+INPUT_BYTES_MAX: Final = 4_096  # of what is tried: decoders have no secrets beyond that, and small inputs are tried more often
+
+Run = Callable[[bytes], None]
+
+
+class Target(NamedTuple):
+    name: str
+    run: Run
+
+    @property
+    def corpus(self) -> Path:
+        return CORPUS / self.name
+
+    def inputs(self) -> list[bytes]:
+        return [path.read_bytes() for path in sorted(self.corpus.glob("*"))]
+
+
+TARGETS: Final[dict[str, Target]] = {}
+
+
+def target(run: Run) -> Run:
+    """Register `run` under its own name."""
+    name = run.__name__
+    assert name not in TARGETS, f"two targets are called {name}"
+    TARGETS[name] = Target(name, run)
+    return run
+
+
+def load() -> dict[str, Target]:
+    """Every target there is."""
+    for module in ("wires", "services", "files"):
+        importlib.import_module(f"fuzz.{module}")
+    return TARGETS
+
+
+@contextlib.contextmanager
+def refusing(*codes: UCode.ValueType) -> Iterator[None]:
+    """What is decoded within may be refused with one of these; with any other error it is a find."""
+    try:
+        yield
+    except UStatusError as error:
+        if error.code not in codes:
+            raise AssertionError(f"refused with a code that is not documented: {error}") from error
+        if not error.message:
+            raise AssertionError("refused without a reason") from error
+
+
+def is_refused(decode: Callable[[bytes], object], data: bytes) -> bool:
+    """True if it is INVALID_ARGUMENT to `decode`."""
+    try:
+        decode(data)
+    except UStatusError as error:
+        return error.code == UCode.INVALID_ARGUMENT
+    return False
+
+
+def file_name(data: bytes) -> str:
+    """Of an input, in the corpus."""
+    return hashlib.blake2b(data, digest_size=10).hexdigest()
