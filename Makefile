@@ -88,7 +88,7 @@ lowest: $(STAMP)  # are the lower bounds in pyproject.toml true?
 audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is made of (CycloneDX)
 	@mkdir -p dist
 	@$(BIN)/cyclonedx-py requirements deploy/requirements.lock --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file dist/sbom.json
-	@$(BIN)/pip-audit --disable-pip --require-hashes --requirement requirements.lock $(ARGS)
+	@$(BIN)/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock $(ARGS)  # strict: who could not look has found nothing
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out

@@ -16,6 +16,7 @@ import dataclasses
 import gc
 import json
 import logging
+import os
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from streamer import client, control, cursors, dead_letter
 from streamer import config as configs
 from streamer import paused as pauses
 from streamer.app import Streamer, endpoints_of, make_transport, serve
+from streamer.notify import ServiceManager
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
@@ -46,6 +48,7 @@ PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
 EXIT_FAILED: Final = 1
+EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
 LOG_NAME: Final = "history.db"  # in a data_dir
 
 app = typer.Typer(
@@ -77,14 +80,14 @@ DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def _errors(exit_code: int = EXIT_FAILED) -> Iterator[None]:
     """The world's errors, as a line and an exit code."""
     try:
         yield
     except UStatusError as error:
         err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
         err.print(error.message, markup=False)
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(exit_code) from None
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -157,26 +160,35 @@ def _show(message: UMessage, as_json: bool) -> None:
 
 @app.command()
 def run(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Run a streamer until Ctrl-C or SIGTERM.
+    """Run a streamer until Ctrl-C or SIGTERM. Ends with exit code 78 if its file is wrong.
 
     Example: [bold]up-streamer run --config vehicle.toml[/]
     """
-    with _errors():
+    with _errors(EXIT_CONFIG):
         loaded = configs.load(config)
     _log_to_stderr(loaded.streamer.log_level)
 
     def on_ready(streamer: Streamer) -> None:
         data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
         _print(as_json, data, f"ready: {loaded.authority} joins {', '.join(e.name for e in streamer.endpoints)}")
+        manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
 
     async def work() -> None:
         gc.set_threshold(*GC_THRESHOLDS)
         stopping = asyncio.Event()
+
+        def stop() -> None:
+            manager.stopping()
+            stopping.set()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, stop)
         loop.add_signal_handler(signal.SIGHUP, _note_hangup)
-        await serve(loaded, on_ready, stopping)
+        async with manager:
+            await serve(loaded, on_ready, stopping)
+
+    manager = ServiceManager()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     with _errors():
