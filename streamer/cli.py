@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from streamer import client, control, cursors, dead_letter
+from streamer import client, control, cursors, dead_letter, files
 from streamer import config as configs
 from streamer import paused as pauses
 from streamer.app import Streamer, endpoints_of, make_transport, serve
@@ -41,6 +41,7 @@ from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, code_name, invalid
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
@@ -197,12 +198,16 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
 
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Check a streamer's TOML file: every mistake, with its line.
+    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used here.
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
-    with _errors():
+    with _errors(EXIT_CONFIG):
         loaded = configs.load(config)
+    with _errors():
+        found_files = files.findings(loaded, config.read_text(encoding="utf-8"))
+        if wrong := [f"{config}:{one.line}: {one.what}" for one in found_files if one.fatal]:
+            raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
         made = asyncio.run(_make_transports(loaded))
     endpoints = [
         {
@@ -215,7 +220,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
-    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded, made).notes()
+    unclaimed = _unclaimed(loaded)
+    notes = [*(f"{config}:{one.line}: {one.what}" for one in found_files if not one.fatal), *endpoints_of(loaded, made).notes()]
     with _errors():
         paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:

@@ -203,7 +203,7 @@ def test_every_mistake_of_a_configuration_is_said_with_its_line(
 ) -> None:
     (tmp_path / "bad.toml").write_text(text.replace("{folder}", str(tmp_path)))
     result = invoke(command, "-c", "bad.toml")
-    assert result.exit_code == 1
+    assert result.exit_code == 78
     places = [result.stderr.find(message) for message in messages]
     assert -1 not in places, result.stderr
     assert places == sorted(places)

@@ -221,7 +221,7 @@ def test_check_says_it_in_one_line(install: Install, tmp_path: Path, what: str) 
     text, words = (WRONG | UNMADE)[what]
     install(text)
     result = command(tmp_path, "check")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == (cli.EXIT_CONFIG if what in WRONG else cli.EXIT_FAILED)
     (line,) = result.stderr.splitlines()
     for word in ["transport 'pigeon' of the package up-transport-pigeon", *words]:
         assert word in line
@@ -242,7 +242,7 @@ def test_run_says_it_in_one_line(install: Install, tmp_path: Path, what: str, mo
     text, words = WRONG[what]
     install(text)
     result = command(tmp_path, "run")
-    assert result.exit_code == cli.EXIT_FAILED
+    assert result.exit_code == cli.EXIT_CONFIG
     (line,) = result.stderr.splitlines()
     for word in words:
         assert word in line
