@@ -74,7 +74,7 @@ config-reference: $(STAMP)
 	@$(BIN)/python tools/config_reference.py
 
 wheel: $(STAMP)
-	@$(BIN)/python -m build --wheel --outdir dist .
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
 
 lock: $(STAMP)  # the newest versions that pyproject.toml allows, for every Python and platform; then `make test`
 	@$(BIN)/python tools/lock.py
