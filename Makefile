@@ -1,32 +1,41 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
-#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop
+#   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
+#   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+LOCK   ?= requirements.lock
+LOWEST := .venv-lowest
 DATA   ?=
 ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
 MINUTES ?= 10
 
-.PHONY: demo test check format fuzz simulate chaos interop bench proto spec-coverage config-reference wheel clean
+.PHONY: demo test check format fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "up-streamer needs Python 3.11 or later, this is " + sys.version.split()[0] + ": make PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: on Debian, apt-get install python3-venv"; exit 1; }
 	@echo "installing up-streamer and what it needs into $(VENV) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+ifneq ($(LOCK),)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes --requirement $(LOCK)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+else
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,java,supply]'
+endif
 	@touch $@
 
 demo: $(STAMP)
+	@$(if $(findstring --without-mqtt,$(ARGS)),:,$(BIN)/python -m tools.mosquitto >/dev/null || true)
 	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)') $(ARGS)
 
 test: $(STAMP)
-	@$(BIN)/python -m transports.mqtt5.broker --ensure || test "$$CI" != true
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
@@ -48,15 +57,15 @@ simulate: $(STAMP)
 	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
 
 bench: $(STAMP)
-	@$(BIN)/python -m transports.mqtt5.broker --ensure
+	@$(BIN)/python -m tools.mosquitto
 	@$(BIN)/python -m bench $(ARGS)
 
 chaos: $(STAMP)
-	@$(BIN)/python -m transports.mqtt5.broker --ensure || true  # without one, most of it is skipped and says so
+	@$(BIN)/python -m tools.mosquitto || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m chaos $(ARGS)
 
 interop: $(STAMP)
-	@$(BIN)/python -m transports.mqtt5.broker --ensure || test "$$CI" != true
+	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python -m pytest tests/interop $(ARGS)
 
 proto: $(STAMP)
@@ -69,7 +78,21 @@ config-reference: $(STAMP)
 	@$(BIN)/python tools/config_reference.py
 
 wheel: $(STAMP)
-	@$(BIN)/python -m build --wheel --outdir dist .
+	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+
+lock: $(STAMP)  # the newest versions that pyproject.toml allows, for every Python and platform; then `make test`
+	@$(BIN)/python tools/lock.py
+
+lowest: $(STAMP)  # are the lower bounds in pyproject.toml true?
+	@$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(LOWEST)
+	@$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct --editable '.[test,java]'
+	@$(LOWEST)/bin/python -m tools.mosquitto || test "$$CI" != true
+	@$(LOWEST)/bin/python -m pytest $(ARGS)
+
+audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is made of (CycloneDX)
+	@mkdir -p dist
+	@$(BIN)/cyclonedx-py requirements deploy/requirements.lock --pyproject pyproject.toml --output-reproducible --output-format JSON --output-file dist/sbom.json
+	@$(BIN)/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock $(ARGS)  # strict: who could not look has found nothing
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
+	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out

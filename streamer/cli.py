@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import gc
 import json
+import os
 import signal
 import sys
 import time
@@ -32,16 +33,18 @@ from rich.table import Table
 from rich.text import Text
 
 from storage import logs
-from streamer import client, control, cursors, dead_letter
+from streamer import client, control, cursors, dead_letter, files
 from streamer import config as configs
 from streamer import paused as pauses
 from streamer.app import Streamer, endpoints_of, make_transport, serve
+from streamer.notify import ServiceManager
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, code_name, invalid
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
@@ -49,6 +52,7 @@ PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
 EXIT_FAILED: Final = 1
+EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
 LOG_NAME: Final = "history.db"  # in a data_dir
 
 app = typer.Typer(
@@ -91,17 +95,17 @@ DEFAULT_ENTITY = f"{client.ENTITY:X}"
 
 
 @contextlib.contextmanager
-def _errors(log_format: logs.Format = "text") -> Iterator[None]:
+def _errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> Iterator[None]:
     """The world's errors, as a line and an exit code."""
     try:
         yield
     except UStatusError as error:
         if log_format == "json":  # standard error is the log, and whoever reads it takes no other lines
             structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
-            raise typer.Exit(EXIT_FAILED) from None
+            raise typer.Exit(exit_code) from None
         err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
         err.print(error.message, markup=False)
-        raise typer.Exit(EXIT_FAILED) from None
+        raise typer.Exit(exit_code) from None
 
 
 def _run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -179,40 +183,53 @@ def _show(message: UMessage, as_json: bool) -> None:
 
 @app.command()
 def run(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Run a streamer until Ctrl-C or SIGTERM.
+    """Run a streamer until Ctrl-C or SIGTERM. Ends with exit code 78 if its file is wrong.
 
     Example: [bold]up-streamer run --config vehicle.toml[/]
     """
-    with _errors():
+    with _errors(EXIT_CONFIG):
         loaded = configs.load(config)
     _log_to_stderr(loaded.streamer.log_level, loaded.streamer.log_format)
 
     def on_ready(streamer: Streamer) -> None:
         data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
         _print(as_json, data, f"ready: {loaded.authority} joins {', '.join(e.name for e in streamer.endpoints)}")
+        manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
 
     async def work() -> None:
         gc.set_threshold(*GC_THRESHOLDS)
         stopping = asyncio.Event()
+
+        def stop() -> None:
+            manager.stopping()
+            stopping.set()
+
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopping.set)
+            loop.add_signal_handler(number, stop)
         loop.add_signal_handler(signal.SIGHUP, _note_hangup)
-        await serve(loaded, on_ready, stopping)
+        async with manager:
+            await serve(loaded, on_ready, stopping)
+
+    manager = ServiceManager()
 
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    with _errors(loaded.streamer.log_format):
+    with _errors(log_format=loaded.streamer.log_format):
         asyncio.run(work())
 
 
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Check a streamer's TOML file: every mistake, with its line.
+    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used here.
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
-    with _errors():
+    with _errors(EXIT_CONFIG):
         loaded = configs.load(config)
+    with _errors():
+        found_files = files.findings(loaded, config.read_text(encoding="utf-8"))
+        if wrong := [f"{config}:{one.line}: {one.what}" for one in found_files if one.fatal]:
+            raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
         made = asyncio.run(_make_transports(loaded))
     endpoints = [
         {
@@ -225,7 +242,8 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
         for one in loaded.endpoint
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
-    unclaimed, notes = _unclaimed(loaded), endpoints_of(loaded, made).notes()
+    unclaimed = _unclaimed(loaded)
+    notes = [*(f"{config}:{one.line}: {one.what}" for one in found_files if not one.fatal), *endpoints_of(loaded, made).notes()]
     with _errors():
         paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:

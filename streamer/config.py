@@ -470,7 +470,7 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
         try:
             plugins.configure(transport, settings)
         except UStatusError as error:
-            mistakes.append((_line(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
+            mistakes.append((line_of(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
         except ValidationError as error:
             for one in error.errors(include_url=False):
                 mistakes += _explain(text, (*where, *one["loc"]), one)
@@ -481,7 +481,7 @@ def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
     """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is wrong."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Incoherent):
-        return [(_line(text, (*location, *at)), what) for what, at in cause.mistakes]
+        return [(line_of(text, (*location, *at)), what) for what, at in cause.mistakes]
     where = ".".join(str(part) for part in location)
     if error["type"] == "extra_forbidden":
         what = f"unknown key {location[-1]!r}"
@@ -489,10 +489,10 @@ def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
         what = error["msg"].removeprefix("Value error, ")
         if isinstance(error.get("input"), str | int | float | bool) and not logs.is_secret(where):
             what += f" (got {error['input']!r})"
-    return [(_line(text, location), f"{where + ': ' if where else ''}{what}")]
+    return [(line_of(text, location), f"{where + ': ' if where else ''}{what}")]
 
 
-def _line(text: str, location: Location) -> int:
+def line_of(text: str, location: Location) -> int:
     """The line on which `location` is written, or the nearest line above it that is; tomllib itself keeps no lines."""
     best, best_depth = 1, 0
     table: Location = ()

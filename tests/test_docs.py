@@ -234,6 +234,18 @@ def test_every_metric_and_reason_is_in_the_page() -> None:
     assert not [reason for pair in reasons for reason in pair if reason and f"`{reason}`" not in table]
 
 
+def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
+    """A checkout or a wheel has a path; our bare name would be somebody else's package, if there ever is one."""
+    told = re.compile(r"""pip (?:install|wheel)(?![^\n]*--no-index)[^\n`]*?[ '"](up[-_]streamer)(?=[\['"\s`]|$)""", re.MULTILINE)
+    assert told.search("pip install 'up-streamer[zenoh]'")
+    assert told.search("pip install -U up-streamer")
+    assert not told.search("pip install './up_streamer-0.1.0-py3-none-any.whl[zenoh]'")
+    files = [path for folder in ("deploy", "examples", *PRODUCT) for path in (ROOT / folder).rglob("*") if path.is_file()]
+    for path in {*pages(), *(one for one in files if one.suffix in TEXT or one.name in ("Dockerfile", "compose.yaml"))}:
+        text = re.sub(r"\s*[\"']?\n\s*[\"']", "", path.read_text(encoding="utf-8"))  # a sentence of code over two lines
+        assert not (found := told.search(text)), f"{path.relative_to(ROOT)}: {found and found[0]}"
+
+
 def blocks(page: str) -> list[str]:
     return re.findall(r"^```toml\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 

@@ -7,3 +7,11 @@ inbox.py       foreign thread -> event loop, in batches, acknowledged last; shar
 local.py  zenoh.py (and zenoh_sender.py, zenoh_mapping.py)  dds.py  mqtt5/      the plugins
 conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
 """
+
+import uprotocol
+
+if getattr(uprotocol, "OF", None) != "up-streamer":
+    raise ImportError(
+        f"'uprotocol' is not the package of up-streamer but another one, most likely of up-python ({uprotocol.__file__}): each brings one "
+        "of that name, so use a virtual environment for each"
+    )

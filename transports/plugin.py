@@ -12,7 +12,8 @@ What a foreign plugin does wrong is one sentence that names it and its package, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final, Self, cast
@@ -136,18 +137,25 @@ def _package(point: EntryPoint) -> str:
 
 
 def _remedy(point: EntryPoint, error: ModuleNotFoundError) -> str:
-    """What to install: an extra only where the package of the plugin has one of that name."""
+    """What to install: what the extra of the plugin's name asks for. Not the extra itself: its package may be on no index."""
     package = _package(point)
-    extras: list[str] = []
+    needed: list[str] = []
     if point.dist is not None:
         with contextlib.suppress(Exception):  # metadata that can't be read is no reason to say nothing
-            extras = point.dist.metadata.get_all("Provides-Extra") or []
-    if point.name in extras:
-        return f"try pip install '{package}[{point.name}]'"
+            needed = _of_extra(point.name, point.dist.requires or [])
+    if needed:
+        return f"try pip install {' '.join(needed)} (its extra {point.name!r})"
     top = (error.name or point.module).partition(".")[0]
     if top == point.module.partition(".")[0]:
         return f"its own module is not there, so the package is not whole: install {package or 'it'} again"
     return f"install what provides {top!r}, as the documentation of {package or 'that plugin'} says"
+
+
+def _of_extra(extra: str, requirements: Sequence[str]) -> list[str]:
+    """Of a package's requirements those of one extra, quoted for a shell, without their conditions."""
+    condition = re.compile(rf"""\bextra\s*==\s*['"]{re.escape(extra)}['"]""")
+    parts = [requirement.partition(";") for requirement in requirements]
+    return [f"'{what.strip()}'" for what, _, condition_of in parts if condition.search(condition_of)]
 
 
 def _ask(point: EntryPoint) -> str:

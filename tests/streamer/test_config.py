@@ -141,7 +141,7 @@ def test_check_prints_mistakes_and_fails(tmp_path: Path) -> None:
     path = tmp_path / "up.toml"
     path.write_text(TWO + "colour = 'red'\n")
     result = CliRunner().invoke(app, ["check", "--config", str(path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 78
     assert "unknown key 'colour'" in result.output
     assert "up.toml:14" in result.output
     path.write_text(TWO)

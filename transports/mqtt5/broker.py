@@ -1,12 +1,11 @@
 """A private, real mosquitto on an ephemeral loopback port: for tests, the demo and benchmarks.
 
-PATH -> apt (as root) -> container          with Broker() as broker:  broker.port
-  the first that is there runs it           python -m transports.mqtt5.broker --ensure   (installs, if it must)
+PATH -> container                           with Broker() as broker:  broker.port
+  the first that is there runs it           it installs nothing: in a checkout, tools/mosquitto.py does
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import atexit
 import base64
@@ -37,8 +36,8 @@ PROBE_MS: Final = 10
 DIRECTORY_PREFIX: Final = "up-streamer-broker-"
 IMAGE: Final = "eclipse-mosquitto:2"
 MISSING: Final = (
-    "no MQTT broker: install mosquitto (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto), "
-    "or start docker and pip install 'up-streamer[test]', so that it can run in a container"
+    "no MQTT broker: install the package mosquitto of your system, "
+    "or start docker and install the Python package testcontainers, so that it can run in a container"
 )
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -58,22 +57,6 @@ def find() -> str | None:
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
-def install() -> str | None:
-    """Install mosquitto with apt, if we are root and there is apt. The binary, or None."""
-    apt = shutil.which("apt-get")
-    if apt is None or os.geteuid() != 0:
-        return None
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # runlevel 1: the package starts no service
-    command = [apt, "install", "-y", "-qq", "--no-install-recommends", "mosquitto"]
-    for update_first in (False, True):
-        if update_first:
-            subprocess.run([apt, "update", "-qq"], env=environment, stdout=subprocess.DEVNULL, check=False)
-        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-        if (binary := find()) is not None:
-            return binary
-    return None
-
-
 def _container_runner() -> Callable[[Path], Running] | None:
     if shutil.which("docker") is None:
         return None
@@ -85,18 +68,15 @@ def _container_runner() -> Callable[[Path], Running] | None:
     return _Container if answered.returncode == 0 else None
 
 
-def ensure() -> Callable[[Path], Running]:
-    """What runs mosquitto with a configuration file: the binary (installed if need be), else a container.
-
-    Raises UStatusError(FAILED_PRECONDITION) that says what to install. May take a minute; run it before anything that counts time.
-    """
-    binary = find() or install()
+def runner() -> Callable[[Path], Running]:
+    """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither is there."""
+    binary = find()
     if binary is not None:
         return lambda config: _Process(binary, config)
-    runner = _container_runner()
-    if runner is None:
+    container = _container_runner()
+    if container is None:
         raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
-    return runner
+    return container
 
 
 class _Process:
@@ -225,7 +205,7 @@ class Broker:
         """Start it, and yield how long to sleep before the next look whether it is up."""
         if self.running:
             return
-        run = ensure()
+        run = runner()
         atexit.register(self.close)
         for _ in range(PORT_TRIES_MAX):
             port = self._port or _free_port()
@@ -364,20 +344,3 @@ def _accepts(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Make sure that there is a mosquitto to run.")
-    parser.add_argument("--ensure", action="store_true", required=True, help="install it with apt if it is missing and we are root")
-    parser.parse_args()
-    try:
-        ensure()
-    except UStatusError as error:
-        print(error.message, file=sys.stderr)
-        return 1
-    print(find() or f"container {IMAGE}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What the service manager is told (systemd's Type=notify), if one started us: that we are ready, how we are, that we still turn.
+
+NOTIFY_SOCKET -> a datagram for each change      WATCHDOG_USEC -> a beat from the event loop; one that hangs falls silent, and is restarted
+
+Source: sd_notify(3). Nobody answers, so nothing here waits or fails: a manager that can't be told is no reason to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, MutableMapping
+from typing import Final, Self
+
+START_BEAT_S: Final = 10.0  # a start may take long (a full disk is waited for); who beats is given time for three more
+BEATS_TO_BE_LATE: Final = 3
+STATUS_CHARACTERS_MAX: Final = 400
+STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1_000_000)}"
+
+
+class ServiceManager:
+    """Use as `async with`: it beats meanwhile. `environment` is emptied of what was for us, so that no child answers in our name."""
+
+    def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
+        address = environment.pop("NOTIFY_SOCKET", "")
+        interval_us = _number(environment.pop("WATCHDOG_USEC", ""))
+        watched = environment.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+        self._address = "\0" + address[1:] if address.startswith("@") else address
+        self._interval_s = interval_us / 1_000_000 / BEATS_TO_BE_LATE if watched and interval_us else 0.0
+        self._socket: socket.socket | None = None
+        self._beats: asyncio.Task[None] | None = None
+        self._state = STARTING
+        self._hurry = asyncio.Event()  # the pause between two beats is another one from now on
+        self._status: Callable[[], str] = lambda: "starting"
+
+    def __repr__(self) -> str:
+        return f"ServiceManager({self._address or None!r}, beat={self._interval_s or None} s, {self._state})"
+
+    async def __aenter__(self) -> Self:
+        if self._address.startswith(("/", "\0")):  # others there are (vsock), but not for a service of the same machine
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+            self._socket.setblocking(False)
+            self._beats = asyncio.create_task(self._beat(), name="service manager")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._beats is not None:
+            self._beats.cancel()
+            await asyncio.gather(self._beats, return_exceptions=True)
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def ready(self, status: Callable[[], str]) -> None:
+        """The service serves; `status` is asked at each beat how it is."""
+        self._state, self._status = "READY=1", status
+        self._hurry.set()
+
+    def stopping(self) -> None:
+        """It drains, and will end."""
+        self._state = "STOPPING=1"
+        self._hurry.set()
+
+    async def _beat(self) -> None:
+        """All of it each time: what a full queue has refused is told by the next beat."""
+        while True:
+            self._hurry.clear()
+            status = " ".join(self._status().split())[:STATUS_CHARACTERS_MAX]
+            self._tell(self._state, f"STATUS={status}", *(["WATCHDOG=1"] if self._interval_s else []))
+            pause_s = START_BEAT_S if self._state == STARTING or not self._interval_s else self._interval_s
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await self._hurry.wait()
+
+    def _tell(self, *lines: str) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # it is gone, or its queue is full
+                self._socket.sendto("\n".join(lines).encode(), self._address)
+
+
+def _number(text: str) -> int:
+    return int(text) if text.isascii() and text.isdecimal() else 0

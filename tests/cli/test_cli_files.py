@@ -1,0 +1,129 @@
+"""`up-streamer check` tells of files that are missing or that can't be used, with the line that names them."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from streamer import cli
+
+CONFIG = """[streamer]
+data_dir = "{folder}/data"
+
+[[endpoint]]
+name = "home"
+transport = "local"
+authorities = ["vehicle1"]
+
+[[endpoint]]
+name = "cloud"
+transport = "mqtt5"
+authorities = ["cloud"]
+[endpoint.settings]
+host = "127.0.0.1"
+client_id = "vehicle1"
+username = "vehicle1"
+password_file = "{folder}/password"
+[endpoint.settings.tls]
+ca_file = "{folder}/ca.crt"
+cert_file = "{folder}/vehicle1.crt"
+key_file = "{folder}/vehicle1.key"
+
+[[endpoint]]
+name = "far"
+transport = "zenoh"
+authorities = ["far"]
+settings = {{ connect = ["tls/127.0.0.1:1"], tls = {{ root_ca = "{folder}/zenoh.crt" }} }}
+
+[usubscription]
+static_file = "{folder}/static.json"
+"""
+LINES = {"password": 17, "ca.crt": 19, "vehicle1.crt": 20, "vehicle1.key": 21, "zenoh.crt": 27, "static.json": 30}
+SECRETS = ("password", "vehicle1.key")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration all of whose files are there."""
+    for name in LINES:
+        (tmp_path / name).write_text("{}")
+    for name in SECRETS:
+        (tmp_path / name).chmod(0o600)
+    path = tmp_path / "gateway.toml"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    return path
+
+
+def check(config: Path, *options: str) -> Result:
+    return CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(cli.app, ["check", "-c", str(config), *options])
+
+
+def told(result: Result, config: Path) -> list[int]:
+    """The lines of the file that were told of."""
+    words = result.stderr.replace("error FAILED_PRECONDITION: ", "").splitlines()
+    assert all(line.startswith(f"{config}:") for line in words), words
+    return [int(line.removeprefix(f"{config}:").split(":")[0]) for line in words]
+
+
+def test_what_is_there_is_no_news(config: Path) -> None:
+    done = check(config, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["notes"] == []
+    assert not (config.parent / "data").exists()
+
+
+def test_each_missing_file_is_told_with_its_line(config: Path) -> None:
+    for name in LINES:
+        (config.parent / name).unlink()
+    done = check(config)
+    assert done.exit_code == 1
+    assert told(done, config) == sorted(LINES.values())
+    assert f"endpoint.1.settings.tls.key_file: {config.parent}/vehicle1.key can't be read: No such file or directory" in done.stderr
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_folder_is_no_file(config: Path, name: str) -> None:
+    (config.parent / name).unlink()
+    (config.parent / name).mkdir()
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [LINES[name]])
+    assert "is no file" in done.stderr
+
+
+def test_a_file_of_others_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, and tests run as root in places, so the system's answer is taken from it here."""
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "vehicle1.key" and real(path, mode))
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [LINES["vehicle1.key"]])
+    assert f"can't be read by the user with the id {os.geteuid()}" in done.stderr
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_secret_that_everybody_can_read_is_a_note(config: Path, name: str) -> None:
+    (config.parent / name).chmod(0o644)
+    done = check(config, "--json")
+    assert done.exit_code == 0, done.output
+    expected = [f"{config}:{LINES[name]}: "] if name in SECRETS else []
+    notes = json.loads(done.stdout)["notes"]
+    assert [note for note in notes if "everybody" in note and note.startswith(tuple(expected))] == notes
+    assert len(notes) == len(expected)
+
+
+def test_a_data_dir_below_a_file_is_told(config: Path) -> None:
+    (config.parent / "data").write_text("")
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [2])
+    assert "can't be a folder" in done.stderr
+
+
+def test_a_data_dir_that_can_not_be_written_to_is_told(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and real(path, mode))
+    done = check(config)
+    assert (done.exit_code, told(done, config)) == (1, [2])
+    assert "can't be written to" in done.stderr

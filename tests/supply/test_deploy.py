@@ -1,0 +1,258 @@
+"""What is in deploy/: nobody unknown gets in, nothing runs with more than it needs, and the script's certificates work for real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import stat
+import subprocess
+import tomllib
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import yaml
+
+from streamer import config as configs
+from streamer.cli import EXIT_CONFIG
+from streamer.processes import free_port
+from transports import plugin
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
+from transports.mqtt5.broker import Broker
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.umessage_pb2 import UMessage
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DEPLOY: Final = ROOT / "deploy"
+COMPOSE: Final[dict[str, Any]] = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())
+CLOUD: Final = tomllib.loads((DEPLOY / "docker/cloud.toml").read_text())
+MOSQUITTO: Final = [line.split(maxsplit=1) for line in (DEPLOY / "mosquitto/mosquitto.conf").read_text().splitlines() if line.strip()]
+UNIT: Final = DEPLOY / "systemd/up-streamer.service"
+EXPOSURE_MAX: Final = 2.0
+DEADLINE_S: Final = 60
+
+# Who can connect from elsewhere
+
+
+def test_nobody_unknown_reaches_what_the_containers_publish() -> None:
+    """Each published port, and what demands a certificate there."""
+    published = {port for service in COMPOSE["services"].values() for port in service.get("ports", [])}
+    assert published == {"8883:8883", "7447:7447"}
+    broker = {words[0]: words[1] for words in MOSQUITTO if words[0] != "#"}
+    assert [words[1] for words in MOSQUITTO if words[0] == "listener"] == ["8883"]
+    assert (broker["require_certificate"], broker["use_identity_as_username"], broker["allow_anonymous"]) == ("true", "true", "false")
+    zenoh = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
+    assert zenoh["listen"] == ["tls/0.0.0.0:7447"]
+    assert zenoh["tls"]["mutual"] is True
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*DEPLOY.rglob("*.toml"), *(ROOT / "examples/vehicle-cloud").rglob("*.toml")]), ids=lambda p: p.name
+)
+def test_an_admin_port_is_for_its_own_machine(path: Path) -> None:
+    admin = tomllib.loads(path.read_text())["streamer"].get("admin", "127.0.0.1:0")
+    assert admin.startswith("127.0.0.1:")
+
+
+def test_no_container_runs_as_root_or_with_rights_to_spare() -> None:
+    for name, service in COMPOSE["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert "no-new-privileges:true" in service["security_opt"], name
+        assert service["read_only"] is True, name
+        assert not service.get("privileged"), name
+    assert COMPOSE["services"]["broker"]["user"] == "1883:1883"
+    last_stage = dockerfile()[[word for word, _ in dockerfile()].index("USER") :]
+    assert last_stage[0][1] == "10001"
+    assert [word for word, _ in last_stage].count("USER") == 1
+    assert ("USER", "10001") in dockerfile()
+    assert "--uid 10001" in (DEPLOY / "docker/Dockerfile").read_text()
+
+
+# What the image is made of
+
+
+def dockerfile() -> list[tuple[str, str]]:
+    text = (DEPLOY / "docker/Dockerfile").read_text().replace("\\\n", "")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def test_an_image_is_made_of_the_wheel_and_the_lock() -> None:
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "*", "everything stays out, but for ..."
+    let_in = [line.removeprefix("!") for line in lines[1:]]
+    copied = [path for word, rest in dockerfile() if word == "COPY" and "--from" not in rest for path in rest.split()[:-1]]
+    assert sorted(let_in) == sorted(copied) == ["deploy/requirements.lock", "dist/*.whl"]
+    for path in ("uprotocol/uri.py", ".git/config", "deploy/docker/certs/ca.key"):
+        assert not any(fnmatch(path, pattern) for pattern in let_in)
+    installs = [rest for word, rest in dockerfile() if word == "RUN" and "pip install" in rest]
+    assert installs
+    for step in re.findall(r"pip install[^&]*", " ".join(installs)):
+        assert "--require-hashes" in step or "--no-deps" in step
+
+
+def test_the_health_check_asks_the_port_that_the_configuration_opens() -> None:
+    (check,) = (rest for word, rest in dockerfile() if word == "HEALTHCHECK")
+    assert f"http://{CLOUD['streamer']['admin']}/healthz" in check
+
+
+# The certificates
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        if os.environ.get("CI", "").lower() in ("true", "1"):
+            pytest.fail("openssl is not installed")
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("certs")
+    make(folder, "vehicle1")
+    return folder
+
+
+def make(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    command = [str(DEPLOY / "docker/make-certs.sh"), "--out", str(folder), *names]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=DEADLINE_S)
+
+
+def test_the_containers_get_what_the_script_makes(certificates: Path) -> None:
+    mounted = {
+        volume.split(":")[0].removeprefix("./certs/")
+        for service in COMPOSE["services"].values()
+        for volume in service["volumes"]
+        if volume.startswith("./certs")
+    }
+    assert mounted == {"ca.crt", "broker.crt", "broker.key", "backend.crt", "backend.key"}
+    assert mounted <= {path.name for path in certificates.iterdir()}
+    assert not [path.name for path in certificates.glob("*.key") if path.stat().st_mode & (stat.S_IRWXG | stat.S_IRWXO)]
+
+
+def test_a_second_run_adds_and_changes_nothing(certificates: Path) -> None:
+    before = {path.name: path.read_bytes() for path in certificates.iterdir() if path.suffix in (".crt", ".key")}
+    make(certificates, "vehicle1", "vehicle2")
+    after = {path.name: path.read_bytes() for path in certificates.iterdir() if path.suffix in (".crt", ".key")}
+    assert set(after) - set(before) <= {"vehicle2.crt", "vehicle2.key"}
+    assert before.items() <= after.items()
+    verify = ["openssl", "verify", "-CAfile", str(certificates / "ca.crt"), str(certificates / "vehicle2.crt")]
+    assert subprocess.run(verify, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["broker", "ca", "backend", "a b", "../x", ""])
+def test_a_client_is_nobody_else(tmp_path: Path, name: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError):
+        make(tmp_path / "certs", name)
+    assert not (tmp_path / "certs").exists()
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[UMessage] = asyncio.Queue()
+
+    def on_receive(self, message: UMessage) -> None:
+        self.messages.put_nowait(message)
+
+
+async def crosses(sender: UTransport, receiver: UTransport) -> None:
+    """A notification from `vehicle1` to `backend`, sent until it has come: a network may need a moment to know who listens."""
+    heard = Heard()
+    message = UMessageBuilder.notification(uris.parse("//vehicle1/8001/1/8001"), uris.parse("//backend/8001/1/0")).build()
+    await receiver.register_listener(uris.ANY, heard, uris.pattern("backend"))
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            await sender.send(message)
+            try:
+                assert (await asyncio.wait_for(heard.messages.get(), 1)).attributes.id == message.attributes.id
+            except TimeoutError:
+                continue
+            return
+
+
+@pytest.mark.broker
+async def test_the_broker_takes_them_and_nobody_without(certificates: Path, make_broker: Callable[..., Broker]) -> None:
+    broker = make_broker(
+        certificates=(certificates / "ca.crt", certificates / "broker.crt", certificates / "broker.key"),
+        require_client_certificate=True,
+        settings=["use_identity_as_username true", "allow_anonymous false", f"acl_file {DEPLOY / 'mosquitto/acl'}"],
+    )
+
+    def end(name: str, **tls: str) -> Mqtt5Transport:
+        tls = {key: str(certificates / file) for key, file in tls.items()}
+        given = {
+            "host": "localhost",
+            "port": broker.port,
+            "mode": "off-vehicle",
+            "client_id": name,
+            "tls": tls,
+            "connect_timeout_ms": 20_000,
+        }
+        return Mqtt5Transport(Mqtt5Config.model_validate(given), LocalUriProvider(name, 1, 1))
+
+    own = {name: {"ca_file": "ca.crt", "cert_file": f"{name}.crt", "key_file": f"{name}.key"} for name in ("vehicle1", "backend")}
+    async with end("vehicle1", **own["vehicle1"]) as vehicle, end("backend", **own["backend"]) as backend:
+        await crosses(vehicle, backend)
+    with pytest.raises(UStatusError):
+        async with end("vehicle1", ca_file="ca.crt"):
+            pass
+
+
+async def test_the_gateway_takes_them_on_zenoh_and_nobody_without(certificates: Path) -> None:
+    port = free_port()
+    written = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
+    here = {key: value.replace("/certs", str(certificates)) if isinstance(value, str) else value for key, value in written["tls"].items()}
+    router = plugin.create("zenoh", written | {"listen": [f"tls/127.0.0.1:{port}"], "tls": here}, LocalUriProvider("backend", 4, 1))
+
+    def client(**tls: Any) -> UTransport:
+        settings = {"mode": "client", "connect": [f"tls/localhost:{port}"], "tls": {"root_ca": str(certificates / "ca.crt"), **tls}}
+        return plugin.create("zenoh", settings, LocalUriProvider("vehicle1", 1, 1))
+
+    shown = {"certificate": str(certificates / "vehicle1.crt"), "private_key": str(certificates / "vehicle1.key"), "mutual": True}
+    async with router:
+        async with client(**shown) as vehicle:
+            await crosses(vehicle, router)
+        with pytest.raises(UStatusError):
+            async with client():
+                pass
+
+
+# systemd
+
+
+def unit(name: str) -> list[str]:
+    return re.findall(rf"^{name}=(.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+def test_the_unit_is_not_exposed() -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is not installed")
+    command = ["systemd-analyze", "security", "--no-pager", "--offline=true", str(UNIT)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    found = re.search(r"Overall exposure level for up-streamer\.service: ([\d.]+)", said.stdout)
+    assert found, said.stderr
+    assert float(found[1]) <= EXPOSURE_MAX
+    assert "Unknown" not in said.stderr, said.stderr
+
+
+def test_the_unit_is_told_how_we_are_and_leaves_a_wrong_file_alone() -> None:
+    assert unit("Type") == ["notify"]
+    assert int(unit("WatchdogSec")[0]) > 0
+    assert unit("RestartPreventExitStatus") == [str(EXIT_CONFIG)]
+    assert not unit("ExecStartPre"), "its exit code would be another one"
+    assert int(unit("RestartSec")[0]) > 1
+
+
+def test_the_paths_of_the_unit_and_the_docs_agree() -> None:
+    """What LoadCredential hands over has this path for a system service, as systemd.exec(5) says."""
+    assert unit("StateDirectory") == ["up-streamer"]
+    assert '"/var/lib/up-streamer"' in UNIT.read_text()
+    docs = (DEPLOY / "README.md").read_text()
+    assert re.search(r"LoadCredential=", UNIT.read_text())
+    (text,) = re.findall(r"```toml\n(.*?)```", docs, re.DOTALL)
+    settings = configs.loads(text, "deploy/README.md").endpoint[0].settings
+    assert settings["tls"]["key_file"] == "/run/credentials/up-streamer.service/vehicle1.key"
+    assert "/run/credentials/up-streamer.service/" in UNIT.read_text()

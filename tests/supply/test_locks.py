@@ -1,0 +1,88 @@
+"""What is pinned is what pyproject.toml allows, all of it, with hashes, and names no place to get it from. Offline."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYTHONS: Final = ("3.11", "3.12", "3.13")
+GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
+LOCKS: Final = ("requirements.lock", "deploy/requirements.lock")
+
+
+def pinned(lock: str, python: str) -> dict[str, str]:
+    """Each package of a lock on Linux with that Python, and its version."""
+    text = (ROOT / lock).read_text()
+    here = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux", "os_name": "posix"}
+    here |= {"platform_machine": "x86_64", "platform_system": "Linux", "platform_python_implementation": "CPython"}
+    found: dict[str, str] = {}
+    for name, version, marker in re.findall(r"^([\w.-]+)==(\S+)(?: ; (.*?))?(?: \\)?$", text, re.MULTILINE):
+        if not marker or Marker(marker).evaluate(here):
+            assert name not in found, f"{lock} pins {name} twice for Python {python}"
+            found[canonicalize_name(name)] = version
+    return found
+
+
+def wanted(extras: tuple[str, ...], python: str) -> list[Requirement]:
+    """What pyproject.toml asks for itself, on Linux with that Python."""
+    texts = [*PROJECT["dependencies"], *(text for extra in extras for text in PROJECT["optional-dependencies"][extra])]
+    here = {"python_version": python, "sys_platform": "linux", "platform_machine": "x86_64"}
+    parsed = [Requirement(text) for text in texts]
+    return [one for one in parsed if one.name != PROJECT["name"] and (one.marker is None or one.marker.evaluate(here))]
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+@pytest.mark.parametrize(("lock", "extras"), [(LOCKS[0], tuple(PROJECT["optional-dependencies"])), (LOCKS[1], GATEWAY_EXTRAS)], ids=LOCKS)
+def test_each_dependency_is_pinned_within_its_bounds(lock: str, extras: tuple[str, ...], python: str) -> None:
+    versions = pinned(lock, python)
+    for requirement in wanted(extras, python):
+        version = versions.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{lock} lacks {requirement}: run `make lock`"
+        assert requirement.specifier.contains(version), f"{lock} pins {version}, {requirement} is asked for: run `make lock`"
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_a_gateway_gets_the_versions_that_the_tests_ran_with(python: str) -> None:
+    tested = pinned(LOCKS[0], python)
+    deployed = pinned(LOCKS[1], python)
+    assert deployed
+    assert deployed.items() <= tested.items()
+
+
+@pytest.mark.parametrize("lock", LOCKS)
+def test_a_lock_has_hashes_and_no_addresses(lock: str) -> None:
+    text = (ROOT / lock).read_text()
+    assert "://" not in text
+    assert not re.search(r"^--?(index-url|i|extra-index-url|find-links|f)\b", text, re.MULTILINE)
+    pins = re.split(r"^(?=[\w.-]+==)", text, flags=re.MULTILINE)[1:]
+    assert pins
+    assert [pin.split()[0] for pin in pins if "--hash=sha256:" not in pin] == []
+
+
+def test_each_bound_has_a_version_in_it() -> None:
+    """`make lowest` installs these: without a lower bound it would take the oldest release there ever was."""
+    for requirement in (Requirement(text) for texts in PROJECT["optional-dependencies"].values() for text in texts):
+        if requirement.name != PROJECT["name"]:
+            assert any(one.operator in (">=", "==", "~=") for one in requirement.specifier), requirement
+
+
+def test_the_generated_code_runs_with_the_lowest_protobuf() -> None:
+    """It refuses a runtime that is older than itself."""
+    lowest = next(Requirement(text) for text in PROJECT["dependencies"] if text.startswith("protobuf"))
+    generated = sorted((ROOT / "uprotocol").rglob("*_pb2.py"))
+    assert generated
+    for path in generated:
+        found = re.search(r"_runtime_version\.Domain\.PUBLIC,\s*(\d+),\s*(\d+),\s*(\d+),", path.read_text())
+        assert found, path
+        version = tuple(map(int, found.groups()))
+        (bound,) = lowest.specifier
+        assert version <= tuple(map(int, bound.version.split("."))), f"{path.name} needs protobuf {version}"

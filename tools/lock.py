@@ -1,0 +1,34 @@
+"""Pin what is installed, with hashes, for every Python and platform that we support: `make lock`.
+
+pyproject.toml -> requirements.lock (to develop: every extra)  -> deploy/requirements.lock (a gateway: the same versions, fewer)
+
+Hashes bar an editable install, so that is a second step, without dependencies: see the Makefile.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+PYTHON: Final = "3.11"  # the lowest; newer ones have lines of their own where they need other versions
+ALL: Final = "requirements.lock"
+GATEWAY: Final = "deploy/requirements.lock"
+GATEWAY_EXTRAS: Final = ("zenoh", "mqtt5", "dds")
+OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes", "--no-annotate")
+
+
+def compile(output: str, *options: str) -> None:
+    command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "pyproject.toml", "--quiet", "--upgrade", *OPTIONS, *options]
+    subprocess.run([*command, "--custom-compile-command", "make lock", "--output-file", output], cwd=ROOT, check=True)
+
+
+def main() -> None:
+    compile(ALL, "--all-extras")
+    compile(GATEWAY, *(f"--extra={extra}" for extra in GATEWAY_EXTRAS), "--constraint", ALL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Make sure that tests, the demo and benchmarks of a checkout have a mosquitto. No part of the wheel: that installs nothing.
+
+there is one, or a container can run it -> done          root and apt -> install it -> done          else say what to install, exit 1
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+from transports.mqtt5 import broker
+from uprotocol.status import UStatusError
+
+
+def install() -> str | None:
+    """Install mosquitto with apt, if we are root and there is apt. The binary, or None."""
+    apt = shutil.which("apt-get")
+    if apt is None or os.geteuid() != 0:
+        return None
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # runlevel 1: the package starts no service
+    command = [apt, "install", "-y", "-qq", "--no-install-recommends", "mosquitto"]
+    for update_first in (False, True):
+        if update_first:
+            subprocess.run([apt, "update", "-qq"], env=environment, stdout=subprocess.DEVNULL, check=False)
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
+        if (binary := broker.find()) is not None:
+            return binary
+    return None
+
+
+def main() -> int:
+    if (binary := broker.find() or install()) is None:
+        try:
+            broker.runner()
+        except UStatusError as error:
+            print(f"{error.message} (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto)", file=sys.stderr)
+            return 1
+    print(binary or f"container {broker.IMAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
