@@ -1,0 +1,144 @@
+"""The attacks as data: what is around the gateway, what the attacker does, and what must hold beside the bounds that hold for all.
+
+Attack(name, row of the table, attacker, scene, in full, in short) -> trial.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.security.stage import Scene
+
+HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
+MIB: Final = 1 << 20
+MESSAGE_BYTES_MAX: Final = MIB
+PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are told
+
+Told = dict[str, Any]
+Check = Callable[[Told], list[str]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    what: str  # for the report
+    attacker: str  # in attackers.py
+    full: dict[str, Any]
+    short: dict[str, Any] | None  # what differs in `make test`; None: not there
+    scene: Scene = HOME
+    checks: tuple[Check, ...] = ()
+    hangs: str = ""  # a broker that hangs meanwhile
+    endless: bool = False  # it goes on until it is ended, after `seconds`
+    excused: frozenset[str] = field(default_factory=frozenset)  # bounds that this attack is not judged by, with the reason beside it
+
+    def options(self, *, short: bool, seconds: float | None = None) -> dict[str, Any]:
+        found = self.full | (self.short or {} if short else {})
+        return found | ({"seconds": seconds} if seconds is not None else {})
+
+
+def only(*codes: str) -> Check:
+    """Every answer has one of these codes."""
+
+    def check(told: Told) -> list[str]:
+        other = {code: count for code, count in told.get("codes", {}).items() if code not in codes}
+        return [f"answers with other codes than {', '.join(codes)}: {other}"] if other else []
+
+    return check
+
+
+def some(code: str) -> Check:
+    """Who asked for too much was told."""
+    return lambda told: [] if told.get("codes", {}).get(code) else [f"nobody was answered code {code}: {told.get('codes')}"]
+
+
+def told_all(told: Told) -> list[str]:
+    missing = told.get("sent", 0) - sum(told.get("codes", {}).values())
+    return [f"{missing} of {told['sent']} calls got no answer"] if missing > 0 else []
+
+
+ATTACKS: Final = (
+    Attack(
+        "topics-recorded",
+        "250,000 made-up topics in 60 s, on a recorded pattern",
+        "topics",
+        {"count": 250_000, "seconds": 60},
+        {"count": 40_000, "seconds": 4},
+    ),
+    Attack(
+        "topics-notified",
+        "250,000 made-up topics in 60 s, as notifications to foreign sinks",
+        "topics",
+        {"count": 250_000, "seconds": 60, "kind": "notifications"},
+        {"count": 20_000, "seconds": 3},
+    ),
+    Attack(
+        "polls", "20,000 polls of the largest pages by one client", "polls", {"count": 20_000, "seconds": 60}, {"count": 500, "seconds": 20}
+    ),
+    Attack("polls-500", "500 polls of the largest pages by one client", "polls", {"count": 500, "seconds": 30}, None),
+    Attack(
+        "denied-4mb",
+        "100 denied requests of 4 MB",
+        "requests",
+        {"count": 100, "seconds": 20, "bytes": 4 * MIB, "kind": "denied"},
+        {"count": 20, "seconds": 4},
+        scene=RULES,
+    ),
+    Attack(
+        "denied-1mb",
+        "400 denied requests of message_bytes_max - 1",
+        "requests",
+        {"count": 400, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1, "kind": "denied"},
+        {"count": 80, "seconds": 4},
+        scene=RULES,
+        checks=(only(PERMISSION_DENIED, RESOURCE_EXHAUSTED), some(PERMISSION_DENIED)),
+    ),
+    Attack(
+        "stalled-4mb",
+        "250 requests of 4 MB to a stalled peer",
+        "requests",
+        {"count": 250, "seconds": 20, "bytes": 4 * MIB},
+        None,
+        hangs="lost",
+    ),
+    Attack(
+        "stalled-900k",
+        "1,000 requests of 900 KiB to a stalled peer",
+        "requests",
+        {"count": 1_000, "seconds": 20, "bytes": 900 << 10},
+        {"count": 300, "seconds": 4},
+        hangs="lost",
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack("publish-50mb", "one publish of 50 MB", "huge", {"count": 1, "seconds": 5, "bytes": 50 * MIB}, {"seconds": 2}),
+    Attack("publish-100mb", "one publish of 100 MB", "huge", {"count": 1, "seconds": 8, "bytes": 100 * MIB}, None),
+    Attack("publish-1mb", "500 publishes of 1 MiB - 1", "huge", {"count": 500, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1}, None),
+    Attack(
+        "publish-50mb-zenoh",
+        "one publish of 50 MB over Zenoh",
+        "huge",
+        {"count": 1, "seconds": 5, "bytes": 50 * MIB, "kind": "zenoh"},
+        None,
+    ),
+    Attack(
+        "leases",
+        "one client takes 1,000 consumers' names for 7 days",
+        "leases",
+        {"count": 1_000, "seconds": 30},
+        {"seconds": 10},
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack(
+        "subscriptions",
+        "18,000 subscriptions by one client",
+        "subscriptions",
+        {"count": 18_000, "seconds": 60},
+        {"count": 6_000, "seconds": 15},
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+)
+BY_NAME: Final = {one.name: one for one in ATTACKS}
+
+# What the gateway does not withstand yet, and why. Empty when it does.
+NOT_YET: Final[dict[str, str]] = {}
