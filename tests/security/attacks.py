@@ -12,6 +12,7 @@ from typing import Any, Final
 from tests.security.stage import Scene
 
 HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
+UNRECORDED, RESET_OFF = Scene(records=False), Scene(usubscription='reset = "off"')
 MIB: Final = 1 << 20
 MESSAGE_BYTES_MAX: Final = MIB
 PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are told
@@ -56,6 +57,30 @@ def some(code: str) -> Check:
 def told_all(told: Told) -> list[str]:
     missing = told.get("sent", 0) - sum(told.get("codes", {}).values())
     return [f"{missing} of {told['sent']} calls got no answer"] if missing > 0 else []
+
+
+def admin_answers(told: Told) -> list[str]:
+    return [f"the admin port: {told}"] if told.get("failed", 1) or told["slowest_s"] > 5 else []
+
+
+def nothing_denied_shown(told: Told) -> list[str]:
+    """A denied topic is as if it were not there, and whoever names it is told that he may not."""
+    wanted = {"allowed": 50, "shown": 0, "described": False, "exact poll": 7, "exact describe": 7}
+    return [f"{side}: {told.get(side)}, not {wanted}" for side in ("vehicle1", "cloud") if told.get(side) != wanted]
+
+
+def name_kept(told: Told) -> list[str]:
+    return [] if told == {"owner": 0, "thief": 7, "owner again": 0} else [f"the name was not kept: {told}"]
+
+
+def nothing_reset(told: Told) -> list[str]:
+    """None of those who may not is answered OK, and all that was subscribed still is."""
+    found = [] if told.get("before") == told.get("after") == 20 else [f"{told.get('before')} subscriptions became {told.get('after')}"]
+    return found + [f"Reset as {who}: OK" for who, code in told.get("reset", {}).items() if code == 0]
+
+
+def nothing_suppressed(told: Told) -> list[str]:
+    return [] if told.get("forged") == 0 and told.get("heard") == told.get("sent") else [f"ids were taken: {told}"]
 
 
 ATTACKS: Final = (
@@ -136,6 +161,122 @@ ATTACKS: Final = (
         {"count": 18_000, "seconds": 60},
         {"count": 6_000, "seconds": 15},
         checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack(
+        "topics-subscribed",
+        "250,000 made-up topics in 60 s, under subscriptions with a wildcard, over Zenoh",
+        "subscribed_topics",
+        {"count": 250_000, "seconds": 60},
+        None,
+        scene=UNRECORDED,
+    ),
+    Attack(
+        "flood",
+        "one vehicle of 1,000 says 30,000 things a second",
+        "flood",
+        {"count": 900_000, "seconds": 30},
+        {"count": 60_000, "seconds": 4},
+        scene=FLEET,
+    ),
+    Attack(
+        "bogus",
+        "50,000 Unsubscribes and Fetches of what is not there",
+        "bogus",
+        {"count": 50_000, "seconds": 60},
+        {"count": 3_000, "seconds": 10},
+    ),
+    Attack(
+        "malformed-mqtt",
+        "MQTT properties that are noise, 5,000 a second",
+        "malformed",
+        {"count": 150_000, "seconds": 30},
+        {"count": 6_000, "seconds": 3},
+    ),
+    Attack(
+        "malformed-zenoh",
+        "Zenoh attachments that are noise, 5,000 a second",
+        "malformed",
+        {"count": 150_000, "seconds": 30, "kind": "zenoh"},
+        {"count": 6_000, "seconds": 3},
+    ),
+    Attack(
+        "properties",
+        "messages of 1 MiB of user properties",
+        "properties_without_end",
+        {"count": 100, "seconds": 20, "bytes": MIB},
+        {"count": 8, "seconds": 2},
+    ),
+    Attack(
+        "odd",
+        "wildcards in sinks, ids of any time, extreme ttls",
+        "odd",
+        {"count": 30_000, "seconds": 20},
+        {"count": 3_000, "seconds": 3},
+    ),
+    Attack(
+        "admin",
+        "500 slow connections to the admin port",
+        "admin",
+        {"count": 500, "seconds": 20},
+        {"count": 200, "seconds": 2},
+        checks=(admin_answers,),
+    ),
+    Attack(
+        "churn",
+        "connections that come and go, with noise",
+        "churn",
+        {"count": 6_000, "seconds": 30},
+        {"count": 300, "seconds": 3},
+    ),
+    Attack(
+        "reads-nothing",
+        "a Zenoh client that wants everything and reads nothing",
+        "reads_nothing",
+        {"count": 1, "seconds": 20},
+        None,
+        endless=True,
+    ),
+    Attack(
+        "pull",
+        "denied topics polled and described, both ways",
+        "pull",
+        {"seconds": 30},
+        {},
+        scene=RULES,
+        checks=(nothing_denied_shown,),
+    ),
+    Attack(
+        "theft",
+        "another entity takes a consumer's name over",
+        "theft",
+        {"seconds": 10},
+        {},
+        checks=(name_kept,),
+    ),
+    Attack(
+        "reset",
+        "a raw client says to be the cloud's uSubscription: Reset",
+        "reset",
+        {"seconds": 30},
+        {},
+        checks=(nothing_reset,),
+    ),
+    Attack(
+        "reset-off",
+        'the same, with reset = "off"',
+        "reset",
+        {"seconds": 30},
+        None,
+        scene=RESET_OFF,
+        checks=(nothing_reset,),
+    ),
+    Attack(
+        "suppress",
+        "another's ids, sent before he does",
+        "suppress",
+        {"count": 2_000, "seconds": 20},
+        {"count": 200},
+        checks=(nothing_suppressed,),
     ),
 )
 BY_NAME: Final = {one.name: one for one in ATTACKS}

@@ -5,6 +5,7 @@ Gauges.begin -> idle_mib ... rss, peak (of the kernel), disk, log lines, what it
 
 from __future__ import annotations
 
+import contextlib
 import re
 import statistics
 import threading
@@ -47,19 +48,20 @@ class Gauges:
         self._thread = threading.Thread(target=self._work, daemon=True)
         self.disk_mib = 0.0  # the most that was seen
         self._lines_at = 0
+        self._peak, self._of_kernel = 0.0, False
 
     def begin(self) -> None:
         self._lines_at = self._lines()
-        try:
+        with contextlib.suppress(OSError):  # not ours to reset, perhaps: the samples will have to do
             Path(f"/proc/{self._gateway.pid}/clear_refs").write_text(RESET_PEAK)
-        except OSError:
-            pass  # not ours to reset: the samples will have to do
+            self._of_kernel = True
         self._thread.start()
 
     def _work(self) -> None:
         while not self._ended.wait(SAMPLE_S):
             if self._gateway.running:
                 self._samples.append(memory_mib(self._gateway.pid))
+                self._peak = max(self._peak, memory_mib(self._gateway.pid, "VmHWM") if self._of_kernel else self._samples[-1])
             if len(self._samples) % 10 == 1:
                 self.disk_mib = max(self.disk_mib, folder_mib(self._gateway.data_dir))
 
@@ -77,7 +79,7 @@ class Gauges:
 
     def peak_mib(self) -> float:
         """The kernel's own mark, where it can be reset; else of the samples."""
-        return max([*self._samples, 0.0])
+        return self._peak
 
     def end(self) -> None:
         self._ended.set()

@@ -18,7 +18,7 @@ from chaos.wire import Uri
 from streamer.processes import free_port
 
 CLOUD, VEHICLE = "cloud", "vehicle1"
-FLEET: Final = [f"v{number:04d}" for number in range(1_000)]
+FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest ones; v0999 is not
 RESOURCE: Final = 0x8001  # of the honest topics
 DENIED: Final = 0x8002  # of what rules keep from the cloud
 LATE: Final = 0xA000  # from here on, topics that are subscribed to in the middle of things
@@ -32,7 +32,7 @@ admin = "127.0.0.1:{admin}"
 retry_max_ms = 500
 [history]
 retention_mib = {retention}
-record = ["//cloud/FFFFFFFF/FF/FFFF", "//vehicle1/FFFFFFFF/FF/FFFF"]
+record = {record}
 [usubscription]
 static_file = "{static}"
 {usubscription}
@@ -86,6 +86,7 @@ class Scene:
 
     fleet: bool = False
     rules: bool = False
+    records: bool = True  # whatever the two sides say
     usubscription: str = ""  # more lines of that section
 
     @property
@@ -104,7 +105,8 @@ class Scene:
 
     def toml(self, **places: object) -> str:
         text = HEAD + (FLEET_SIDE if self.fleet else HOME) + (RULES if self.rules else "")
-        return text.format(retention=RETENTION_MIB, usubscription=self.usubscription, **places)
+        record = json.dumps(["//cloud/FFFFFFFF/FF/FFFF", "//vehicle1/FFFFFFFF/FF/FFFF"] if self.records else [])
+        return text.format(record=record, retention=RETENTION_MIB, usubscription=self.usubscription, **places)
 
 
 @dataclass

@@ -18,10 +18,10 @@ from typing import Any, Final
 
 from chaos.processes import ChaosError
 from streamer.processes import die_with_parent
-from tests.security.attackers import MARK
 from tests.security.attacks import Attack
 from tests.security.gauges import Gauges, memory_mib
 from tests.security.honest import Honest, percentile
+from tests.security.hostile import MARK
 from tests.security.stage import RETENTION_MIB, Stage
 
 RSS_MIB_MAX: Final = 200  # above idle, at any moment
