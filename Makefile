@@ -1,6 +1,6 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
-#   make simulate [SEEDS=10000 START=0]   make chaos   make interop
+#   make simulate [SEEDS=10000 START=0]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,8 +10,10 @@ DATA   ?=
 ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
+ATTACK ?=
+SECONDS ?=
 
-.PHONY: demo test check format simulate chaos interop bench proto spec-coverage config-reference wheel clean
+.PHONY: demo test check format simulate chaos attack interop bench proto spec-coverage config-reference wheel clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml
@@ -50,6 +52,10 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m transports.mqtt5.broker --ensure || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m chaos $(ARGS)
+
+attack: $(STAMP)
+	@$(BIN)/python -m transports.mqtt5.broker --ensure
+	@$(BIN)/python -m tests.security $(if $(ATTACK),--only '$(ATTACK)') $(if $(SECONDS),--seconds '$(SECONDS)') $(ARGS)
 
 interop: $(STAMP)
 	@$(BIN)/python -m transports.mqtt5.broker --ensure || test "$$CI" != true

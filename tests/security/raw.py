@@ -20,7 +20,7 @@ RECEIVED_BYTES: Final = 1 << 20
 IN_FLIGHT_MAX: Final = 10_000
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     out = bytearray()
     while True:
         value, low = value >> 7, value & 0x7F
@@ -36,7 +36,7 @@ def _text(value: str | bytes) -> bytes:
 
 def packet(kind: int, *parts: bytes) -> bytes:
     body = b"".join(parts)
-    return bytes([kind]) + _varint(len(body)) + body
+    return bytes([kind]) + varint(len(body)) + body
 
 
 def user(name: str | bytes, value: str | bytes) -> bytes:
@@ -61,7 +61,7 @@ def properties(message: Message) -> bytes:
 def publish(topic: str, payload: bytes, found: bytes, mid: int) -> bytes:
     """QoS 1; QoS 0 with `mid` 0."""
     head = _text(topic) + (struct.pack(">H", mid) if mid else b"")
-    return packet(PUBLISH | (0x02 if mid else 0), head, _varint(len(found)), found, payload)
+    return packet(PUBLISH | (0x02 if mid else 0), head, varint(len(found)), found, payload)
 
 
 class RawMqtt:
@@ -77,7 +77,7 @@ class RawMqtt:
         self.closed = threading.Event()
         receive_maximum = b"\x21\xff\xff"
         self._socket.sendall(
-            packet(CONNECT, _text("MQTT"), b"\x05\x02\x00\x3c", _varint(len(receive_maximum)), receive_maximum, _text(client_id))
+            packet(CONNECT, _text("MQTT"), b"\x05\x02\x00\x3c", varint(len(receive_maximum)), receive_maximum, _text(client_id))
         )
         self._socket.recv(4096)
         if filters:
