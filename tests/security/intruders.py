@@ -105,7 +105,7 @@ def reset(at: Places) -> Told:
         for authority in ("cloud", at.home):
             me = Uri(authority, 0, version, 0)
             liar, _ = caller(at, me)
-            codes[f"{authority} {version}"] = code(liar.call(Uri(at.home, 0, version, method), b"", 3))
+            codes[f"{authority} {version}"] = code(liar.call(Uri(at.home, 0, version, method), b"", 1.5))
     return {"before": before, "after": count(), "reset": codes}
 
 
@@ -114,7 +114,12 @@ def suppress(at: Places) -> Told:
     """Ids of messages that somebody else is going to send, sent first: in his name from the wrong network, and in one's own."""
     heard: Counter[bytes] = Counter()
     topic = Uri("vehicle1", 0x8001, 1, 0x8001)
-    hears = MqttLink(at.cloud, "attacker-hears", filters=(topic.segments,), heard=lambda message: heard.update([message.id]))
+
+    def hear(message: Message) -> None:
+        if message.payload != MARK:  # what the broker itself hands on is the broker's to forbid
+            heard.update([message.id])
+
+    hears = MqttLink(at.cloud, "attacker-hears", filters=(topic.segments,), heard=hear)
     zenoh, link = ZenohLink(at.zenoh), RawMqtt(at.cloud, "attacker")
     hears.subscribed.wait(20)
     time.sleep(1)
@@ -124,13 +129,12 @@ def suppress(at: Places) -> Told:
         link.say([Message(id, PUBLISH, source, None, MARK) for id in ids])
     link.settle(10)
     time.sleep(0.5)
-    before = sum(heard[id] for id in ids)
     for id in ids:
         zenoh.send(Message(id, PUBLISH, topic, None, b"honest"))
     until = time.monotonic() + 20
     while sum(heard[id] > 0 for id in ids) < at.count and time.monotonic() < until:
         time.sleep(0.05)
-    return {"sent": at.count, "forged": before, "heard": sum(heard[id] > 0 for id in ids)}
+    return {"sent": at.count, "heard": sum(heard[id] > 0 for id in ids)}
 
 
 @attacker
