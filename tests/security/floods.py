@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
+import json
 import os
 import random
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 
 from chaos.judges import ZenohLink
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
+from streamer.processes import die_with_parent
 from tests.security.hostile import FOREVER_MS, MARK, ME, Places, Told, ask, attacker, begin, caller, made_up, paced, payload
 from tests.security.raw import RawMqtt, properties, publish
 
@@ -158,15 +164,14 @@ def churn(at: Places) -> Told:
 
 @attacker
 def reads_nothing(at: Places) -> Told:
-    """A Zenoh peer that wants everything and then reads nothing, `count` of them."""
-    links = [ZenohLink(at.zenoh, ("up/**",), lambda _: None) for _ in range(at.count)]
-    zenoh = ZenohLink(at.zenoh)
-    topic = Uri("vehicle1", 0x8500, 1, 0x8001)
-    for _ in range(100):
-        zenoh.send(Message(new_id(), PUBLISH, topic, None, payload(60_000)))
+    """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of `bytes`."""
+    for _ in range(3):
+        ZenohLink(at.zenoh, ("up/**",), lambda _: None)
+    command = [sys.executable, "-m", "tests.security.attackers", "huge", json.dumps(dataclasses.asdict(at) | {"kind": "zenoh"})]
+    subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     begin()
     os.kill(os.getpid(), signal.SIGSTOP)
-    return {"links": len(links)}
+    return {}
 
 
 @attacker
