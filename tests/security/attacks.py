@@ -63,6 +63,10 @@ def admin_answers(told: Told) -> list[str]:
     return [f"the admin port: {told}"] if told.get("failed", 1) or told["slowest_s"] > 5 else []
 
 
+def flooder_named(told: Told) -> list[str]:
+    return [] if told.get("named") == "v0999" else [f"v0999 floods, and the ledger names {told.get('named')}"]
+
+
 def nothing_denied_shown(told: Told) -> list[str]:
     """A denied topic is as if it were not there, and whoever names it is told that he may not."""
     wanted = {"allowed": 50, "shown": 0, "described": False, "exact poll": 7, "exact describe": 7}
@@ -177,6 +181,7 @@ ATTACKS: Final = (
         {"count": 900_000, "seconds": 30},
         {"count": 30_000, "seconds": 2},
         scene=FLEET,
+        checks=(flooder_named,),
     ),
     Attack(
         "bogus",

@@ -112,6 +112,16 @@ def subscribed_topics(at: Places) -> Told:
     return {"sent": at.count, "subscribed": codes}
 
 
+def loudest(at: Places) -> str | None:
+    """Whom the gateway's own ledger names as the authority with most messages."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/vehicles", timeout=20) as answer:
+            found = [json.loads(line) for line in answer.read().splitlines()]
+    except (OSError, ValueError):
+        return None
+    return max(found, key=lambda one: one["messages"])["authority"] if found else None
+
+
 @attacker
 def flood(at: Places) -> Told:
     """One vehicle of many says `count` things within `seconds`, all on one topic, over the fleet's broker."""
@@ -122,7 +132,7 @@ def flood(at: Places) -> Told:
         data = publish("v0999/cloud", MARK, properties(Message(new_id(), PUBLISH, source, sink, MARK)), 0)
         place = data.index(b"-", data.index(b"\x26\x00\x011\x00\x24")) + 16  # the last 12 digits of the id
         link.send(b"".join(b"%b%012x%b" % (data[:place], one, data[place + 12 :]) for one in batch))
-    return {"sent": at.count}
+    return {"sent": at.count, "named": loudest(at)}
 
 
 @attacker
