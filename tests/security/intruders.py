@@ -87,24 +87,30 @@ def theft(at: Places) -> Told:
 
 @attacker
 def reset(at: Places) -> Told:
-    """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what another one has subscribed to."""
-    service = Uri(at.home, 0, 3, 0)
-    owner, _ = caller(at, ME)
-    for one in range(20):
-        topic = made_up(one)._replace(authority=at.home)
-        owner.call(service._replace(resource=1), field(1, topic.encode()), 10)
+    """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what clients of both have subscribed to.
 
-    def count() -> int:
-        answer = owner.call(service._replace(resource=3), field(2, field(1, ME.encode())), 10)
-        return -1 if answer is None or answer.commstatus else len(parse(answer.payload).get(1, []))
+    What the cloud's own clients have may go, by default: nobody above the transport can tell its uSubscription from one who says so.
+    """
+    service, others = Uri(at.home, 0, 3, 0), Uri("vehicle1", 0xA001, 1, 0)
+    callers = {"the cloud's": (ME, caller(at, ME)[0]), "the vehicle's": (others, zenoh_caller(at.zenoh, others)[0])}
+    time.sleep(1)  # for Zenoh to know who hears what
+    for _, made in callers.values():
+        for one in range(20):
+            made.call(service._replace(resource=1), field(1, made_up(one)._replace(authority=at.home).encode()), 10)
+
+    def count() -> dict[str, int]:
+        found = {}
+        for whose, (me, made) in callers.items():
+            answer = made.call(service._replace(resource=3), field(2, field(1, me.encode())), 10)
+            found[whose] = -1 if answer is None or answer.commstatus else len(parse(answer.payload).get(1, []))
+        return found
 
     before = count()
     begin()
     codes = {}
     for version, method in ((3, 9), (4, 6)):
         for authority in ("cloud", at.home):
-            me = Uri(authority, 0, version, 0)
-            liar, _ = caller(at, me)
+            liar, _ = caller(at, Uri(authority, 0, version, 0))
             codes[f"{authority} {version}"] = code(liar.call(Uri(at.home, 0, version, method), b"", 1.5))
     return {"before": before, "after": count(), "reset": codes}
 

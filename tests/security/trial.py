@@ -31,7 +31,6 @@ LOG_LINES_MAX: Final = 100  # one a minute of each kind, and there are not many
 P99_RATIO_MAX: Final = 10.0  # of honest traffic: under attack to peace
 P99_FLOOR_S: Final = 0.05  # what nobody minds: else a quiet machine judges more strictly than a busy one
 DRAIN_S_MAX: Final = 60.0
-BEGIN_S_MAX: Final = 60.0  # for an attacker to connect
 GRACE_S: Final = 60.0  # beyond its time, for an attacker to end
 
 
