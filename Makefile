@@ -14,6 +14,8 @@ ARGS   ?=
 SEEDS  ?= 2000
 START  ?= 0
 MINUTES ?= 10
+ATTACK ?=
+SECONDS ?=
 
 .PHONY: demo test check format fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
@@ -63,6 +65,10 @@ bench: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m tools.mosquitto || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m chaos $(ARGS)
+
+attack: $(STAMP)
+	@$(BIN)/python -m tools.mosquitto
+	@$(BIN)/python -m tests.security $(if $(ATTACK),--only '$(ATTACK)') $(if $(SECONDS),--seconds '$(SECONDS)') $(ARGS)
 
 interop: $(STAMP)
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true

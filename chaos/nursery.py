@@ -32,6 +32,8 @@ LOADED: Final = (
     "streamer.cli",
 )
 
+CHILDREN_S_MAX: Final = 5.0  # for the pipe to end: one that was just forked holds it, too
+
 
 class Child:
     """As much of subprocess.Popen as a Process needs."""
@@ -80,7 +82,8 @@ class Nursery:
         self._started = threading.Semaphore(0)
         self._child: Child | None = None
         self._children: dict[int, Child] = {}
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def start(self, module: str, arguments: list[str], log: str) -> Child:
         assert self._loaded.stdin is not None
@@ -101,8 +104,15 @@ class Nursery:
                 self._started.release()
 
     def close(self) -> None:
+        """Its children end on their own, or are ended before."""
+        assert self._loaded.stdin is not None
+        assert self._loaded.stdout is not None
         self._loaded.kill()
         self._loaded.wait()
+        self._loaded.stdin.close()
+        self._reader.join(CHILDREN_S_MAX)
+        if not self._reader.is_alive():
+            self._loaded.stdout.close()
 
 
 def _become(module: str, arguments: list[str], log: str) -> None:

@@ -1,0 +1,319 @@
+"""The attacks as data: what is around the gateway, what the attacker does, and what must hold beside the bounds that hold for all.
+
+Attack(name, row of the table, attacker, scene, in full, in short) -> trial.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from tests.security.stage import Scene
+
+HOME, FLEET, RULES = Scene(), Scene(fleet=True), Scene(rules=True)
+UNRECORDED, RESET_OFF = Scene(records=False), Scene(usubscription='reset = "off"')
+MIB: Final = 1 << 20
+MESSAGE_BYTES_MAX: Final = MIB
+PERMISSION_DENIED, RESOURCE_EXHAUSTED = "7", "8"  # UCode, as codes are told
+
+Told = dict[str, Any]
+Check = Callable[[Told], list[str]]
+
+
+@dataclass(frozen=True)
+class Attack:
+    name: str
+    what: str  # for the report
+    attacker: str  # in attackers.py
+    full: dict[str, Any]
+    short: dict[str, Any] | None  # what differs in `make test`; None: not there
+    scene: Scene = HOME
+    checks: tuple[Check, ...] = ()
+    hangs: str = ""  # a broker that hangs meanwhile
+    endless: bool = False  # it goes on until it is ended, after `seconds`
+    excused: frozenset[str] = field(default_factory=frozenset)  # bounds that this attack is not judged by, with the reason beside it
+
+    def options(self, *, short: bool, seconds: float | None = None) -> dict[str, Any]:
+        found = self.full | (self.short or {} if short else {})
+        return found | ({"seconds": seconds} if seconds is not None else {})
+
+
+def only(*codes: str) -> Check:
+    """Every answer has one of these codes."""
+
+    def check(told: Told) -> list[str]:
+        other = {code: count for code, count in told.get("codes", {}).items() if code not in codes}
+        return [f"answers with other codes than {', '.join(codes)}: {other}"] if other else []
+
+    return check
+
+
+def some(code: str) -> Check:
+    """Who asked for too much was told."""
+    return lambda told: [] if told.get("codes", {}).get(code) else [f"nobody was answered code {code}: {told.get('codes')}"]
+
+
+def told_all(told: Told) -> list[str]:
+    missing = told.get("sent", 0) - sum(told.get("codes", {}).values())
+    return [f"{missing} of {told['sent']} calls got no answer"] if missing > 0 else []
+
+
+def admin_answers(told: Told) -> list[str]:
+    return [f"the admin port: {told}"] if told.get("failed", 1) or told["slowest_s"] > 5 else []
+
+
+def flooder_named(told: Told) -> list[str]:
+    return [] if told.get("named") == "v0999" else [f"v0999 floods, and the ledger names {told.get('named')}"]
+
+
+def nothing_denied_shown(told: Told) -> list[str]:
+    """A denied topic is as if it were not there, and whoever names it is told that he may not."""
+    wanted = {"allowed": 50, "shown": 0, "described": False, "exact poll": 7, "exact describe": 7}
+    return [f"{side}: {told.get(side)}, not {wanted}" for side in ("vehicle1", "cloud") if told.get(side) != wanted]
+
+
+def name_kept(told: Told) -> list[str]:
+    return [] if told == {"owner": 0, "thief": 7, "owner again": 0} else [f"the name was not kept: {told}"]
+
+
+def others_kept(told: Told) -> list[str]:
+    """A Reset ends nothing of others, whoever says to have sent it."""
+    before, after = (told.get(when, {}).get("the vehicle's") for when in ("before", "after"))
+    found = [] if before == after == 20 else [f"of the vehicle's clients' {before} subscriptions {after} are left"]
+    return found + [f"Reset as {who}: OK" for who, code in told.get("reset", {}).items() if code == 0 and not who.startswith("cloud")]
+
+
+def nothing_reset(told: Told) -> list[str]:
+    """All that was subscribed still is."""
+    return [] if told.get("after") == told.get("before") and told.get("after") else [f"{told.get('before')} became {told.get('after')}"]
+
+
+def nothing_suppressed(told: Told) -> list[str]:
+    return [] if told.get("heard") == told.get("sent") else [f"ids were taken: {told}"]
+
+
+ATTACKS: Final = (
+    Attack(
+        "topics-recorded",
+        "250,000 made-up topics in 60 s, on a recorded pattern",
+        "topics",
+        {"count": 250_000, "seconds": 60},
+        {"count": 40_000, "seconds": 4},
+    ),
+    Attack(
+        "topics-notified",
+        "250,000 made-up topics in 60 s, as notifications to foreign sinks",
+        "topics",
+        {"count": 250_000, "seconds": 60, "kind": "notifications"},
+        None,
+    ),
+    Attack(
+        "polls", "20,000 polls of the largest pages by one client", "polls", {"count": 20_000, "seconds": 60}, {"count": 500, "seconds": 20}
+    ),
+    Attack("polls-500", "500 polls of the largest pages by one client", "polls", {"count": 500, "seconds": 30}, None),
+    Attack(
+        "denied-4mb",
+        "100 denied requests of 4 MB",
+        "requests",
+        {"count": 100, "seconds": 20, "bytes": 4 * MIB, "kind": "denied"},
+        None,
+        scene=RULES,
+    ),
+    Attack(
+        "denied-1mb",
+        "400 denied requests of message_bytes_max - 1",
+        "requests",
+        {"count": 400, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1, "kind": "denied"},
+        {"count": 150, "seconds": 4},
+        scene=RULES,
+        checks=(only(PERMISSION_DENIED, RESOURCE_EXHAUSTED), some(PERMISSION_DENIED)),
+    ),
+    Attack(
+        "stalled-4mb",
+        "250 requests of 4 MB to a stalled peer",
+        "requests",
+        {"count": 250, "seconds": 20, "bytes": 4 * MIB},
+        None,
+        hangs="lost",
+    ),
+    Attack(
+        "stalled-900k",
+        "1,000 requests of 900 KiB to a stalled peer",
+        "requests",
+        {"count": 1_000, "seconds": 20, "bytes": 900 << 10},
+        {"count": 300, "seconds": 4},
+        hangs="lost",
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack("publish-50mb", "one publish of 50 MB", "huge", {"count": 1, "seconds": 5, "bytes": 50 * MIB}, {"seconds": 2}),
+    Attack("publish-100mb", "one publish of 100 MB", "huge", {"count": 1, "seconds": 8, "bytes": 100 * MIB}, None),
+    Attack("publish-1mb", "500 publishes of 1 MiB - 1", "huge", {"count": 500, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1}, None),
+    Attack(
+        "publish-50mb-zenoh",
+        "one publish of 50 MB over Zenoh",
+        "huge",
+        {"count": 1, "seconds": 5, "bytes": 50 * MIB, "kind": "zenoh"},
+        None,
+    ),
+    Attack(
+        "leases",
+        "one client takes 1,000 consumers' names for 7 days",
+        "leases",
+        {"count": 1_000, "seconds": 30},
+        {"seconds": 10},
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack(
+        "subscriptions",
+        "18,000 subscriptions by one client",
+        "subscriptions",
+        {"count": 18_000, "seconds": 60},
+        {"count": 9_000, "seconds": 20},
+        checks=(some(RESOURCE_EXHAUSTED),),
+    ),
+    Attack(
+        "topics-subscribed",
+        "250,000 made-up topics in 60 s, under subscriptions with a wildcard, over Zenoh",
+        "subscribed_topics",
+        {"count": 250_000, "seconds": 60},
+        None,
+        scene=UNRECORDED,
+    ),
+    Attack(
+        "flood",
+        "one vehicle of 1,000 says 30,000 things a second",
+        "flood",
+        {"count": 900_000, "seconds": 30},
+        {"count": 30_000, "seconds": 2},
+        scene=FLEET,
+        checks=(flooder_named,),
+    ),
+    Attack(
+        "bogus",
+        "50,000 Unsubscribes and Fetches of what is not there",
+        "bogus",
+        {"count": 50_000, "seconds": 60},
+        None,
+    ),
+    Attack(
+        "malformed-mqtt",
+        "MQTT properties that are noise, 5,000 a second",
+        "malformed",
+        {"count": 150_000, "seconds": 30},
+        None,
+    ),
+    Attack(
+        "malformed-zenoh",
+        "Zenoh attachments that are noise, 5,000 a second",
+        "malformed",
+        {"count": 150_000, "seconds": 30, "kind": "zenoh"},
+        {"count": 6_000, "seconds": 3},
+    ),
+    Attack(
+        "properties",
+        "messages of 1 MiB of user properties",
+        "properties_without_end",
+        {"count": 100, "seconds": 20, "bytes": MIB},
+        None,
+    ),
+    Attack(
+        "odd",
+        "wildcards in sinks, ids of any time, extreme ttls",
+        "odd",
+        {"count": 30_000, "seconds": 20},
+        None,
+    ),
+    Attack(
+        "admin",
+        "500 slow connections to the admin port",
+        "admin",
+        {"count": 500, "seconds": 20},
+        None,
+        checks=(admin_answers,),
+    ),
+    Attack(
+        "churn",
+        "connections that come and go, with noise",
+        "churn",
+        {"count": 6_000, "seconds": 30},
+        None,
+    ),
+    Attack(
+        "reads-nothing",
+        "Zenoh clients that want everything and read nothing, and 200 MB for them",
+        "reads_nothing",
+        {"count": 3_300, "seconds": 20, "bytes": 60_000},
+        None,
+        endless=True,
+    ),
+    Attack(
+        "pull",
+        "denied topics polled and described, both ways",
+        "pull",
+        {"seconds": 30},
+        {},
+        scene=RULES,
+        checks=(nothing_denied_shown,),
+    ),
+    Attack(
+        "theft",
+        "another entity takes a consumer's name over",
+        "theft",
+        {"seconds": 10},
+        {},
+        checks=(name_kept,),
+    ),
+    Attack(
+        "reset",
+        "a raw client says to be the cloud's uSubscription: Reset",
+        "reset",
+        {"seconds": 30},
+        {},
+        checks=(others_kept,),
+    ),
+    Attack(
+        "reset-off",
+        'the same, with reset = "off"',
+        "reset",
+        {"seconds": 30},
+        None,
+        scene=RESET_OFF,
+        checks=(nothing_reset,),
+    ),
+    Attack(
+        "suppress",
+        "another's ids, sent before he does",
+        "suppress",
+        {"count": 2_000, "seconds": 20},
+        None,
+        checks=(nothing_suppressed,),
+    ),
+)
+BY_NAME: Final = {one.name: one for one in ATTACKS}
+
+# What the gateway does not withstand yet, and why. Empty when it does.
+NOT_YET: Final[dict[str, str]] = {
+    "topics-recorded": "streams are never forgotten, and cost 6 KB each",
+    "topics-notified": "streams are never forgotten, and cost 10 KB each",
+    "topics-subscribed": "streams are never forgotten",
+    "polls": "answers wait without a bound in bytes",
+    "polls-500": "answers wait without a bound in bytes",
+    "denied-4mb": "dead letters wait without a bound in bytes",
+    "stalled-4mb": "the express lane has no bound in bytes",
+    "stalled-900k": "the express lane has no bound in bytes",
+    "publish-50mb": "a packet has no greatest size, and is copied at each read",
+    "publish-100mb": "a packet has no greatest size; the broker sends it again and again",
+    "publish-1mb": "what waits to be appended, and the write-ahead log, have no bound in bytes",
+    "publish-50mb-zenoh": "a sample has no greatest size",
+    "leases": "one caller may have all names",
+    "subscriptions": "one caller may have all subscriptions",
+    "flood": "no authority has a quota",
+    "malformed-zenoh": "a priority that is none is forwarded, and fails where it leaves with a traceback of its locals",
+    "properties": "a packet's properties have no greatest size",
+    "reads-nothing": "who reads nothing holds the others on its network up",
+    "pull": "the rules between endpoints do not hold for Poll and Describe",
+    "theft": "a consumer's name belongs to nobody",
+    "reset": "whoever says to be a uSubscription may Reset",
+    "reset-off": "there is no such setting",
+}

@@ -1,0 +1,197 @@
+"""Too much of something: topics, polls, requests, bytes, names, subscriptions, connections."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from functools import partial
+
+from chaos.judges import ZenohLink
+from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
+from streamer.processes import die_with_parent
+from tests.security.hostile import FOREVER_MS, MARK, ME, Places, Told, ask, attacker, begin, caller, made_up, paced, payload
+from tests.security.raw import RawMqtt, properties, publish
+
+
+@attacker
+def topics(at: Places) -> Told:
+    """`count` topics that nobody has ever heard of: publishes on a recorded pattern, or notifications to sinks behind the gateway."""
+    link = RawMqtt(at.cloud, "attacker")
+    begin()
+    for batch in paced(at):
+        if at.kind == "notifications":
+            found = [Message(new_id(), NOTIFICATION, made_up(one), Uri("vehicle1", 0xC000 + one % 1_000, 1, 0), MARK) for one in batch]
+        else:
+            found = [Message(new_id(), PUBLISH, made_up(one), None, MARK) for one in batch]
+        link.say(found)
+    link.settle(20)
+    return {"sent": at.count, "acked": link.acked, "refused": link.refused}
+
+
+@attacker
+def polls(at: Places) -> Told:
+    """One client asks for `count` pages as large as there are, of records that it has itself put there."""
+    link = RawMqtt(at.cloud, "attacker-fills")
+    link.say([Message(new_id(), PUBLISH, Uri("cloud", 0x8300, 1, 0x8001), None, payload(60_000)) for _ in range(30)])
+    link.settle(1)
+    request = field(1, Uri("cloud", 0x8300, 1, 0x8001).encode()) + field(3, 1)
+    return ask(at, itertools.repeat((at.history, request), at.count))
+
+
+@attacker
+def requests(at: Places) -> Told:
+    """`count` requests of `bytes`: denied ones, or to an authority whose network hangs."""
+    method = Uri("vehicle1", 0x8400, 1, 1) if at.kind == "denied" else Uri("lost", 0x8001, 1, 1)
+    return ask(at, ((method, payload(at.bytes)) for _ in range(at.count)))
+
+
+@attacker
+def huge(at: Places) -> Told:
+    """Publishes of `bytes` on a recorded topic, over MQTT or over Zenoh."""
+    if at.kind == "zenoh":
+        zenoh = ZenohLink(at.zenoh)
+        begin()
+        for batch in paced(at):
+            for _ in batch:
+                zenoh.send(Message(new_id(), PUBLISH, Uri("vehicle1", 0x8500, 1, 0x8001), None, payload(at.bytes)))
+        time.sleep(1)
+        zenoh.close()
+        return {"sent": at.count}
+    link = RawMqtt(at.cloud, "attacker")
+    begin()
+    for batch in paced(at):
+        for _ in batch:
+            link.say([Message(new_id(), PUBLISH, Uri("cloud", 0x8500, 1, 0x8001), None, payload(at.bytes))])
+    link.settle(10)
+    return {"sent": at.count, "acked": link.acked, "refused": link.refused, "hung up": link.closed.is_set()}
+
+
+@attacker
+def leases(at: Places) -> Told:
+    """One client takes `count` consumers' names for a week."""
+    return ask(at, ((at.history, field(4, 1) + field(7, f"mine-{one}") + field(12, FOREVER_MS)) for one in range(at.count)))
+
+
+@attacker
+def subscriptions(at: Places) -> Told:
+    """One client subscribes to `count` topics."""
+    service = Uri(at.home, 0, 3, 1)
+    return ask(at, ((service, field(1, made_up(one)._replace(authority=at.home).encode())) for one in range(at.count)))
+
+
+@attacker
+def subscribed_topics(at: Places) -> Told:
+    """`count` topics that somebody's subscriptions with a wildcard cover, from Zenoh: each instance of an entity is one more."""
+    made, _ = caller(at, ME)
+    kinds = [0x8300 + place for place in range(at.count // 0xFF00 + 1)]
+    codes = []
+    for kind in kinds:
+        wanted = Uri("vehicle1", 0xFFFF_0000 | kind, 1, 0x8001)
+        answer = made.call(Uri(at.home, 0, 4, 1), field(1, wanted.encode()), 10)
+        codes.append(None if answer is None else answer.commstatus)
+    zenoh = ZenohLink(at.zenoh)
+    time.sleep(1)
+    begin()
+    for batch in paced(at):
+        for one in batch:
+            source = Uri("vehicle1", (one % 0xFF00) << 16 | kinds[one // 0xFF00], 1, 0x8001)
+            zenoh.send(Message(new_id(), PUBLISH, source, None, MARK))
+    time.sleep(1)
+    zenoh.close()
+    return {"sent": at.count, "subscribed": codes}
+
+
+def loudest(at: Places) -> str | None:
+    """Whom the gateway's own ledger names as the authority with most messages."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/vehicles", timeout=20) as answer:
+            found = [json.loads(line) for line in answer.read().splitlines()]
+    except (OSError, ValueError):
+        return None
+    return max(found, key=lambda one: one["messages"])["authority"] if found else None
+
+
+@attacker
+def flood(at: Places) -> Told:
+    """One vehicle of many says `count` things within `seconds`, all on one topic, over the fleet's broker."""
+    link = RawMqtt(at.fleet, "attacker")
+    source, sink = Uri("v0999", 0x8001, 1, 0x8001), Uri.any_of("cloud")
+    begin()
+    for batch in paced(at):
+        data = publish("v0999/cloud", MARK, properties(Message(new_id(), PUBLISH, source, sink, MARK)), 0)
+        place = data.index(b"-", data.index(b"\x26\x00\x011\x00\x24")) + 16  # the last 12 digits of the id
+        link.send(b"".join(b"%b%012x%b" % (data[:place], one, data[place + 12 :]) for one in batch))
+    return {"sent": at.count, "named": loudest(at)}
+
+
+@attacker
+def admin(at: Places) -> Told:
+    """`count` connections to the admin port that say half a request and then nothing."""
+    begin()
+    held, slowest, failed = [], 0.0, 0
+    until = time.monotonic() + at.seconds
+    for _ in range(at.count):
+        with contextlib.suppress(OSError):
+            held.append(one := socket.create_connection(("127.0.0.1", at.admin), 5))
+            one.sendall(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
+    while time.monotonic() < until:
+        began = time.monotonic()
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{at.admin}/healthz", timeout=10) as answer:
+                answer.read()
+        except OSError:
+            failed += 1
+        slowest = max(slowest, time.monotonic() - began)
+        time.sleep(0.2)
+    return {"held": len(held), "slowest_s": slowest, "failed": failed}
+
+
+@attacker
+def churn(at: Places) -> Told:
+    """Connections that come, say something wrong or nothing, and go: at the gateway's Zenoh port, and whole clients at the broker."""
+    begin()
+    sessions = 0
+    for batch in paced(at):
+        for one in batch:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", at.zenoh), 5) as made:
+                made.sendall(random.randbytes(one % 300))
+            if one % 20 == 0:
+                RawMqtt(at.cloud, f"attacker-{one}", f"+/+/+/+/+/cloud/{one:X}/0/1/0").close()
+                sessions += 1
+    return {"sent": at.count, "clients": sessions}
+
+
+@attacker
+def reads_nothing(at: Places) -> Told:
+    """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of `bytes`."""
+    for _ in range(3):
+        ZenohLink(at.zenoh, ("up/**",), lambda _: None)
+    command = [sys.executable, "-m", "tests.security.attackers", "huge", json.dumps(dataclasses.asdict(at) | {"kind": "zenoh"})]
+    subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, signal.SIGKILL))
+    begin()
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return {}
+
+
+@attacker
+def bogus(at: Places) -> Told:
+    """`count` Unsubscribes and Fetches of what does not exist."""
+    unsubscribe, fetch = Uri(at.home, 0, 3, 2), Uri(at.home, 0, 3, 3)
+
+    def requests() -> Iterator[tuple[Uri, bytes]]:
+        for one in range(at.count):
+            topic = field(1, made_up(one)._replace(authority=at.home).encode())
+            yield (unsubscribe, topic) if one % 2 else (fetch, topic)
+
+    return ask(at, requests())

@@ -1,0 +1,148 @@
+"""One gateway with its networks, as a process of its own, to be attacked.
+
+home:   vehicle1 -- Zenoh --+-- gateway --+-- broker (in-vehicle) -- cloud      and `lost`, a broker that can be made to hang
+fleet:  v0000 ... v0999 ----+-- broker (off-vehicle) -- gateway -- broker (in-vehicle) -- cloud
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from chaos.processes import Broker, Gateway
+from chaos.wire import Uri
+from streamer.processes import free_port
+
+CLOUD, VEHICLE = "cloud", "vehicle1"
+FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest ones; v0999 is not
+RESOURCE: Final = 0x8001  # of the honest topics
+DENIED: Final = 0x8002  # of what rules keep from the cloud
+LATE: Final = 0xA000  # from here on, topics that are subscribed to in the middle of things
+ENTITY, APP = 0x8001, 0x9001  # who publishes, who hears it
+RETENTION_MIB: Final = 64  # so that the disk's bound is soon reached
+
+HEAD: Final = """[streamer]
+data_dir = "{data}"
+admin = "127.0.0.1:{admin}"
+[egress]
+retry_max_ms = 500
+[history]
+retention_mib = {retention}
+record = {record}
+[usubscription]
+static_file = "{static}"
+{usubscription}
+"""
+HOME: Final = """
+[[endpoint]]
+name = "vehicle"
+transport = "zenoh"
+authorities = ["vehicle1"]
+settings = {{ mode = "router", listen = ["tcp/127.0.0.1:{zenoh}"] }}
+[[endpoint]]
+name = "cloud"
+transport = "mqtt5"
+authorities = ["cloud"]
+usubscription = "none"
+settings = {{ port = {cloud}, client_id = "gateway-cloud" }}
+[[endpoint]]
+name = "lost"
+transport = "mqtt5"
+authorities = ["lost"]
+usubscription = "none"
+settings = {{ port = {lost}, client_id = "gateway-lost" }}
+"""
+RULES: Final = """
+[[rule]]
+from = "vehicle"
+to = "cloud"
+deny = ["//vehicle1/FFFFFFFF/FF/8002", "//vehicle1/8400/FF/FFFF"]
+[[rule]]
+from = "cloud"
+to = "vehicle"
+deny = ["//cloud/FFFFFFFF/FF/8002", "//vehicle1/8400/FF/FFFF"]
+"""
+FLEET_SIDE: Final = """
+[[endpoint]]
+name = "cloud"
+transport = "mqtt5"
+authorities = ["cloud"]
+settings = {{ port = {cloud}, client_id = "gateway-cloud" }}
+[[endpoint]]
+name = "fleet"
+transport = "mqtt5"
+authorities = ["*"]
+settings = {{ port = {fleet}, mode = "off-vehicle", client_id = "gateway-fleet" }}
+"""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What is around the gateway, and how it is configured beyond that."""
+
+    fleet: bool = False
+    rules: bool = False
+    records: bool = True  # whatever the two sides say
+    usubscription: str = ""  # more lines of that section
+
+    @property
+    def home(self) -> str:
+        """The authority whose services run inside the gateway."""
+        return CLOUD if self.fleet else VEHICLE
+
+    @property
+    def vehicles(self) -> list[str]:
+        return FLEET if self.fleet else [VEHICLE]
+
+    def subscriptions(self) -> dict[str, list[str]]:
+        """Who wants what from the beginning."""
+        up = {str(Uri(one, ENTITY, 1, RESOURCE)): [str(Uri(CLOUD, APP, 1, 0))] for one in self.vehicles}
+        return up | {str(Uri(CLOUD, ENTITY, 1, RESOURCE)): [str(Uri(self.vehicles[0], APP, 1, 0))]}
+
+    def toml(self, **places: object) -> str:
+        text = HEAD + (FLEET_SIDE if self.fleet else HOME) + (RULES if self.rules else "")
+        record = json.dumps(["//cloud/FFFFFFFF/FF/FFFF", "//vehicle1/FFFFFFFF/FF/FFFF"] if self.records else [])
+        return text.format(record=record, retention=RETENTION_MIB, usubscription=self.usubscription, **places)
+
+
+@dataclass
+class Stage:
+    """A scene that runs; `close` ends all of it."""
+
+    scene: Scene
+    folder: Path
+    tally: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.zenoh_port, self.admin_port = free_port(), free_port()
+        self.brokers = {name: Broker(name, self.folder, self.tally) for name in (CLOUD, "fleet" if self.scene.fleet else "lost")}
+        self.data_dir, static = self.folder / "data", self.folder / "subscriptions.json"
+        static.write_text(json.dumps(self.scene.subscriptions()))
+        self.config = self.folder / "gateway.toml"
+        ports = {name: broker.port for name, broker in self.brokers.items()}
+        self.config.write_text(self.scene.toml(data=self.data_dir, admin=self.admin_port, static=static, zenoh=self.zenoh_port, **ports))
+        self.gateway = Gateway("gateway", self.folder, self.config, self.data_dir, self.admin_port, self.tally, {})
+
+    def start(self) -> None:
+        """Raises ChaosError if something does not come up."""
+        for process in (*self.brokers.values(), self.gateway):
+            process.start()
+            process.wait_ready()
+
+    def places(self) -> dict[str, object]:
+        """What an attacker must know; nothing that one on these networks would not."""
+        ports = {name: broker.port for name, broker in self.brokers.items()}
+        return {"home": self.scene.home, "zenoh": self.zenoh_port, "admin": self.admin_port, **ports}
+
+    def hang(self, name: str, *, hung: bool) -> None:
+        """Let a broker stop answering, though its connections stay, or go on."""
+        if self.brokers[name].running:
+            self.brokers[name].signal(signal.SIGSTOP if hung else signal.SIGCONT)
+
+    def close(self) -> None:
+        for process in (self.gateway, *self.brokers.values()):
+            process.close()
