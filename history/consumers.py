@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from history.log import Log
 
 CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have cursors beside them
-CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: uEntities are made up at no cost, so they have none of their own
+CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: its uEntities are made up at no cost
+OWNERS_SHARE: Final = 2  # ... of which one uEntity has a half, so that its neighbours on the host find room
 CONSUMER_LENGTH_MAX: Final = 200  # characters
 BOUND_MS: Final = 7 * 24 * 3_600_000  # a name stays its owner's for so long after its last use, as long as the longest lease
 TOUCH_MS: Final = 3_600_000  # its last use is known to the hour: a write for each poll would be too many
@@ -77,6 +78,7 @@ class Consumers:
         self._owners: dict[str, Owner] = {}
         self._used_ms: dict[str, int] = {}
         self._by_authority: Counter[str] = Counter()
+        self._by_owner: Counter[Owner] = Counter()
 
     def __repr__(self) -> str:
         return f"Consumers({len(self._owners)} names)"
@@ -119,16 +121,22 @@ class Consumers:
     def _bind(self, consumer: str, owner: Owner) -> None:
         if consumer in self._owners:  # long unused
             self._forget(consumer)
+        each = max(1, self._names_each // OWNERS_SHARE)
+        if self._by_owner[owner] >= each:
+            self._make_room(lambda other: other == owner, f"{each} consumers of {owner}")
         if self._by_authority[owner.authority] >= self._names_each:
-            self._make_room(owner.authority, f"{self._names_each} consumers of authority {owner.authority!r}")
+            self._make_room(
+                lambda other: other.authority == owner.authority, f"{self._names_each} consumers of authority {owner.authority!r}"
+            )
         if len(self._owners) >= self._names_max:
-            self._make_room(self._by_authority.most_common(1)[0][0], f"{self._names_max} consumers")
+            most, _ = self._by_authority.most_common(1)[0]
+            self._make_room(lambda other: other.authority == most, f"{self._names_max} consumers")
         self._know(consumer, owner, self._now_ms())
         self._save(consumer, owner)
 
-    def _make_room(self, authority: str, which: str) -> None:
-        """Of the names of `authority` the one that is unused for longest goes, if it has no lease. Raises RESOURCE_EXHAUSTED."""
-        idle = [name for name, owner in self._owners.items() if owner.authority == authority and not self._is_leased(name)]
+    def _make_room(self, among: Callable[[Owner], bool], which: str) -> None:
+        """Of the names of these owners the one that is unused for longest goes, if it has no lease. Raises RESOURCE_EXHAUSTED."""
+        idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{which} have a cursor, which is the limit: wait for a lease to end")
         self._forget(min(idle, key=lambda name: self._used_ms[name]))
@@ -144,6 +152,7 @@ class Consumers:
     def _know(self, consumer: str, owner: Owner, used_ms: int) -> None:
         self._owners[consumer], self._used_ms[consumer] = owner, used_ms
         self._by_authority[owner.authority] += 1
+        self._by_owner[owner] += 1
 
     def _save(self, consumer: str, owner: Owner) -> None:
         assert self._home is not None, "no cursor without a log"
@@ -154,7 +163,9 @@ class Consumers:
         owner = self._owners.pop(consumer)
         del self._used_ms[consumer]
         self._by_authority[owner.authority] -= 1
-        self._by_authority += Counter()
+        self._by_owner[owner] -= 1
+        self._by_authority += Counter()  # without those that have none
+        self._by_owner += Counter()
         for log in self._logs:
             log.drop_cursor(owner.row_name(consumer))
 

@@ -301,8 +301,14 @@ class Letter(NamedTuple):
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
 
     def published(self, *, whole: bool) -> DeadLetter:
-        message = decoded(self.message) if whole else _without_payload(self.message)
-        reason = self.reason if whole else f"{self.reason} (its payload is too large to be published with it, and is kept in the store)"
+        """What was denied is not shown on this way either, to networks that the rules keep it from."""
+        is_denied = self.code == UCode.PERMISSION_DENIED
+        message = decoded(self.message) if whole and not is_denied else _without_payload(self.message)
+        reason = self.reason
+        if is_denied:
+            reason += " (its payload was denied, and is in the store only)"
+        elif not whole:
+            reason += " (its payload is too large to be published with it, and is kept in the store)"
         letter = DeadLetter(message=message, code=self.code, reason=reason, endpoint=self.endpoint)
         letter.time.FromMilliseconds(self.time_ms)
         return letter

@@ -37,7 +37,7 @@ from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) whose way is known; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) whose way is known; the cache starts anew when it is full
 COMES_AGAIN_S: Final = 5.0  # within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
 WINDOW_IDS_MAX: Final = 131_072  # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 
@@ -286,7 +286,7 @@ class Ingress:
     def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
         if len(self._routes) >= ROUTES_CACHED_MAX:
             self._routes.clear()
-        attributes = message.attributes
+        attributes = attributes_of(message)  # not decoded: the message is kept for as long as the tail of the log
         source, sink = self._inside(attributes)
         try:
             route = self._decide(attributes, source, sink, version)

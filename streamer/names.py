@@ -32,7 +32,7 @@ from uprotocol.v1.uri_pb2 import UUri
 ANSWERS_MAX: Final = 16_384  # of which the request is remembered: some seconds of a busy cloud gateway
 TWINS_MAX: Final = 1_000  # authorities that are told of; more of them say nothing new
 TWINS_TOLD_S: Final = 3_600.0  # after the last second answer
-STREAMS_CACHED_MAX: Final = 65_536  # stamps of what leaves; the cache starts anew when it is full
+STREAMS_CACHED_MAX: Final = 32_768  # stamps of what leaves; the cache starts anew when it is full
 DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
 
 log = structlog.get_logger()

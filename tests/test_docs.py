@@ -164,7 +164,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.paho:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.intake:UNACKNOWLEDGED_MESSAGES_MAX"]),
-    ("mqtt5", "in bytes here: with # MiB of them", 1, ["transports.mqtt5.intake:BYTES_MAX/1048576"]),
+    ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.intake:BYTES_MAX/1048576"]),
     ("mqtt5", "After # s it is read nevertheless", 1, ["transports.mqtt5.intake:PRESSED_S_MAX"]),
     ("mqtt5", "and # bytes for what a broker adds", 1, ["transports.mqtt5.link:BROKER_ADDS_BYTES"]),
     ("mqtt5", "and # MiB of those over 4 KiB", 1, ["transports.mqtt5.window:IN_FLIGHT_BYTES_MAX/1048576"]),

@@ -32,7 +32,7 @@ LISTENERS_MAX: Final = 100_000  # of one transport: a streamer has one per topic
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
-ROUTES_CACHED_MAX: Final = 65_536  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
 
 log = structlog.get_logger()
 
@@ -243,7 +243,7 @@ class ListenerTable:
             self.dropped["expired"] += 1
             return None, None
         by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
-        known = _Known(by_filter, Stamp(message.attributes))
+        known = _Known(by_filter, Stamp(message.attributes, mark or b""))
         if mark is None:
             return known, message
         if len(self._stamped) >= ROUTES_CACHED_MAX:

@@ -16,7 +16,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) known to be valid; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) known to be valid; the cache starts anew when it is full
 
 Route = tuple[int, bytes, bytes | None]
 

@@ -35,7 +35,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each, here and at each peer
 PUTS_BEFORE_DECLARED: Final = 16  # of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
 UNUSED_S: Final = 60.0  # a publisher that was used within this time stays: what it put must have left before it is undeclared
-ROUTES_MAX: Final = 65_536  # (key, priority) that are known; the cache starts anew when it is full
+ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
 LANES_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
 SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost

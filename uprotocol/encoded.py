@@ -20,7 +20,7 @@ from uprotocol.v1.uri_pb2 import UUri
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
 _FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
-STAMPS_MAX: Final = 65_536  # streams whose stamp is known, some 1 KB each
+STAMPS_MAX: Final = 32_768  # streams whose stamp is known, some 1 KB each
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
 
@@ -49,15 +49,33 @@ def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
 
 
 class Stamp:
-    """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix."""
+    """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix.
 
-    __slots__ = ("attributes", "lane", "payload_format", "ttl")
+    It holds bytes, and no protobuf message: one that is kept keeps the whole message alive that it was part of, payload included.
+    """
 
-    def __init__(self, attributes: UAttributes) -> None:
-        self.attributes = attributes  # of some message with this stamp: never look at its id
+    __slots__ = ("lane", "payload_format", "suffix", "ttl", "type")
+
+    def __init__(self, attributes: UAttributes, suffix: bytes | None = None) -> None:
+        """`suffix`, if the caller has it: what follows the id in the serialised `attributes`."""
+        self.suffix = _without_id(attributes) if suffix is None else suffix
+        self.type = attributes.type
         self.lane = lane(attributes)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
+
+
+    @property
+    def attributes(self) -> UAttributes:
+        """Parsed anew each time; without an id."""
+        return UAttributes.FromString(self.suffix)
+
+
+def _without_id(attributes: UAttributes) -> bytes:
+    rest = UAttributes()
+    rest.CopyFrom(attributes)
+    rest.ClearField("id")
+    return rest.SerializeToString()
 
 
 def is_shared(attributes: UAttributes) -> bool:
@@ -157,10 +175,10 @@ class Readdressed:
             self._put(copy.attributes)
             return copy
         if self._stamp is None:
-            attributes = UAttributes()
-            attributes.CopyFrom(message.stamp.attributes)
+            attributes = message.stamp.attributes
             self._put(attributes)
-            self._suffix, self._stamp = attributes.SerializeToString()[_ID_SIZE:], Stamp(attributes)
+            self._stamp = Stamp(attributes)
+            self._suffix = self._stamp.suffix
         return EncodedMessage(message.encoded[:_ID_SIZE] + self._suffix, message.payload, self._stamp)
 
     def _put(self, attributes: UAttributes) -> None:
@@ -204,7 +222,7 @@ class Stamps:
             return None
         if len(self._known) >= STAMPS_MAX:
             self._known.clear()
-        stamp = self._known[mark] = Stamp(message.attributes)
+        stamp = self._known[mark] = Stamp(message.attributes, mark)
         return stamp
 
 

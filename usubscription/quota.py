@@ -12,6 +12,8 @@ from uprotocol import uri as uris
 
 CALLERS_SHARE: Final = 4  # a caller (authority and uEntity) has at most a quarter: three others must find room beside it
 AUTHORITIES_SHARE: Final = 8  # another authority has an eighth with all its uEntities, whose ids it makes up as it likes
+CLIENTS_SHARE: Final = 2  # ... of which one client has a half; its service asks for all of them, so that has no less than its authority
+SERVICE: Final = 0  # ue_id of core.usubscription
 UNIT_BYTES: Final = 512  # of what somebody sends to be kept count as one more
 
 K = TypeVar("K")
@@ -41,11 +43,13 @@ class Quota:
         authority = who[0]
         if self.used + more > self.whole:
             return f"{self.used} {self._what} are there, which is the limit"
-        its_max = self.own_max if uris.is_one_of(authority, self._own) else self.authority_max
+        is_own = uris.is_one_of(authority, self._own)
+        its_max = self.own_max if is_own else self.authority_max
         if self._authorities.get(authority, 0) + more > its_max:
             return f"the uEntities of {authority} have {self._authorities.get(authority, 0)} {self._what}, and may have {its_max}"
-        if self._callers.get(who, 0) + more > self.caller_max:
-            return f"uEntity {who[1]:X} of {authority} has {self._callers.get(who, 0)} {self._what}, and may have {self.caller_max}"
+        one_max = self.caller_max if is_own or who[1] == SERVICE else max(1, self.authority_max // CLIENTS_SHARE)
+        if self._callers.get(who, 0) + more > one_max:
+            return f"uEntity {who[1]:X} of {authority} has {self._callers.get(who, 0)} {self._what}, and may have {one_max}"
         return None
 
     def add(self, who: Caller, more: int) -> None:

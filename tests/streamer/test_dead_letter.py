@@ -49,16 +49,29 @@ class Desk:
 async def test_a_letter_is_stored_and_published_with_all_that_is_known(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "letters.db")
     message = publication("lost")
-    desk.letters.add(message, UCode.PERMISSION_DENIED, "not this one", "cloud")
+    desk.letters.add(message, UCode.NOT_FOUND, "not this one", "cloud")
     await desk.letters.close()
     ((topic, letter),) = desk.published
     assert topic == "up://vehicle1/4/1/8001"
-    assert (letter.message, letter.code, letter.reason, letter.endpoint) == (message, UCode.PERMISSION_DENIED, "not this one", "cloud")
+    assert (letter.message, letter.code, letter.reason, letter.endpoint) == (message, UCode.NOT_FOUND, "not this one", "cloud")
     assert letter.time.ToMilliseconds() == 1_700_000_000_000
     (stored,) = dead_letter.open_read_only(tmp_path / "letters.db").read()
     assert stored.message == message
     shown = stored.as_dict()
-    assert (shown["code"], shown["reason"], shown["source"]) == ("PERMISSION_DENIED", "not this one", "up://vehicle1/8001/1/8001")
+    assert (shown["code"], shown["reason"], shown["source"]) == ("NOT_FOUND", "not this one", "up://vehicle1/8001/1/8001")
+
+
+async def test_what_the_rules_deny_does_not_leave_as_a_dead_letter_either(tmp_path: Path) -> None:
+    desk = Desk(tmp_path / "letters.db")
+    message = publication("secret")
+    desk.letters.add(message, UCode.PERMISSION_DENIED, "no rule", "cloud")
+    await desk.letters.close()
+    ((_, letter),) = desk.published
+    assert letter.message.attributes == message.attributes
+    assert not letter.message.HasField("payload")
+    assert "denied" in letter.reason
+    (stored,) = dead_letter.open_read_only(tmp_path / "letters.db").read()
+    assert stored.message == message
 
 
 async def test_there_is_no_dead_letter_of_a_dead_letter(tmp_path: Path) -> None:

@@ -185,6 +185,21 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
 
 
 @pytest.mark.broker
+async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mosquitto with `max_inflight_messages 0` does not keep to Receive Maximum."""
+    monkeypatch.setattr(intake, "MESSAGES_MAX", 500)
+    held = Held()
+    async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
+        await hearer.register_listener(TOPIC, held)
+        await sender.send_batch([message(b"%d" % number) for number in range(5_000)])
+        await until(lambda: hearer._paused_at_s is not None)
+        assert 500 <= hearer._intake.waiting <= 500 + READ_BYTES // 100
+        held.gate.set()
+        await until(lambda: len(held.sizes) >= 5_000)
+    assert not hearer._intake._messages
+
+
+@pytest.mark.broker
 async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transports.mqtt5.window.IN_FLIGHT_BYTES_MAX", MIB)
     most = 0

@@ -253,10 +253,12 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
             entry.on_receive(UMessageBuilder.request(source, method.sink, 20_000).pack(asked))
 
     ask("dev2", 0x10, 100)
-    assert entry.refused["waiting"] == 100 - 8
+    assert entry.refused["waiting"] == 100 - 8 // 2
     ask("dev1", 0x10, 16)
     ask("dev3", 0, 8)
-    assert entry.refused["waiting"] == 100 - 8
+    assert entry.refused["waiting"] == 100 - 8 // 2
+    ask("dev2", 0x11, 4)
+    assert entry.refused["waiting"] == 100 - 8 // 2, "its neighbour on that host finds room"
     assert entry.waiting.used == 32
     await service._store.submit(Probe())  # behind all of them
     assert entry.waiting.used == 0

@@ -3,9 +3,10 @@
 arrive -> queue -> one batch per turn of the loop -> listeners -> taken: acknowledge, in the order of arrival
             ^----------------- all of it again, in order, with back-off -----' not taken
 
-More than BYTES_MAX here -> pressed: the socket is not read, and the broker is held back         -> half of it taken: read again
-   for PRESSED_S_MAX     -> shedding: it is read, since what a listener waits for may be behind; -> half of it taken: a new connection,
-                            messages are neither kept nor acknowledged                              on which they come again
+BYTES_MAX or MESSAGES_MAX here
+                     -> pressed: the socket is not read, and the broker is held back               -> half of it taken: read again
+   for PRESSED_S_MAX -> shedding: it is read, since what a listener waits for may be behind;       -> half of it taken: a new
+                        messages are neither kept nor acknowledged                                    connection, they come again
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from transports.listeners import Filter
 
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192  # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
-BYTES_MAX: Final = 32 << 20  # waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum bounds small ones, and can't count bytes
+BYTES_MAX: Final = 32 << 20  # waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum can't count bytes
+MESSAGES_MAX: Final = 8_192  # the same; some 1.5 KB each if small. A broker may not keep to Receive Maximum: mosquitto with
+# `max_inflight_messages 0` does not
 PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
 REDELIVERY_MS_MIN: Final = 5  # before the first try again; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
@@ -41,8 +44,8 @@ class Arrived(NamedTuple):
 
 
 class Intake:
-    """Lives on the event loop. What waits is bounded by Receive Maximum, for QoS 0 by a number, and all together in bytes: `pressed(True)`
-    is called when there are BYTES_MAX, `pressed(False)` when there are half as many again."""
+    """Lives on the event loop. What waits is bounded in messages and bytes: `pressed(True)` is called when there are MESSAGES_MAX or
+    BYTES_MAX, `pressed(False)` when there are half as many again of both."""
 
     def __init__(
         self,
@@ -51,7 +54,7 @@ class Intake:
         pressed: Callable[[bool], None] = lambda _: None,
     ) -> None:
         self._deliver, self._taken, self._pressed = deliver, acknowledge, pressed
-        self._bytes, self.is_pressed = 0, False
+        self._bytes, self._messages, self.is_pressed = 0, 0, False
         self._queue: deque[Arrived] = deque()
         self._taking: deque[tuple[list[Arrived], asyncio.Future[None]]] = deque()
         self._awake, self._closed = False, True
@@ -79,22 +82,25 @@ class Intake:
         if self._closed or not arrived:
             return
         self._queue.extend(arrived)
-        if octets:
-            self.count(octets)
+        self.count(octets, len(arrived))
         self._idle.clear()
         self._wake()
 
-    def count(self, octets: int) -> None:
-        """So many bytes more are held here, or fewer."""
+    def count(self, octets: int, messages: int = 0) -> None:
+        """So many bytes and messages more are held here, or fewer."""
         self._bytes += octets
-        if self._bytes >= BYTES_MAX if not self.is_pressed else self._bytes <= BYTES_MAX // 2:
-            self.is_pressed = not self.is_pressed
-            self._pressed(self.is_pressed)
+        self._messages += messages
+        if self.is_pressed:
+            is_pressed = self._bytes > BYTES_MAX // 2 or self._messages > MESSAGES_MAX // 2
+        else:
+            is_pressed = self._bytes >= BYTES_MAX or self._messages >= MESSAGES_MAX
+        if is_pressed != self.is_pressed:
+            self.is_pressed = is_pressed
+            self._pressed(is_pressed)
 
     def _acknowledge(self, batch: Sequence[Arrived]) -> None:
         self._taken(batch)
-        if self._bytes:
-            self.count(-sum([one.size for one in batch]))
+        self.count(-sum([one.size for one in batch]) if self._bytes else 0, -len(batch))
 
     def _wake(self, after_ms: int = 0) -> None:
         if not self._awake:
@@ -164,8 +170,9 @@ class Intake:
 
     def _clear(self) -> None:
         octets = sum([one.size for one in self._queue])
+        messages = len(self._queue)
         self._queue.clear()
-        self.count(-octets)
+        self.count(-octets, -messages)
 
 
 async def _completed() -> None:

@@ -23,7 +23,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
-ROUTES_CACHED_MAX: Final = 65_536  # (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
 _DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
@@ -51,12 +51,6 @@ class Packet(NamedTuple):
 class _Out(NamedTuple):
     topic: str
     properties: tuple[tuple[str, str], ...]  # type, source, sink
-
-
-class _In(NamedTuple):
-    type: UMessageType.ValueType
-    source: UUri
-    sink: UUri | None
 
 
 def _ce_names(values: type[UMessageType] | type[UPriority]) -> dict[int, str]:
@@ -103,7 +97,7 @@ class Mapping:
         self.mode, self._local_authority = mode, local_authority
         self._restore_ttl, self._now_ms = restore_ttl, now_ms
         self._out: dict[tuple[int, bytes, bytes | None], _Out] = {}
-        self._in: dict[tuple[str | None, str | None, str | None, str], _In] = {}
+        self._in: dict[tuple[str | None, str | None, str | None, str], bytes] = {}  # UAttributes with type, source and sink, encoded
 
     def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
         """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).
@@ -184,8 +178,8 @@ class Mapping:
         if get("uP", VERSION) != VERSION:  # without it the rest has to speak for itself (A-23)
             raise invalid(f"expected uProtocol version {VERSION} in the user property uP, got {get('uP')!r}")
         key = (get("2"), get("3"), get("4"), packet.topic)
-        found = self._in.get(key) or self._resolve_in(key)
-        attributes = UAttributes(id=uuids.parse(_present(get("1"), "1 (id)")), type=found.type, source=found.source, sink=found.sink)
+        attributes = UAttributes.FromString(self._in.get(key) or self._resolve_in(key))
+        attributes.id.CopyFrom(uuids.parse(_present(get("1"), "1 (id)")))
         if (priority := get("5")) is not None:
             if priority not in _PRIORITIES:
                 raise invalid(f"expected CS0 to CS6 in the user property 5, got {priority!r}")
@@ -209,7 +203,7 @@ class Mapping:
             message.payload = packet.payload
         return message
 
-    def _resolve_in(self, key: tuple[str | None, str | None, str | None, str]) -> _In:
+    def _resolve_in(self, key: tuple[str | None, str | None, str | None, str]) -> bytes:
         type_name, source_text, sink_text, topic = key
         type = _TYPES.get(_present(type_name, "2 (type)"))
         if type is None:
@@ -220,7 +214,7 @@ class Mapping:
         self._check_topic(type, source, sink, topic)
         if len(self._in) >= ROUTES_CACHED_MAX:
             self._in.clear()
-        found = self._in[key] = _In(type, source, sink)
+        found = self._in[key] = UAttributes(type=type, source=source, sink=sink).SerializeToString()
         return found
 
     def _completed(self, source: UUri, sink: UUri | None, segments: list[str]) -> tuple[UUri, UUri | None]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final
 
 IDENTIFIER_MAX: Final = 268_435_455
-TOPICS_CACHED_MAX: Final = 65_536  # topics whose leader is known; the cache starts anew when it is full
+TOPICS_CACHED_MAX: Final = 32_768  # topics whose leader is known; the cache starts anew when it is full
 
 
 @dataclass(slots=True, eq=False)

@@ -194,8 +194,8 @@ _NOBODY: Final = nobody_listens("the broker has no subscriber for this request: 
 
 
 def _is_request(message: Carried) -> bool:
-    attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
-    return attributes.type == UMessageType.UMESSAGE_TYPE_REQUEST
+    kind = message.stamp.type if type(message) is EncodedMessage else message.attributes.type
+    return kind == UMessageType.UMESSAGE_TYPE_REQUEST
 
 
 def _refusal(reason: int) -> UStatus:

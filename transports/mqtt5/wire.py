@@ -21,7 +21,7 @@ QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
 PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
 HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
 TOO_LARGE: Final = b"\xe0\x01\x95"  # DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
-TEXTS_CACHED_MAX: Final = 65_536  # encoded pairs that come again and again: types, sources, sinks
+TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that come again and again: types, sources, sinks
 
 _PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = 1, 2, 3, 8, 9, 11, 35, 38
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
