@@ -109,3 +109,16 @@ def test_a_second_id_or_half_of_one_is_read_as_protobuf_reads_it(second: bytes) 
         data = UMessage(attributes=attributes).SerializeToString()
         by_hand = b"\x0a" + bytes([len(encoded)]) + encoded
         assert decoded(stamps.read(by_hand)) == UMessage.FromString(by_hand) == UMessage.FromString(data)
+
+
+def test_a_stamp_keeps_no_message_alive() -> None:
+    """A protobuf message that is kept keeps what it is part of: the first payload of each topic, say."""
+    message = UMessageBuilder.publish(TOPIC).with_ttl(7).build_from_upayload(UPayload(bytes(1_000)))
+    data = message.SerializeToString()
+    read = Stamps().read(data)
+    assert isinstance(read, EncodedMessage)
+    for stamp in (read.stamp, Stamp(message.attributes)):
+        assert all(isinstance(getattr(stamp, name), (bytes, int)) for name in Stamp.__slots__)
+        assert stamp.attributes.source == TOPIC
+        assert stamp.attributes.ttl == 7
+        assert not stamp.attributes.HasField("id")
