@@ -64,7 +64,6 @@ class Stamp:
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
 
-
     @property
     def attributes(self) -> UAttributes:
         """Parsed anew each time; without an id."""

