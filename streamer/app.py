@@ -99,7 +99,7 @@ def make_transport(config: Config, section: EndpointSection) -> UTransport:
 def _transport(config: Config, section: EndpointSection) -> UTransport:
     try:
         transport = make_transport(config, section)
-        transport.message_bytes_max = config.limits.message_bytes_max
+        transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
         return transport
     except plugins.NotMade as error:  # that endpoint's trouble alone
         log.error("a transport can't be made", endpoint=section.name, why=error.message)
@@ -168,6 +168,7 @@ class Streamer:
             )
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
+        self.ledger.on_turn = self._gather_refused
         self.hosted.walk = self._entry = ingress(self.home, trusted=True)
         for one in logs:
             one.on_forgotten(functools.partial(self._forget_streams, one))
@@ -537,6 +538,10 @@ class Streamer:
     def _forget_routes(self) -> None:
         for one in (*self.ingresses.values(), self._entry):
             one.forget_routes()
+
+    def _gather_refused(self) -> None:
+        for one in self.ingresses.values():
+            one.gather_refused()
 
     def _is_named(self, authority: str, endpoint: str) -> bool:
         """The services inside have no endpoint."""

@@ -148,6 +148,7 @@ class Ingress:
         self._now_ms = now_ms
         self._ledger, self._bytes_max = ledger, message_bytes_max
         self._routes: dict[Any, Route] = {}
+        self._refused: dict[str, Account] = {}  # by what the network calls them: nothing of theirs is read until the next turn
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
@@ -263,6 +264,8 @@ class Ingress:
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
         reason = "too_large" if size > route.bytes_max else "over_quota"
         self.endpoint.dropped[reason] += 1
+        if reason == "over_quota":
+            self._refuse_unread(route.account, attributes_of(message).source.authority_name)
         if reason == "too_large":
             route.account.dropped += 1
             what = f"a payload has at most {route.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
@@ -270,6 +273,25 @@ class Ingress:
         elif attributes_of(message).type == attrs.REQUEST:
             what = f"authority {route.account.authority} sends more than its quota: send slower"
             self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
+
+    def _refuse_unread(self, account: Account, authority: str) -> None:
+        """Until the next turn of the ledger its messages need not even be read. `authority`: as the network names it."""
+        refused = self.endpoint.transport.refused
+        if refused is not None and authority not in self._refused:
+            self._refused[authority] = account
+            refused[authority] = 0
+
+    def gather_refused(self) -> None:
+        """Count what the transport has refused, and let those authorities send again that may."""
+        refused = self.endpoint.transport.refused
+        if refused is None:
+            return
+        for authority, account in list(self._refused.items()):
+            count, refused[authority] = refused[authority], 0
+            self.endpoint.received += count
+            self.endpoint.dropped["over_quota"] += count
+            if self._ledger.refused(account, count):
+                del refused[authority], self._refused[authority]
 
     # Where it goes
 

@@ -1,7 +1,8 @@
 """What each source authority sends: counted for the operator, and held to its quota while the streamer is behind.
 
-ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind? --> dropped "over_quota"
-                                                                                                      |
+ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind? --> dropped "over_quota";
+                                                                                                      |    until the next turn the
+                                                                                                      |    transport may refuse them unread
 Pressure: how much of its time the loop's thread is busy, or waits for a processor -------------------'
 run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
 
@@ -21,7 +22,7 @@ import structlog
 
 UNIT_BYTES: Final = 1_024  # a message counts one unit, and one more for each KiB of its payload: large ones cost more
 UNITS_PER_S: Final = 5_000  # of one authority: far beyond a vehicle's telemetry, an eighth of what one core forwards
-BURST_S: Final = 4.0  # of the quota may come at once: who was away for a moment brings what has gathered
+BURST_S: Final = 2.0  # of the quota may come at once: who was away for a moment brings what has gathered
 UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
 SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
@@ -47,6 +48,7 @@ class Account:
         "bytes",
         "dropped",
         "endpoint",
+        "held_until",
         "is_limited",
         "left",
         "messages",
@@ -61,6 +63,7 @@ class Account:
     def __init__(self, authority: str, endpoint: str, left: int, is_limited: bool, now: float) -> None:
         self.authority, self.endpoint, self.left, self.is_limited = authority, endpoint, left, is_limited
         self.messages = self.bytes = self.dropped = 0
+        self.held_until = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
         self.rate = 0.0  # messages a second, lately
         self.sampled = (0, now)  # messages, loop time
         self.settled = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
@@ -135,6 +138,7 @@ class Ledger:
         self._rising: list[Account] = []  # the top of the slices so far
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # all that is not, or was not then, at the top; never falls
         self.on_evicted: Callable[[], None] = lambda: None  # whoever holds an account has to ask for it again
+        self.on_turn: Callable[[], None] = lambda: None  # so often, those who were refused may send again
 
     def __repr__(self) -> str:
         return f"Ledger(accounts={len(self._accounts)}, busy={self._pressure.share:.2f})"
@@ -177,13 +181,12 @@ class Ledger:
             account.left = UNLIMITED
             return False
         now = self._now()
-        account.left = min(self._burst, account.left + int((now - account.refilled) * self._units_per_s))
-        account.refilled = now
-        if account.left >= 0:
+        if self._refill(account, now) >= 0:
             return False
         account.left = max(account.left, -1 - self._units_per_s)  # who was far beyond it is not held for it for minutes
-        if not self._pressure.is_on(now):
+        if not self._pressure.is_on(now) and now >= account.held_until:
             return False
+        account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
         account.dropped += 1
         if now - account.told >= TOLD_S or account.dropped == 1:
             account.told = now
@@ -196,6 +199,20 @@ class Ledger:
             )
         return True
 
+    def _refill(self, account: Account, now: float) -> int:
+        account.left = min(self._burst, account.left + int((now - account.refilled) * self._units_per_s))
+        account.refilled = now
+        return account.left
+
+    def refused(self, account: Account, messages: int) -> bool:
+        """So many of its messages were not even read since the last turn. True if it may send again."""
+        now = self._now()
+        account.messages += messages
+        account.dropped += messages
+        if messages:
+            account.held_until = now + RELAXED_S
+        return self._refill(account, now) >= int(self._units_per_s * TURN_S)
+
     # Who sends how much
 
     async def run(self) -> None:
@@ -204,6 +221,7 @@ class Ledger:
             await asyncio.sleep(TURN_S)
             now = self._now()
             self._pressure.look(now)
+            self.on_turn()
             self.sample(now)
 
     def sample(self, now: float) -> None:

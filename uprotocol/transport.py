@@ -99,6 +99,10 @@ class UTransport(abc.ABC):
         """Of one message as a network carries it, attributes and payload together."""
         return self.message_bytes_max + ENVELOPE_BYTES_MAX
 
+    refused: dict[str, int] | None = None
+    """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A transport that can tell an
+    authority without reading the message counts it here, and acknowledges it; one that can't leaves it to its listeners."""
+
     async def open(self) -> None:
         """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
 

@@ -98,9 +98,25 @@ def test_the_quota_counts_no_more_once_the_streamer_has_caught_up() -> None:
     account = book.account("vin1", "fleet")
     assert send(book, account, 10_000)
     clock.share = 0.0
+    clock.pass_(RELAXED_S - 1)
+    book._pressure.look(clock.now)
+    assert send(book, account, 10_000), "a flood that is dropped makes the streamer idle, and is one all the same"
     clock.pass_(RELAXED_S + 1)
     book._pressure.look(clock.now)
     assert send(book, account, 10_000) == 0
+
+
+def test_what_a_transport_refuses_unread_is_counted_and_lifted_after_a_moment() -> None:
+    clock = Clock()
+    book = ledger(clock)
+    get_behind(book, clock)
+    account = book.account("vin1", "fleet")
+    dropped = send(book, account, 10_000)
+    clock.pass_(0.25)
+    assert not book.refused(account, 50_000), "it owes what it was beyond"
+    assert account.dropped == dropped + 50_000
+    clock.pass_(2.0)
+    assert book.refused(account, 0)
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(0, 300)), max_size=40))
@@ -196,14 +212,14 @@ async def test_a_flood_is_that_vehicles_trouble(make_world: MakeWorld, publish: 
     node = await world.node("fleet", "vin1")
     other = await world.node("fleet", "vin2")
     await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(100)])
-    await other.send_batch([publish("//vin2/8001/1/8001", f"{n}") for n in range(30)])
+    await other.send_batch([publish("//vin2/8001/1/8001", f"{n}") for n in range(15)])
     await world.taken("fleet")
     dropped = streamer.endpoints["fleet"].dropped["over_quota"]
-    assert 50 <= dropped <= 60
+    assert 75 <= dropped <= 80
     by_authority = {one["authority"]: one for one in streamer.all_vehicles()}
     assert by_authority["vin1"]["dropped"] == dropped
-    assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (100, 30, 0)
-    assert streamer.logs.durable.newest_seq == 130 - dropped
+    assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (100, 15, 0)
+    assert streamer.logs.durable.newest_seq == 115 - dropped
     assert by_authority["vin2"]["topics"] == 1
     for _ in range(2 * SLICES):
         streamer.ledger.sample(asyncio.get_running_loop().time())
@@ -262,3 +278,20 @@ async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> No
     world = await make_world(networks)
     paced = {pump.peer.name for pump in world.streamer.pumps if pump._pace is not None}
     assert paced == {"out"}
+
+
+async def test_a_transport_is_told_whom_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
+    world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 10\n")
+    streamer = world.streamer
+    streamer.ledger._pressure.is_on = lambda _: True
+    transport, ingress = streamer.endpoints["fleet"].transport, streamer.ingresses["fleet"]
+    ingress.on_receive_batch([publish("//vin1/8001/1/8001", "x") for _ in range(100)])
+    assert transport.refused == {"vin1": 0}
+    transport.refused["vin1"] += 7
+    before = streamer.endpoints["fleet"].dropped["over_quota"]
+    ingress.gather_refused()
+    assert streamer.endpoints["fleet"].dropped["over_quota"] == before + 7
+    account = streamer.ledger.account("vin1", "fleet")
+    account.left = 10_000
+    ingress.gather_refused()
+    assert transport.refused == {}

@@ -307,6 +307,9 @@ class Mqtt5Transport(UTransport):
     def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
         nothing = Arrived(None, self._connection, publish.packet_id)
+        if self.refused and (authority := publish.topic.partition(b"/")[0].decode(errors="replace")) in self.refused:
+            self.refused[authority] += 1
+            return nothing if publish.packet_id else None
         if publish.topic == _DROPPED_TOPIC:
             self._losses.counted(publish.payload, retained=publish.retained, now_s=asyncio.get_running_loop().time())
             return nothing
