@@ -39,6 +39,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) whose way is known; the cache starts anew when it is full
 COMES_AGAIN_S: Final = 5.0  # within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
+TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
 WINDOW_IDS_MAX: Final = 131_072  # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 
 log = structlog.get_logger()
@@ -148,6 +149,7 @@ class Ingress:
         self._now_ms = now_ms
         self._ledger, self._bytes_max = ledger, message_bytes_max
         self._routes: dict[Any, Route] = {}
+        self._tell_full_at = 0.0  # loop time
         self._refused: dict[str, Account] = {}  # by what the network calls them: nothing of theirs is read until the next turn
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
@@ -313,7 +315,7 @@ class Ingress:
         try:
             route = self._decide(attributes, source, sink, version)
         except TopicsFullError as error:  # the others must not suffer
-            log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
+            self._tell_full(error)
             route = Route(version, Lane.DROP, reason=error.reason, found_no_room=True)
         route.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         route.source = source.SerializeToString()
@@ -329,6 +331,13 @@ class Ingress:
             route.inside = functools.partial(names.arrived, readdressed)
         self._routes[key] = route
         return route
+
+    def _tell_full(self, error: TopicsFullError) -> None:
+        """Once a minute: with a flood of topics a line each would cost more than all else."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._tell_full_at:
+            self._tell_full_at = now + TELL_FULL_S
+            log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
 
     def _inside(self, attributes: UAttributes) -> tuple[UUri, UUri | None]:
         """Source and sink as they are called inside: with authority, and by the names of this gateway."""

@@ -126,7 +126,10 @@ def loudest(at: Places) -> str | None:
 def flood(at: Places) -> Told:
     """One vehicle of many says `count` things within `seconds`, all on one topic, over the fleet's broker."""
     link = RawMqtt(at.fleet, "attacker")
-    source, sink = Uri("v0999", 0x8003, 1, 0x8001), Uri.any_of("cloud")  # the honest don't hear this one: they would be slower than a gateway
+    source, sink = (
+        Uri("v0999", 0x8003, 1, 0x8001),
+        Uri.any_of("cloud"),
+    )  # the honest don't hear this one: they would be slower than a gateway
     begin()
     for batch in paced(at):
         data = publish("v0999/cloud", MARK, properties(Message(new_id(), PUBLISH, source, sink, MARK)), 0)
