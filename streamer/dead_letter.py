@@ -296,17 +296,16 @@ class Letter(NamedTuple):
     reason: str
     endpoint: str
     message: Carried
+    is_withheld: bool = False  # by the rules: what they keep from networks does not reach them on this way either
 
     def row(self) -> Row:
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
 
     def published(self, *, whole: bool) -> DeadLetter:
-        """What was denied is not shown on this way either, to networks that the rules keep it from."""
-        is_denied = self.code == UCode.PERMISSION_DENIED
-        message = decoded(self.message) if whole and not is_denied else _without_payload(self.message)
+        message = decoded(self.message) if whole and not self.is_withheld else _without_payload(self.message)
         reason = self.reason
-        if is_denied:
-            reason += " (its payload was denied, and is in the store only)"
+        if self.is_withheld:
+            reason += " (its payload is denied, too, and is in the store only)"
         elif not whole:
             reason += " (its payload is too large to be published with it, and is kept in the store)"
         letter = DeadLetter(message=message, code=self.code, reason=reason, endpoint=self.endpoint)
@@ -371,8 +370,11 @@ class DeadLetters:
             f"DeadLetters(total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}, trouble={self.trouble})"
         )
 
-    def add(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str) -> None:
-        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not parsed for that."""
+    def add(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False) -> None:
+        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not parsed for that.
+
+        `is_withheld`: the rules deny it, so its payload is not published.
+        """
         self.total += 1
         self.by_code[code_name(code)] = self.by_code.get(code_name(code), 0) + 1
         source = attributes_of(message).source
@@ -395,7 +397,7 @@ class DeadLetters:
             )
             message = _without_payload(message)
             size = size_of(message)
-        self._queue.add(source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message), size)
+        self._queue.add(source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message, is_withheld), size)
         while self._queue.is_over and len(self._queue) > 1:
             self._queue.give_way()
             self.lost += 1

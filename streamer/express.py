@@ -90,7 +90,7 @@ class Express:
         peer.dropped[drop] += 1
         self.fail(message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer)
 
-    def fail(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint) -> None:
+    def fail(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint, *, is_withheld: bool = False) -> None:
         """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
 
         Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network that is
@@ -99,7 +99,7 @@ class Express:
         attributes = attributes_of(message)
         is_request = attributes.type == attrs.REQUEST
         if not is_request:
-            self._dead_letters.add(message, code, reason, endpoint.name)
+            self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
             return
         response = error_response(_own_attributes(message), UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
         if self._hosted.owns(attributes.source):
@@ -109,7 +109,7 @@ class Express:
                 self._inside.add(future)
                 future.add_done_callback(self._inside.discard)
             return
-        self._dead_letters.add(message, code, reason, endpoint.name)
+        self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
         if origin is None:
             return

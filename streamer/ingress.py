@@ -258,9 +258,8 @@ class Ingress:
         self.endpoint.dropped[route.reason] += 1
         route.account.dropped += 1
         if route.reason == "denied":
-            self._express.fail(
-                message, UCode.PERMISSION_DENIED, f"no rule lets endpoint {self.endpoint.name!r} send this on", self.endpoint
-            )
+            what = f"no rule lets endpoint {self.endpoint.name!r} send this on"
+            self._express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
 
     def _refuse(self, route: Route, message: Carried, size: int) -> None:
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""

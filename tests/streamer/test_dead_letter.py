@@ -64,7 +64,7 @@ async def test_a_letter_is_stored_and_published_with_all_that_is_known(tmp_path:
 async def test_what_the_rules_deny_does_not_leave_as_a_dead_letter_either(tmp_path: Path) -> None:
     desk = Desk(tmp_path / "letters.db")
     message = publication("secret")
-    desk.letters.add(message, UCode.PERMISSION_DENIED, "no rule", "cloud")
+    desk.letters.add(message, UCode.PERMISSION_DENIED, "no rule", "cloud", is_withheld=True)
     await desk.letters.close()
     ((_, letter),) = desk.published
     assert letter.message.attributes == message.attributes

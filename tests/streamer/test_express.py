@@ -67,7 +67,7 @@ def express(limit: int, bytes_max: int = 1 << 20) -> tuple[Express, Endpoints, d
     networks = {"cloud": Network(), "vehicle1": Network()}
     endpoints = Endpoints([Endpoint(name, [name], network) for name, network in networks.items()])  # type: ignore[arg-type]
     letters: list[tuple[UMessage, int]] = []
-    dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append((message, code)))
+    dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint, **_: letters.append((message, code)))
     hosted: Any = Inside()
     return (
         Express(endpoints, hosted, dead_letters, messages_max=limit, bytes_max=bytes_max, backoff=lambda: Backoff(1, 2)),
