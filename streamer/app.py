@@ -363,10 +363,11 @@ class Streamer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await asyncio.gather(*(event.wait() for event in opened.values()))
-        with self.hosted.unserved.changing():
-            await self.history.start()
-            await self.control.start()
-        if self.usubscription is not None and not await self._start_usubscription(self.usubscription):
+        await self.history.start()
+        await self.control.start()
+        if self.usubscription is None or await self._start_usubscription(self.usubscription):
+            self.hosted.unserved.is_settled = True
+        else:
             start(self._retry_usubscription(self.usubscription), "usubscription")
         self.interest.on_change(self._interest_changed)
         start(self._follow_interest(), "interest")
@@ -436,8 +437,8 @@ class Streamer:
             await step("control", self.control.stop)
             await self.hosted.unserved.drain(DRAIN_MS_MAX)
 
-        with self.hosted.unserved.changing():
-            await _within(SERVICES_CLOSE_S, "services", services())
+        self.hosted.unserved.is_settled = False
+        await _within(SERVICES_CLOSE_S, "services", services())
         await asyncio.gather(
             *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
         )
@@ -447,8 +448,7 @@ class Streamer:
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
         """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
         try:
-            with self.hosted.unserved.changing():
-                await service.start()
+            await service.start()
         except UStatusError as error:
             if error.code == UCode.FAILED_PRECONDITION:
                 raise
@@ -466,6 +466,7 @@ class Streamer:
         while True:
             await backoff.wait()
             if await self._start_usubscription(service):
+                self.hosted.unserved.is_settled = True
                 await self.interest.refresh()
                 return
 

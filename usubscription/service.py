@@ -173,12 +173,12 @@ class USubscriptionService:
         await self._store.start()
         try:
             await self._go_on()
-            with self._gate.unserved.changing():
-                for major, server in self._servers.items():
-                    for method, resource in CODECS[major].methods.items():
-                        if method not in COMMANDS:
-                            await server.register_request_handler(resource, self._handler(major, method))
-                await self._entry.open()
+            for major, server in self._servers.items():
+                for method, resource in CODECS[major].methods.items():
+                    if method not in COMMANDS:
+                        await server.register_request_handler(resource, self._handler(major, method))
+            await self._entry.open()
+            self._gate.unserved.is_settled = True
         except BaseException:
             await self.stop()
             raise
@@ -200,6 +200,7 @@ class USubscriptionService:
 
     async def stop(self) -> None:
         """Answer what is being handled, then close the store. May be called twice."""
+        self._gate.unserved.is_settled = False
         await asyncio.gather(*(server.close() for server in self._servers.values()))
         await self._entry.close()
         if self._halting is not None:

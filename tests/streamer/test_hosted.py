@@ -96,9 +96,26 @@ async def test_a_method_of_a_service_that_comes_or_goes_is_to_be_tried_again(mak
             with pytest.raises(UStatusError) as caught:
                 await client.invoke_method(method, UPayload())
             assert caught.value.code == code
-        with world.streamer.hosted.unserved.changing(), pytest.raises(UStatusError) as caught:
-            await client.invoke_method(uris.parse("//vehicle1/4/1/77"), UPayload())
-        assert caught.value.code == UCode.UNAVAILABLE
+
+
+async def test_nobody_is_told_that_a_method_does_not_exist_while_services_come_or_go(make_world: MakeWorld) -> None:
+    """A client gives up for good then: an Unsubscribe that met a gateway's start would never be."""
+    world = await make_world()
+    streamer = world.streamer
+    cloud = await world.node("cloud", "cloud", 0x9001)
+    async with InMemoryRpcClient(cloud, cloud.local) as client:
+        for unserved, method in (
+            (streamer.hosted.unserved, "//vehicle1/4/1/77"),
+            (streamer.usubscription._gate.unserved, "//vehicle1/0/3/77"),
+        ):
+            assert unserved.is_settled
+            unserved.is_settled = False
+            with pytest.raises(UStatusError, match="UNAVAILABLE"):
+                await client.invoke_method(uris.parse(method), UPayload())
+            unserved.is_settled = True
+    await world.stop()
+    assert not streamer.hosted.unserved.is_settled
+    assert not streamer.usubscription._gate.unserved.is_settled
 
 
 async def test_a_service_inside_calls_one_that_is_inside_too(make_world: MakeWorld) -> None:

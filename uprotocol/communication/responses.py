@@ -9,9 +9,8 @@ A caller that asks without end, or takes no answers, fills its own share: whatev
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -178,33 +177,28 @@ class Responses:
 
 
 class Unserved:
-    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later or elsewhere."""
+    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later or elsewhere.
+
+    `is_settled`: set by the owner once all is served that ever will be, and taken back when it stops. Until then nobody is told that a
+    method does not exist: who hears that gives up for good.
+    """
 
     def __init__(self, transport: UTransport, now_ms: Callable[[], int] = uuids.now_ms) -> None:
         self._responses, self._now_ms = Responses(transport), now_ms
         self._served: set[tuple[int, int, int]] = set()  # also what is served no more
-        self._changing = 0
+        self.is_settled = False
 
     def served(self, method: UUri) -> None:
         """Somebody serves it from now on."""
         if len(self._served) < METHODS_MAX:
             self._served.add(_method(method))
 
-    @contextlib.contextmanager
-    def changing(self) -> Iterator[None]:
-        """While services come or go."""
-        self._changing += 1
-        try:
-            yield
-        finally:
-            self._changing -= 1
-
     def answer(self, request: UAttributes) -> None:
         """Anything but a request that is alive is left alone."""
         if request.type != attrs.REQUEST or attrs.is_expired(request, self._now_ms()):
             return
         what = uris.format(request.sink)
-        if self._changing or _method(request.sink) in self._served:
+        if not self.is_settled or _method(request.sink) in self._served:
             error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
         else:
             error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
