@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from uprotocol.communication.responses import CALLERS_SHARE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from history.log import Log
 
 CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have cursors beside them
-CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: its uEntities are made up at no cost
 OWNERS_SHARE: Final = 2  # ... of which one uEntity has a half, so that its neighbours on the host find room
 CONSUMER_LENGTH_MAX: Final = 200  # characters
 BOUND_MS: Final = 7 * 24 * 3_600_000  # a name stays its owner's for so long after its last use, as long as the longest lease

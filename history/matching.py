@@ -12,6 +12,7 @@ from typing import Final, NamedTuple, Protocol
 
 from history.log import Log, Stream
 from uprotocol import uri as uris
+from uprotocol.communication.responses import CALLERS_SHARE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -21,7 +22,6 @@ WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
 COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
 CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
-CALLERS_SHARE: Final = 4  # one authority has at most a quarter of what all have: three others must be able to work beside it
 
 Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
 

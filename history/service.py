@@ -25,6 +25,7 @@ from history.matching import EVERYTHING, Access, Match, Matches, Open, Patterns,
 from history.turns import Turns
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
+from uprotocol.communication.responses import CALLERS_SHARE
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
@@ -52,7 +53,6 @@ POLL: Final = 2
 POLL_STEPS_MAX: Final = 16  # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
 REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
 POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
-CALLERS_SHARE: Final = 4  # one authority has at most a quarter of them: three others must be able to work beside it
 REPLY_BYTES_MAX: Final = 5 << 18  # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB

@@ -12,11 +12,11 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Final
 
+from uprotocol.communication.responses import CALLERS_SHARE
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 SEATS_MAX: Final = 8  # answers being made at once: more are not made faster, and each takes some MiB
-CALLERS_SHARE: Final = 4  # one caller has at most a quarter: three others must be able to work beside it
 
 HasRoom = Callable[[str, int, int, int], bool]
 

@@ -111,7 +111,7 @@ class Streamer:
 
     def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL) -> None:
         self.config, self.logs, self._runtime = config, logs, runtime
-        self.limits = Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+        self.limits = _limits(config)
         self.endpoints = endpoints_of(config, transports)
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
@@ -229,7 +229,7 @@ class Streamer:
         transports = transports_of(config)
         history = config.history
         retention_ms = int(history.retention_hours * 3_600_000)
-        limits = Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+        limits = _limits(config)
         volatile_topics = limits.volatile_topics_max if history.volatile else 1  # none is used without a pattern
         durable = await Log.open(
             data_dir / "history.db",
@@ -708,6 +708,10 @@ async def _within(seconds: float, what: str, work: Coroutine[Any, Any, None]) ->
 
 def _rule(section: RuleSection) -> Rule:
     return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
+
+
+def _limits(config: Config) -> Limits:
+    return Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
 
 
 def _entry(section: AccessSection) -> Entry:

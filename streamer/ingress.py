@@ -263,15 +263,16 @@ class Ingress:
 
     def _refuse(self, route: Route, message: Carried, size: int) -> None:
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
-        reason = "too_large" if size > route.bytes_max else "over_quota"
-        self.endpoint.dropped[reason] += 1
-        if reason == "over_quota":
-            self._refuse_unread(route.account, attributes_of(message).source.authority_name)
-        if reason == "too_large":
+        if size > route.bytes_max:
+            self.endpoint.dropped["too_large"] += 1
             route.account.dropped += 1
             what = f"a payload has at most {route.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
             self._express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
-        elif attributes_of(message).type == attrs.REQUEST:
+            return
+        attributes = attributes_of(message)
+        self.endpoint.dropped["over_quota"] += 1
+        self._refuse_unread(route.account, attributes.source.authority_name)
+        if attributes.type == attrs.REQUEST:
             what = f"authority {route.account.authority} sends more than its quota: send slower"
             self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
