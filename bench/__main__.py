@@ -80,7 +80,17 @@ def _each(names: list[str], work: Callable[[str], Any]) -> tuple[dict[str, Any],
 
 def _table(results: dict[str, Result]) -> Table:
     table = Table(title="up-streamer beside a bare relay")
-    for column in ("leg", "messages/s", "bare/s", "ratio", "of rounds", "added p50 ms", "added p99 ms", "CPU s per million", "peak MiB"):
+    for column in (
+        "leg",
+        "messages/s",
+        "bare/s",
+        "ratio",
+        "of rounds",
+        "added p50 ms",
+        "added p99 ms",
+        "CPU s per million",
+        "peak MiB",
+    ):
         table.add_column(column, justify="left" if column == "leg" else "right", no_wrap=True)
     for name, one in results.items():
         table.add_row(
@@ -106,14 +116,21 @@ def _legs(text: str) -> list[str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Measure up-streamer beside a bare relay (docs/benchmarks.md).")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Measure up-streamer beside a bare relay (docs/benchmarks.md)."
+    )
     parser.add_argument("--legs", type=_legs, metavar="A,B", help=f"only these of {', '.join(LEGS)}")
-    parser.add_argument("--messages", type=int, metavar="N", help="messages of each throughput run (default: some seconds' worth)")
+    parser.add_argument(
+        "--messages", type=int, metavar="N", help="messages of each throughput run (default: some seconds' worth)"
+    )
     parser.add_argument("--json-only", action="store_true", help="no table, only the JSON line on stdout")
     parser.add_argument("--soak", type=int, metavar="N", help="pass N messages, and see that memory stays flat")
     parser.add_argument("--scale", action="store_true", help="many topics and subscribers in uSubscription")
     parser.add_argument(
-        "--dir", type=Path, metavar="DIR", help="where the log is written: the disk that is measured (default: the temporary directory)"
+        "--dir",
+        type=Path,
+        metavar="DIR",
+        help="where the log is written: the disk that is measured (default: the temporary directory)",
     )
     return parser.parse_args()
 
@@ -121,7 +138,9 @@ def _arguments() -> argparse.Namespace:
 def _scale() -> dict[str, Any]:
     """What bench.usubscription_scale measures, in a process of its own; its table goes to standard error."""
     _say("usubscription_scale ...")
-    done = subprocess.run([sys.executable, "-m", "bench.usubscription_scale"], stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.usubscription_scale"], stdout=subprocess.PIPE, text=True, check=False
+    )
     *table, last = done.stdout.splitlines() or [""]
     for line in table:
         _say(f"  {line}")
@@ -141,7 +160,8 @@ def run(arguments: argparse.Namespace) -> int:
             return 0 if whole else 1
         names = arguments.legs or list(LEGS)
         results, whole = _each(
-            names, lambda name: measure(LEGS[name], directory / name, arguments.messages, lambda text: _say(f"  {text}"))
+            names,
+            lambda name: measure(LEGS[name], directory / name, arguments.messages, lambda text: _say(f"  {text}")),
         )
         for name, result in results.items():
             if max(result.ratios) > SPREAD_MAX * min(result.ratios):
@@ -160,7 +180,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that everything is closed as after Ctrl-C
+    # so that everything is closed as after Ctrl-C
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments = _arguments()
     try:
         if arguments.scale:

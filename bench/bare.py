@@ -1,6 +1,8 @@
-"""The bare relays, ten lines each: the same libraries, nothing of up-streamer. `python -m bench.bare zenoh:7001 mqtt:7002`
+"""The bare relays, ten lines each: the same libraries, nothing of up-streamer. `python -m bench.bare zenoh:7001
+mqtt:7002`
 
-They take no part in uProtocol beyond its bytes: no check, no log, no subscription, and what they hold is lost when they end.
+They take no part in uProtocol beyond its bytes: no check, no log, no subscription, and what they hold is lost when they
+end.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any, Final
 from bench import networks, wire
 from bench.load import answer
 
-PAHO_WINDOW_MESSAGES: Final = 100  # paho looks through all that is in flight at each PUBACK; from 10 to 500 it made no difference
+# paho looks through all that is in flight at each PUBACK; from 10 to 500 it made no difference
+PAHO_WINDOW_MESSAGES: Final = 100
 
 _ATTRIBUTES = wire.Attributes().attachment(0)
 _ID_MSB, _ID_LSB = slice(4, 12), slice(13, 21)  # where the message id is in the attachment
@@ -25,7 +28,9 @@ Relay = Callable[[int, int], Any]
 def zenoh_zenoh(source: int, destination: int) -> Any:
     incoming, outgoing = networks.zenoh_session(listen=source), networks.zenoh_session(listen=destination)
     put = networks.zenoh_publisher(outgoing).put
-    subscriber = incoming.declare_subscriber("up/**", lambda s: put(s.payload.to_bytes(), attachment=s.attachment.to_bytes()))
+    subscriber = incoming.declare_subscriber(
+        "up/**", lambda s: put(s.payload.to_bytes(), attachment=s.attachment.to_bytes())
+    )
     return incoming, outgoing, subscriber
 
 
@@ -37,7 +42,13 @@ def zenoh_mqtt(source: int, destination: int) -> Any:
     def on_sample(sample: Any) -> None:
         attributes, properties = sample.attachment.to_bytes(), properties_type(3)
         id = uuid.UUID(bytes=attributes[_ID_MSB][::-1] + attributes[_ID_LSB][::-1])
-        properties.UserProperty = [("uP", "1"), ("1", str(id)), ("2", "up-pub.v1"), ("3", "up://device1/10AB/3/80CD"), ("5", "CS1")]
+        properties.UserProperty = [
+            ("uP", "1"),
+            ("1", str(id)),
+            ("2", "up-pub.v1"),
+            ("3", "up://device1/10AB/3/80CD"),
+            ("5", "CS1"),
+        ]
         properties.ContentType = "2"
         window.acquire()
         client.publish(wire.MQTT_TOPIC, sample.payload.to_bytes(), qos=1, properties=properties)

@@ -1,4 +1,5 @@
-"""The DDS type of docs/dds-mapping.md, with CDR made by hand: cyclonedds' own takes 20 us for a sequence of octets, and lists them.
+"""The DDS type of docs/dds-mapping.md, with CDR made by hand: cyclonedds' own takes 20 us for a sequence of octets, and
+lists them.
 
 This module has no `from __future__ import annotations`: cyclonedds reads the annotations themselves.
 """
@@ -27,7 +28,16 @@ class UMessage(IdlStruct, typename="uprotocol.v1.UMessage"):
     def serialize(self, buffer: Any = None, endianness: Any = None, use_version_2: Any = None) -> bytes:
         attributes, payload = self.parts
         padding = bytes(-len(attributes) & 3)
-        return b"".join((_HEAD, len(attributes).to_bytes(4, "little"), attributes, padding, len(payload).to_bytes(4, "little"), payload))
+        return b"".join(
+            (
+                _HEAD,
+                len(attributes).to_bytes(4, "little"),
+                attributes,
+                padding,
+                len(payload).to_bytes(4, "little"),
+                payload,
+            )
+        )
 
     @classmethod
     def deserialize(cls, data: bytes, has_header: bool = True, use_version_2: Any = None) -> Self:

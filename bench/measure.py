@@ -18,7 +18,7 @@ from typing import Any, Final
 from bench import subject
 from bench.networks import MATCH_TIMEOUT_S, Address
 from bench.processes import BenchError, Child, free_domain
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 
 ROUNDS: Final = 3  # pairs; the median of three lets one of them be disturbed
 RUN_SECONDS_MAX: Final = 4.0  # of one throughput run: a slow machine or library sends fewer messages instead
@@ -87,7 +87,8 @@ class Lane:
         raise BenchError(f"{self.name}: no message came through within {MATCH_TIMEOUT_S:.0f} s{self.relay.log_tail()}")
 
     def run(self, messages: int, rate: float = 0) -> dict[str, Any]:
-        """Send `messages`, and count them at the other end. Raises BenchError if one is lost, doubled or out of order."""
+        """Send `messages`, and count them at the other end. Raises BenchError if one is lost, doubled or out of
+        order."""
         self._run += 1
         self._subscriber.tell(run=self._run, messages=messages, latency=rate > 0)
         self._subscriber.answer(RUN_TIMEOUT_S)
@@ -95,7 +96,10 @@ class Lane:
         result = self._subscriber.answer(RUN_TIMEOUT_S)
         if result["received"] != messages or result["disordered"]:
             lost = messages - result["received"]
-            raise BenchError(f"{self.name}: of {messages} sent {lost} lost, {result['disordered']} out of order{self.relay.log_tail()}")
+            raise BenchError(
+                f"{self.name}: of {messages} sent {lost} lost, {result['disordered']} out of "
+                f"order{self.relay.log_tail()}"
+            )
         self._publisher.answer(RUN_TIMEOUT_S)
         return result
 
@@ -111,11 +115,17 @@ def lane(kind: str, leg: Leg, directory: Path) -> Iterator[Lane]:
     with ExitStack() as stack:
         source, destination = (_network(network, stack) for network in (leg.source, leg.destination))
         if kind == "bare":
-            relay = stack.enter_context(Child.module("bare", "bench.bare", source, destination, log_dir=directory)).wait_for("ready")
+            relay = stack.enter_context(
+                Child.module("bare", "bench.bare", source, destination, log_dir=directory)
+            ).wait_for("ready")
         else:
-            relay = stack.enter_context(subject.start(directory, source, destination, volatile=leg.volatile, log_dir=directory))
+            relay = stack.enter_context(
+                subject.start(directory, source, destination, volatile=leg.volatile, log_dir=directory)
+            )
         ends = [
-            stack.enter_context(Child.module(f"{kind}-{role}", "bench.load", role, address, log_dir=directory)).wait_for("ready")
+            stack.enter_context(
+                Child.module(f"{kind}-{role}", "bench.load", role, address, log_dir=directory)
+            ).wait_for("ready")
             for role, address in (("publisher", source), ("subscriber", destination))
         ]
         made = Lane(kind, relay, *ends)
@@ -146,10 +156,15 @@ def measure(leg: Leg, directory: Path, messages: int | None, progress: Callable[
             for one in (bare, streamer):
                 result = one.run(int(LATENCY_RATE * LATENCY_SECONDS), LATENCY_RATE)
                 delays[one.name].append((result["p50_ms"], result["p99_ms"]))
-            progress(f"round {number + 1} of {ROUNDS}: bare {rates['bare'][-1]:,.0f}/s, streamer {rates['streamer'][-1]:,.0f}/s")
+            progress(
+                f"round {number + 1} of {ROUNDS}: bare {rates['bare'][-1]:,.0f}/s, streamer "
+                f"{rates['streamer'][-1]:,.0f}/s"
+            )
         rss_peak_mib = streamer.relay.memory_mib("VmHWM")
     ratios = tuple(ours / theirs for ours, theirs in zip(rates["streamer"], rates["bare"], strict=True))
-    added = [[ours[q] - theirs[q] for ours, theirs in zip(delays["streamer"], delays["bare"], strict=True)] for q in (0, 1)]
+    added = [
+        [ours[q] - theirs[q] for ours, theirs in zip(delays["streamer"], delays["bare"], strict=True)] for q in (0, 1)
+    ]
     return Result(
         messages_per_s=statistics.median(rates["streamer"]),
         bare_messages_per_s=statistics.median(rates["bare"]),

@@ -79,10 +79,17 @@ class Tally:
         delays = sorted(self.delays_ns or ())
         at = [delays[int(len(delays) * q)] / 1e6 for q in (0.5, 0.99)] if delays else [None, None]
         seconds = self.last - self.first
-        return {"received": self.received, "disordered": self.disordered, "seconds": seconds, "p50_ms": at[0], "p99_ms": at[1]}
+        return {
+            "received": self.received,
+            "disordered": self.disordered,
+            "seconds": seconds,
+            "p50_ms": at[0],
+            "p99_ms": at[1],
+        }
 
 
-# --- Zenoh -------------------------------------------------------------------------------------------------------------------------
+# --- Zenoh
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def zenoh_session(*, listen: int | None = None, connect: int | None = None) -> Any:
@@ -99,7 +106,9 @@ def zenoh_session(*, listen: int | None = None, connect: int | None = None) -> A
 def zenoh_publisher(session: Any) -> Any:
     import zenoh
 
-    return session.declare_publisher(wire.ZENOH_KEY, congestion_control=zenoh.CongestionControl.BLOCK, priority=zenoh.Priority.DATA_LOW)
+    return session.declare_publisher(
+        wire.ZENOH_KEY, congestion_control=zenoh.CongestionControl.BLOCK, priority=zenoh.Priority.DATA_LOW
+    )
 
 
 class ZenohPublisher:
@@ -129,7 +138,8 @@ class ZenohSubscriber:
         self._session.close()
 
 
-# --- MQTT 5, straight on the socket ------------------------------------------------------------------------------------------------
+# --- MQTT 5, straight on the socket
+# ------------------------------------------------------------------------------------------------
 
 
 class _MqttSocket:
@@ -184,7 +194,8 @@ class MqttPublisher:
             self._progress.notify()
 
     def send(self, payloads: Iterable[bytes]) -> None:
-        """Returns when the broker has acknowledged all. A paced sender's packets leave one by one, others in batches."""
+        """Returns when the broker has acknowledged all. A paced sender's packets leave one by one, others in
+        batches."""
         packet, number, batch = self._packets.packet, self._number, []
         last_send = time.perf_counter()
         for payload in payloads:
@@ -234,12 +245,14 @@ class MqttSubscriber:
         self._mqtt.close()
 
 
-# --- DDS ---------------------------------------------------------------------------------------------------------------------------
+# --- DDS
+# ----------------------------------------------------------------------------------------------------------------------
 
 DDS_LOOPBACK: Final = """<CycloneDDS><Domain>
-<General><Interfaces><NetworkInterface name="lo" multicast="false"/></Interfaces><AllowMulticast>false</AllowMulticast></General>
-<Discovery><ParticipantIndex>auto</ParticipantIndex><MaxAutoParticipantIndex>32</MaxAutoParticipantIndex>
-<Peers><Peer address="127.0.0.1"/></Peers></Discovery></Domain></CycloneDDS>"""
+<General><Interfaces><NetworkInterface name="lo"
+multicast="false"/></Interfaces><AllowMulticast>false</AllowMulticast></General>
+<Discovery><ParticipantIndex>auto</ParticipantIndex><MaxAutoParticipantIndex>32</MaxAutoParticipantIndex> <Peers><Peer
+address="127.0.0.1"/></Peers></Discovery></Domain></CycloneDDS>"""
 
 
 class DdsParticipant:

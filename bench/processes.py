@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final, Self
 
-from streamer.processes import die_with_parent
+from streamer.demo.processes import die_with_parent
 
 READY_TIMEOUT_S: Final = 60.0  # a cold start of Python, Zenoh and the streamer on a busy machine
 CLOSE_TIMEOUT_S: Final = 10.0
@@ -143,6 +143,8 @@ def free_domain() -> int:
     for domain in domains:
         with contextlib.suppress(OSError), contextlib.ExitStack() as probes:
             for offset in range(10, 18):
-                probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).bind(("127.0.0.1", 7400 + 250 * domain + offset))
+                probes.enter_context(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)).bind(
+                    ("127.0.0.1", 7400 + 250 * domain + offset)
+                )
             return domain
     raise BenchError("no DDS domain has its ports free")

@@ -1,6 +1,7 @@
 """Memory while a million messages pass: resident size of the streamer at every 100,000, and its slope.
 
-The first part fills what is bounded (tail, rings, caches, the allocator's arenas); after it, memory must stay where it is.
+The first part fills what is bounded (tail, rings, caches, the allocator's arenas); after it, memory must stay where it
+is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from bench.processes import BenchError
 
 STEP_MESSAGES: Final = 100_000
 FILL_MESSAGES: Final = 200_000  # the named bounds of tail and windows are reached before this
-GROWTH_MIB_MAX: Final = 16.0  # between the end of the fill and the end: 20 bytes for each of 800,000 messages, so less than one object each
+# between the end of the fill and the end: 20 bytes for each of 800,000 messages, so less than one object each
+GROWTH_MIB_MAX: Final = 16.0
 SOAK_MESSAGES_MIN: Final = FILL_MESSAGES + 2 * STEP_MESSAGES  # two points make a slope
 SOAK_LEGS: Final = ("zenoh_zenoh_durable", "zenoh_zenoh_volatile")
 
@@ -27,9 +29,13 @@ def slope(points: list[tuple[int, float]]) -> float:
 
 
 def soak(name: str, messages: int, directory: Path, say: Callable[[str], None]) -> dict[str, float]:
-    """Pass `messages` through the streamer. Raises BenchError if one is lost or memory grows by more than GROWTH_MIB_MAX."""
+    """Pass `messages` through the streamer. Raises BenchError if one is lost or memory grows by more than
+    GROWTH_MIB_MAX."""
     if messages < SOAK_MESSAGES_MIN:
-        raise BenchError(f"a soak needs {SOAK_MESSAGES_MIN:,} messages or more: the first {FILL_MESSAGES:,} only fill what is bounded")
+        raise BenchError(
+            f"a soak needs {SOAK_MESSAGES_MIN:,} messages or more: the first {FILL_MESSAGES:,} only fill "
+            "what is bounded"
+        )
     points: list[tuple[int, float]] = []
     with lane("streamer", LEGS[name], directory) as streamer:
         for passed in range(STEP_MESSAGES, messages + 1, STEP_MESSAGES):
@@ -50,5 +56,7 @@ def soak(name: str, messages: int, directory: Path, say: Callable[[str], None]) 
     }
     say(f"{name}: {result['slope_mib_per_million']:+.1f} MiB per million messages after the first {FILL_MESSAGES:,}")
     if growth > GROWTH_MIB_MAX:
-        raise BenchError(f"{name}: grew by {growth:.1f} MiB after {FILL_MESSAGES:,} messages; the limit is {GROWTH_MIB_MAX:.0f}")
+        raise BenchError(
+            f"{name}: grew by {growth:.1f} MiB after {FILL_MESSAGES:,} messages; the limit is {GROWTH_MIB_MAX:.0f}"
+        )
     return result

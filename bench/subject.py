@@ -28,7 +28,8 @@ def settings(address: Address) -> dict[str, object]:
 def _endpoint(name: str, authority: str, address: Address) -> str:
     lines = [f"[[endpoint]]\nname = '{name}'", f"transport = '{address.network.replace('mqtt', 'mqtt5')}'"]
     lines += [f"authorities = ['{authority}']", "usubscription = 'none'", "[endpoint.settings]"]
-    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings(address).items())])  # JSON strings are TOML's
+    # JSON strings are TOML's
+    return "\n".join([*lines, *(f"{key} = {json.dumps(value)}" for key, value in settings(address).items())])
 
 
 def write_config(directory: Path, source: Address, destination: Address, *, volatile: bool) -> Path:
@@ -36,7 +37,8 @@ def write_config(directory: Path, source: Address, destination: Address, *, vola
     interest = directory / "interest.json"
     interest.write_text(json.dumps({uris.format(wire.TOPIC): [uris.format(wire.SUBSCRIBER)]}))
     sections = [
-        f"[streamer]\nauthority = '{wire.INGRESS_AUTHORITY}'\ndata_dir = {json.dumps(str(directory / 'data'))}\nlog_level = 'warning'",
+        f"[streamer]\nauthority = '{wire.INGRESS_AUTHORITY}'\ndata_dir = "
+        f"{json.dumps(str(directory / 'data'))}\nlog_level = 'warning'",
         _endpoint("in", wire.INGRESS_AUTHORITY, source),
         _endpoint("out", wire.EGRESS_AUTHORITY, destination),
         "[[rule]]\nfrom = 'in'\nto = 'out'",
@@ -52,7 +54,7 @@ def write_config(directory: Path, source: Address, destination: Address, *, vola
 def start(directory: Path, source: Address, destination: Address, *, volatile: bool, log_dir: Path) -> Child:
     """A streamer that is ready to forward. Raises BenchError with the end of its log."""
     config = write_config(directory, source, destination, volatile=volatile)
-    child = Child.module("streamer", "streamer.cli", "run", "--config", config, log_dir=log_dir)
+    child = Child.module("streamer", "streamer.commands.cli", "run", "--config", config, log_dir=log_dir)
     try:
         return child.wait_for(READY_WORD)
     except BaseException:

@@ -64,7 +64,9 @@ class Fleet:
                 out.append(UMessageBuilder.response_for_request(attributes).pack(v4.FetchSubscriptionsResponse()))
                 continue
             topic = UPayload.of(message).unpack(v4.SubscribeRequest).topic
-            out.append(UMessageBuilder.response_for_request(attributes).pack(v4.SubscribeResponse(topic=topic, status=3)))
+            out.append(
+                UMessageBuilder.response_for_request(attributes).pack(v4.SubscribeResponse(topic=topic, status=3))
+            )
             told = v4.Subscription(topic=topic, subscriber=attributes.source, status=3)
             source = uris.uri(attributes.sink.authority_name, 0, 4, 0x8000)
             out.append(UMessageBuilder.notification(source, attributes.source).pack(told))
@@ -86,7 +88,9 @@ async def burst(
     """All Subscribes at once, from one client without waiting."""
     source = uris.uri(authority, 0x10, 1, 0)
     sink = uris.uri(authority, 0, 4, 1)
-    requests = [UMessageBuilder.request(source, sink, 600_000).pack(v4.SubscribeRequest(topic=topic)) for topic in topics]
+    requests = [
+        UMessageBuilder.request(source, sink, 600_000).pack(v4.SubscribeRequest(topic=topic)) for topic in topics
+    ]
     standing: set[Any] = set()
     done = asyncio.Event()
 
@@ -120,7 +124,9 @@ async def two_services(directory: Path, topics: int) -> dict[str, Any]:
         services[name] = USubscriptionService(await member(network, name, 0, 4), name, directory / f"{name}.db")
         await services[name].start()
     app = await member(networks["a"], "a", 0x10)
-    result = await burst(services["a"], app, "a", [uris.uri("b", 0x20 + n // 1000, 1, 0x8000 + n % 1000) for n in range(topics)], 600)
+    result = await burst(
+        services["a"], app, "a", [uris.uri("b", 0x20 + n // 1000, 1, 0x8000 + n % 1000) for n in range(topics)], 600
+    )
     for service in services.values():
         await service.stop()
     return result
@@ -133,7 +139,11 @@ async def fleet(directory: Path, vehicles: int, topics_each: int) -> dict[str, A
     service = USubscriptionService(await member(network, "cloud", 0, 4), "cloud", directory / "cloud.db")
     await service.start()
     app = await member(network, "cloud", 0x10)
-    topics = [uris.uri(f"vin{vehicle}", 0x20, 1, 0x8000 + number) for number in range(topics_each) for vehicle in range(vehicles)]
+    topics = [
+        uris.uri(f"vin{vehicle}", 0x20, 1, 0x8000 + number)
+        for number in range(topics_each)
+        for vehicle in range(vehicles)
+    ]
     result = await burst(service, app, "cloud", topics, 600)
     await service.stop()
     return {"vehicles": vehicles, **result}

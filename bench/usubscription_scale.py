@@ -3,7 +3,8 @@
 fill (bulk, not measured) -> start -> FetchSubscribers one by one (p99) while subscribers subscribe, each answer durable -> memory
                              service process                    two client processes, over Zenoh on loopback
 
-Prints a table, and as its last line one JSON object. `python bench/usubscription_scale.py [--subscriptions N] [--seconds S]`
+Prints a table, and as its last line one JSON object. `python bench/usubscription_scale.py [--subscriptions N]
+[--seconds S]`
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any, Final
 
 import structlog
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -48,7 +49,8 @@ OPTIONS: Final = CallOptions(timeout_ms=30_000)
 
 
 def fill(path: Path, subscriptions: int, topics: int, subscribers: int) -> None:
-    """A store as the service would leave it, written in bulk: filling it over the network would take longer than measuring it."""
+    """A store as the service would leave it, written in bulk: filling it over the network would take longer than
+    measuring it."""
     database = Database(path, AUTHORITY)
     database.open()
     database.close()
@@ -56,11 +58,15 @@ def fill(path: Path, subscriptions: int, topics: int, subscribers: int) -> None:
     db.execute("PRAGMA synchronous=OFF")
     db.execute("BEGIN")
     db.executemany("INSERT INTO uri VALUES(?, ?, ?, 1, ?)", ((1 + n, *topic(n)) for n in range(topics)))
-    db.executemany("INSERT INTO uri VALUES(?, ?, ?, 1, 0)", ((1 + topics + n, AUTHORITY, 0x10000 + n) for n in range(subscribers)))
+    db.executemany(
+        "INSERT INTO uri VALUES(?, ?, ?, 1, 0)", ((1 + topics + n, AUTHORITY, 0x10000 + n) for n in range(subscribers))
+    )
     each = subscriptions // topics
     step = subscribers // each
     rows = ((1 + t, 1 + topics + (t + k * step) % subscribers) for t in range(topics) for k in range(each))
-    db.executemany(f"INSERT INTO subscription(topic, subscriber, status, major) VALUES(?, ?, {int(Status.SUBSCRIBED)}, 4)", rows)
+    db.executemany(
+        f"INSERT INTO subscription(topic, subscriber, status, major) VALUES(?, ?, {int(Status.SUBSCRIBED)}, 4)", rows
+    )
     db.execute("COMMIT")
     db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     db.close()
@@ -81,7 +87,18 @@ class Service:
 
     def __init__(self, path: Path, endpoint: str) -> None:
         settings = ["--setting", f'listen=["{endpoint}"]']
-        command = [sys.executable, "-m", "usubscription", "--authority", AUTHORITY, "--store", str(path), "--transport", "zenoh", *settings]
+        command = [
+            sys.executable,
+            "-m",
+            "usubscription",
+            "--authority",
+            AUTHORITY,
+            "--store",
+            str(path),
+            "--transport",
+            "zenoh",
+            *settings,
+        ]
         started = time.monotonic()
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
@@ -123,7 +140,8 @@ async def fetch_until(endpoint: str, end: float, topics: int) -> list[float]:
 
 
 class Subscribers:
-    """Callers of Subscribe. They take the answers as they come, in batches: a call of its own for each would cost more than the service."""
+    """Callers of Subscribe. They take the answers as they come, in batches: a call of its own for each would cost more
+    than the service."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -190,7 +208,11 @@ async def subscribe_for(endpoint: str, seconds: float, rate: float, seed: int) -
                 callers.news.clear()
                 await callers.news.wait()
     found = callers.latencies
-    return {"subscribe_per_s": round(answered / took), "p50_ms": percentile(found, 0.5), "p99_ms": percentile(found, 0.99)}
+    return {
+        "subscribe_per_s": round(answered / took),
+        "p50_ms": percentile(found, 0.5),
+        "p99_ms": percentile(found, 0.99),
+    }
 
 
 def load(endpoint: str, seconds: float, rate: float, seed: int) -> subprocess.Popen[str]:
@@ -241,7 +263,11 @@ def main() -> None:
         endpoint = f"tcp/127.0.0.1:{free_port()}"
         service = Service(path, endpoint)
         try:
-            figures = {"subscriptions": options.subscriptions, "topics": options.topics, "subscribers": options.subscribers}
+            figures = {
+                "subscriptions": options.subscriptions,
+                "topics": options.topics,
+                "subscribers": options.subscribers,
+            }
             figures |= {"start_s": round(service.start_s, 2)}
             figures |= measure(endpoint, options.seconds, options.rate, options.topics)
             figures |= {"rss_peak_mib": round(service.memory_mib()), "cpu_s": round(service.cpu_s(), 1)}

@@ -78,7 +78,8 @@ class Attributes:
         return self._attachment_head + (self.lsb | number).to_bytes(8, "little") + self._tail
 
 
-# --- MQTT 5, as little of it as a load generator needs -----------------------------------------------------------------------------
+# --- MQTT 5, as little of it as a load generator needs
+# -----------------------------------------------------------------------------
 
 CONNACK, PUBLISH_PACKET, PUBACK, SUBACK = 2, 3, 4, 9
 _RECEIVE_MAXIMUM: Final = 0x21
@@ -153,11 +154,13 @@ def split_packets(data: bytes) -> tuple[list[tuple[int, int, int]], int]:
     return packets, position
 
 
-_PROPERTY_BYTES: Final = {0x11: 4, 0x13: 2, 0x21: 2, 0x22: 2, 0x24: 1, 0x25: 1, 0x27: 4, 0x28: 1, 0x29: 1, 0x2A: 1}  # all others are texts
+# all others are texts
+_PROPERTY_BYTES: Final = {0x11: 4, 0x13: 2, 0x21: 2, 0x22: 2, 0x24: 1, 0x25: 1, 0x27: 4, 0x28: 1, 0x29: 1, 0x2A: 1}
 
 
 def receive_maximum(connack: bytes) -> int:
-    """How many PUBLISH packets the broker lets be unacknowledged, from the body of its CONNACK. Raises ConnectionError if it refused us."""
+    """How many PUBLISH packets the broker lets be unacknowledged, from the body of its CONNACK. Raises ConnectionError
+    if it refused us."""
     if connack[1]:
         raise ConnectionError(f"the broker refused the connection with reason code {connack[1]:#04x}")
     at, end = 3, 3 + connack[2]

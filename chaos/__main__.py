@@ -2,8 +2,8 @@
 
 python -m chaos --minutes 10 --seed 7          python -m chaos --only kill-record --minutes 1 --json result.json
 
-Each campaign is a process of its own; they run side by side, one on each core. Exit code 1 if anything that was acknowledged is lost
-or reordered, or a damage is not told. The last line of stdout is the summary as JSON.
+Each campaign is a process of its own; they run side by side, one on each core. Exit code 1 if anything that was
+acknowledged is lost or reordered, or a damage is not told. The last line of stdout is the summary as JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,19 @@ from chaos.ledger import Verdict
 OVERHEAD_S: Final = 25.0  # of a campaign, beside its faults: to build, to drain, to judge
 HANG_S: Final = 240.0  # beyond its time: then it hangs, which is a failure
 FAULTS_S_MIN: Final = 5.0
-SUMMED: Final = ("kills", "acked", "delivered", "lost", "duplicated", "reordered", "told", "excluded", "wrong", "untold", "skipped")
+SUMMED: Final = (
+    "kills",
+    "acked",
+    "delivered",
+    "lost",
+    "duplicated",
+    "reordered",
+    "told",
+    "excluded",
+    "wrong",
+    "untold",
+    "skipped",
+)
 
 
 def _say(text: str) -> None:
@@ -43,10 +55,16 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=10.0, help="for all campaigns together (default: 10)")
     parser.add_argument("--seed", type=int, default=None, help="of the faults; without it, a new one, which is printed")
     parser.add_argument(
-        "--only", action="append", choices=sorted(campaigns.NAMES), metavar="NAME", help=f"one of {', '.join(campaigns.NAMES)}; repeatable"
+        "--only",
+        action="append",
+        choices=sorted(campaigns.NAMES),
+        metavar="NAME",
+        help=f"one of {', '.join(campaigns.NAMES)}; repeatable",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there, too")
-    parser.add_argument("--parallel", type=int, default=max(2, len(os.sched_getaffinity(0))), help="campaigns at once (default: cores)")
+    parser.add_argument(
+        "--parallel", type=int, default=max(2, len(os.sched_getaffinity(0))), help="campaigns at once (default: cores)"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the folders: logs, configurations, data")
     parser.add_argument("--campaign", help=argparse.SUPPRESS)  # run this one here, in `--folder`, for `--seconds`
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
@@ -60,7 +78,19 @@ def _one(name: str, seed: int, seconds: float, folder: Path) -> dict[str, Any]:
         _say(f"{name}: skipped: {reason}")
         return dataclasses.asdict(Verdict(skipped=1, notes=[f"skipped: {reason}"]))
     folder.mkdir()
-    command = [sys.executable, "-m", "chaos", "--campaign", name, "--seed", str(seed), "--seconds", str(seconds), "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "chaos",
+        "--campaign",
+        name,
+        "--seed",
+        str(seed),
+        "--seconds",
+        str(seconds),
+        "--folder",
+        str(folder),
+    ]
     began = time.monotonic()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True, text=True)
     try:
@@ -95,7 +125,12 @@ def _summary(seed: int, verdicts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for verdict in verdicts.values():
         faults.update(verdict["faults"])
     problems = sum(len(verdict["problems"]) for verdict in verdicts.values())
-    return {"seed": seed, "total": total | {"problems": problems}, "faults": dict(sorted(faults.items())), "campaigns": verdicts}
+    return {
+        "seed": seed,
+        "total": total | {"problems": problems},
+        "faults": dict(sorted(faults.items())),
+        "campaigns": verdicts,
+    }
 
 
 def main() -> int:

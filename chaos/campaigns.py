@@ -33,18 +33,34 @@ PLANS: Final[dict[str, Plan]] = {
     # What is wanted stands in a file; nothing is recorded beyond that.
     "kill-static": Plan(_KILLS, needs=_BROKER),
     # The README's own file: everything of the vehicle is recorded, the uSubscription runs inside.
-    "kill-record": Plan(_KILLS | {"kill_reader": 2, "kill_all": 1}, interest="embedded", record=True, reader=True, needs=_BROKER),
+    "kill-record": Plan(
+        _KILLS | {"kill_reader": 2, "kill_all": 1}, interest="embedded", record=True, reader=True, needs=_BROKER
+    ),
     "kill-embedded": Plan(_KILLS | {"kill_reader": 2}, interest="embedded", reader=True, needs=_BROKER),
     # The cloud has a uSubscription of its own, which the gateway asks and follows.
-    "kill-remote": Plan(_KILLS | {"kill_service": 4, "stop_service": 2, "kill_all": 2}, interest="remote", needs=_BROKER, share=1.2),
-    "kill-remote-record": Plan(_KILLS | {"kill_service": 4, "kill_all": 2}, interest="remote", record=True, needs=_BROKER),
-    "zenoh": Plan(
-        _KILLS | {"kill_reader": 2, "kill_all": 1}, vehicle="zenoh", interest="embedded", record=True, reader=True, needs=_BROKER
+    "kill-remote": Plan(
+        _KILLS | {"kill_service": 4, "stop_service": 2, "kill_all": 2}, interest="remote", needs=_BROKER, share=1.2
     ),
-    # As in examples/vehicle-cloud: a gateway in the vehicle, one in the cloud, each with its uSubscription, and a broker between them.
+    "kill-remote-record": Plan(
+        _KILLS | {"kill_service": 4, "kill_all": 2}, interest="remote", record=True, needs=_BROKER
+    ),
+    "zenoh": Plan(
+        _KILLS | {"kill_reader": 2, "kill_all": 1},
+        vehicle="zenoh",
+        interest="embedded",
+        record=True,
+        reader=True,
+        needs=_BROKER,
+    ),
+    # As in examples/vehicle-cloud: a gateway in the vehicle, one in the cloud, each with its uSubscription, and a
+    # broker between them.
     "two-gateways": Plan(_KILLS | {"kill_all": 2}, interest="embedded", two=True, record=True, needs=_BROKER),
-    "brokers": Plan({"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER),
-    "network": Plan({"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER),
+    "brokers": Plan(
+        {"broker_stop": 3, "broker_kill": 3, "broker_pause": 2, "kill_gateway": 2}, interest="embedded", needs=_BROKER
+    ),
+    "network": Plan(
+        {"net_cut": 3, "net_stall": 3, "net_half_close": 3, "kill_gateway": 2}, proxies=True, needs=_BROKER
+    ),
     "disk-full": Plan(
         {"disk_full": 4, "disk_read_only": 2, "kill_gateway": 1},
         interest="embedded",
@@ -52,8 +68,12 @@ PLANS: Final[dict[str, Plan]] = {
         disk_bytes=64 << 20,  # what a minute records, twice over: once in the log, once in its write-ahead log
         needs=(*_BROKER, machine.no_tmpfs),
     ),
-    "disk-error": Plan({"io_error": 4, "io_die": 4}, interest="embedded", record=True, io=True, needs=(*_BROKER, machine.no_preload)),
-    "clock": Plan({"clock_leap": 5, "kill_gateway": 1}, interest="static", clock=True, needs=(*_BROKER, machine.no_faketime)),
+    "disk-error": Plan(
+        {"io_error": 4, "io_die": 4}, interest="embedded", record=True, io=True, needs=(*_BROKER, machine.no_preload)
+    ),
+    "clock": Plan(
+        {"clock_leap": 5, "kill_gateway": 1}, interest="static", clock=True, needs=(*_BROKER, machine.no_faketime)
+    ),
 }
 
 

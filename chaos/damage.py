@@ -1,8 +1,10 @@
-"""Damaged files: a stopped gateway's data_dir with one file torn or one bit turned, then started. What may not happen is silence.
+"""Damaged files: a stopped gateway's data_dir with one file torn or one bit turned, then started. What may not happen
+is silence.
 
 base: half delivered, half waiting -> copy -> tear at a byte, or turn a bit -> start -> what is delivered, what Poll shows, what is told
 
-In one process and over `transports.local`, for speed: hundreds of starts in a minute. Judged against what the undamaged base has shown.
+In one process and over `transports.local`, for speed: hundreds of starts in a minute. Judged against what the undamaged
+base has shown.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ SHOWN_MAX: Final = 20  # of each kind of trouble; the counts go on
 CASE_S_MAX: Final = 15.0  # a start and all that it has to say; more is a hang
 SETTLE_S_MAX: Final = 3.0  # for the pumps, after it is ready
 QUIET_S: Final = 0.15  # the pumps have nothing to do for so long: what has not come doesn't come
-TELLING: Final = re.compile(r"damage|corrupt|lost|gap|hole|missing|moved aside|answers nobody", re.IGNORECASE)  # of a problem in /readyz
+# of a problem in /readyz
+TELLING: Final = re.compile(r"damage|corrupt|lost|gap|hole|missing|moved aside|answers nobody", re.IGNORECASE)
 AIMED: Final = (
     b"egress:cloud",
     b"egress:vehicle",
@@ -121,7 +124,9 @@ def _content(message: UMessage) -> Content:
 
 
 def _publication(topic: UUri, text: str) -> UMessage:
-    return UMessageBuilder.publish(topic).build_from_upayload(UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
+    return UMessageBuilder.publish(topic).build_from_upayload(
+        UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+    )
 
 
 class Hearer:
@@ -195,7 +200,8 @@ async def _settled(stage: Stage, has_come: Callable[[], bool]) -> None:
 
 
 async def _read_history(stage: Stage, incarnation: bytes, had: int, seen: Seen) -> None:
-    """As somebody who knows the log `incarnation` and has read it up to `had`; without an incarnation, as somebody new."""
+    """As somebody who knows the log `incarnation` and has read it up to `had`; without an incarnation, as somebody
+    new."""
     local = LocalUriProvider("vehicle1", 0x9201, 1)
     node = LocalTransport.on(stage.vehicle.network, local)
     async with node, InMemoryRpcClient(node, local) as rpc:
@@ -208,7 +214,10 @@ async def _read_history(stage: Stage, incarnation: bytes, had: int, seen: Seen) 
             seen.gaps.extend(reply.gaps)
             for batch in reply.batches:
                 if not incarnation or batch.incarnation == incarnation:
-                    seen.polled |= {seq: _content(UMessage.FromString(data)) for seq, data in zip(batch.seq, batch.message, strict=True)}
+                    seen.polled |= {
+                        seq: _content(UMessage.FromString(data))
+                        for seq, data in zip(batch.seq, batch.message, strict=True)
+                    }
             if not reply.more:
                 return
             del request.positions[:]
@@ -219,7 +228,9 @@ async def make_base(folder: Path) -> tuple[Base, Base]:
     """Two data directories with the same content: of a gateway that was killed, and of one that was stopped."""
     live, killed, stopped = folder / "live", folder / "killed", folder / "stopped"
     async with _running(live) as stage:
-        async with USubscriptionClient(stage.cloud, LocalUriProvider("cloud", 0x9001, 1), authority="vehicle1") as client:
+        async with USubscriptionClient(
+            stage.cloud, LocalUriProvider("cloud", 0x9001, 1), authority="vehicle1"
+        ) as client:
             for topic in TOPICS:
                 await client.subscribe(topic)
         for number in range(ROUNDS):
@@ -244,7 +255,8 @@ async def make_base(folder: Path) -> tuple[Base, Base]:
 
 
 async def observe(base: Base, data_dir: Path) -> Seen:
-    """Start on `data_dir`, publish one more message on each topic, and see what comes. Raises what it breaks with, but UStatusError."""
+    """Start on `data_dir`, publish one more message on each topic, and see what comes. Raises what it breaks with, but
+    UStatusError."""
     seen = Seen()
     try:
         async with _running(data_dir) as stage:
@@ -277,7 +289,9 @@ def judge(base: Base, seen: Seen) -> list[str]:
     for where, contents in (("delivered", seen.delivered), ("shown by Poll", list(seen.polled.values()))):
         wrong = [content for content in contents if content[2] != AFTER and truth.get(content[0]) != content]
         if wrong:
-            faults.append(f"{len(wrong)} records {where} are not what was published, the first has id {wrong[0][0].hex()}")
+            faults.append(
+                f"{len(wrong)} records {where} are not what was published, the first has id {wrong[0][0].hex()}"
+            )
     reused = [seq for seq, content in seen.polled.items() if seq in base.records and content[0] != base.records[seq][0]]
     if reused and seen.same_log:
         faults.append(f"{len(reused)} seqs name other records than before, the first {min(reused)}")
@@ -286,9 +300,16 @@ def judge(base: Base, seen: Seen) -> list[str]:
     if silent:
         faults.append(f"{len(silent)} records can't be read and no gap says so, the first {min(silent)}")
     had = {content[0] for content in seen.delivered}
-    missing = [seq for seq in sorted(base.waiting) if base.records[seq][0] not in had and base.records[seq][0] not in seen.letters]
+    missing = [
+        seq
+        for seq in sorted(base.waiting)
+        if base.records[seq][0] not in had and base.records[seq][0] not in seen.letters
+    ]
     if len(missing) > seen.peer_gaps and not seen.problems:
-        faults.append(f"{len(missing)} records were never delivered, {seen.peer_gaps} told: the first {missing[0]}, the last {missing[-1]}")
+        faults.append(
+            f"{len(missing)} records were never delivered, {seen.peer_gaps} told: the first {missing[0]}, "
+            f"the last {missing[-1]}"
+        )
     if len(new) < len(TOPICS) and not seen.problems:
         faults.append(f"{len(TOPICS) - len(new)} topics of {len(TOPICS)} are not forwarded any more")
     return faults
@@ -341,7 +362,8 @@ def _files(bases: list[Base]) -> list[tuple[int, str, Path]]:
 
 
 def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
-    """Small files at every byte, great ones at some sixty places and then at random bytes; for ever, in a random order."""
+    """Small files at every byte, great ones at some sixty places and then at random bytes; for ever, in a random
+    order."""
     files = _files(bases)
     first: list[Damage] = []
     for number, name, path in files:
@@ -357,7 +379,10 @@ def tears(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
 def flips(bases: list[Base], rng: random.Random) -> Iterator[Damage]:
     """Anywhere in any file, and by turns near what matters: cursors, counters, addresses. For ever."""
     files = _files(bases)
-    aims = {path: [match.start() for word in AIMED for match in re.finditer(re.escape(word), path.read_bytes())] for _, _, path in files}
+    aims = {
+        path: [match.start() for word in AIMED for match in re.finditer(re.escape(word), path.read_bytes())]
+        for _, _, path in files
+    }
     while True:
         number, name, path = rng.choice(files)
         at = rng.randrange(path.stat().st_size)
@@ -382,7 +407,8 @@ async def _case(base: Base, damage: Damage, folder: Path, verdict: Verdict) -> N
     faults = judge(base, seen)
     if seen.refused:
         verdict.faults["refused to start"] = verdict.faults.get("refused to start", 0) + 1
-        told = verdict.notes if damage.file.startswith(LOG_FILE) else verdict.problems  # one part that is damaged must not stop the rest
+        # one part that is damaged must not stop the rest
+        told = verdict.notes if damage.file.startswith(LOG_FILE) else verdict.problems
         told.append(f"{where}: refused to start: {seen.refused[:160]}")
     elif seen.gaps or seen.problems or seen.peer_gaps or not seen.same_log:
         verdict.told += 1

@@ -73,7 +73,12 @@ def _await_history(world: World) -> None:
     """Poll has shown what there is now."""
     poller, now = world.poller, time.monotonic()
     assert poller is not None
-    _await(world, "an end of the history for Poll", lambda: poller.caught_up_at >= now, lambda: f"{poller.failed} polls failed")
+    _await(
+        world,
+        "an end of the history for Poll",
+        lambda: poller.caught_up_at >= now,
+        lambda: f"{poller.failed} polls failed",
+    )
 
 
 def _drain(world: World) -> None:
@@ -83,7 +88,9 @@ def _drain(world: World) -> None:
         if world.ledger.arrivals != arrivals:
             arrivals, since = world.ledger.arrivals, time.monotonic()
         quiet = time.monotonic() - since
-        if quiet > STUCK_S or (quiet > QUIET_S and not _problems(world) and not any(one.backlog() for one in world.gateways)):
+        if quiet > STUCK_S or (
+            quiet > QUIET_S and not _problems(world) and not any(one.backlog() for one in world.gateways)
+        ):
             return
         time.sleep(0.2)
 
@@ -106,13 +113,25 @@ def _check_reader(world: World) -> None:
     if missing:
         gaps = sum(line.startswith("gap") for line in lines)
         world.verdict.lost += len(missing)
-        world.verdict.examples.append(f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps told)")
+        world.verdict.examples.append(
+            f"lost: the reader never had {len(missing)} records that Poll shows ({gaps} gaps told)"
+        )
     world.tally["records read by the reader"] = len(have)
 
 
 def _read_letters(world: World, data_dir: str) -> None:
     """What became a dead letter is told; read by the command line, as a person would."""
-    command = [sys.executable, "-m", "streamer.cli", "dead-letters", "--data-dir", data_dir, "--json", "--limit", str(LETTERS_MAX)]
+    command = [
+        sys.executable,
+        "-m",
+        "streamer.commands.cli",
+        "dead-letters",
+        "--data-dir",
+        data_dir,
+        "--json",
+        "--limit",
+        str(LETTERS_MAX),
+    ]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         world.verdict.notes.append(f"dead-letters failed: {answer.stderr.strip()[-300:]}")

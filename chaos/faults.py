@@ -1,6 +1,7 @@
 """What is done to a world. Each fault happens, lasts a random while, and is healed when its function returns.
 
-A gateway may be left starting: the next fault then meets it before it is ready. `world.gateway` is the one whose turn it is.
+A gateway may be left starting: the next fault then meets it before it is ready. `world.gateway` is the one whose turn
+it is.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from chaos import machine
 from chaos.processes import Process
 from chaos.world import World
 
-LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)  # with 7 days of retention none of these alone ages a record
+# with 7 days of retention none of these alone ages a record
+LEAPS_S: Final = (-30 * 86_400, -86_400, -3_600, -30, 30, 3_600, 86_400)
 BACK_S_MAX: Final = 60.0  # for gateways to find a broker that is back
 ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EROFS)
 

@@ -67,7 +67,8 @@ class MqttLink:
         self._lock = threading.Lock()
         self.unheard = 0  # acknowledged, though nobody was subscribed
         made = paho.Client(CallbackAPIVersion.VERSION2, client_id=name, protocol=paho.MQTTv5)
-        made.max_inflight_messages_set(2 * UNACKED_MAX)  # never reached: paho sends in the order in which it was asked to
+        # never reached: paho sends in the order in which it was asked to
+        made.max_inflight_messages_set(2 * UNACKED_MAX)
         made.max_queued_messages_set(0)
         made.reconnect_delay_set(RECONNECT_S, RECONNECT_S)  # type: ignore[arg-type]
         made.on_connect, made.on_disconnect = self._on_connect, self._on_disconnect
@@ -209,7 +210,8 @@ class MqttSender(Sender):
         self.link.send(message, self._off_vehicle, done)
 
     def busy(self) -> bool:
-        """After a reconnection also until all from before is acknowledged: paho sends what is new ahead of what it sends again."""
+        """After a reconnection also until all from before is acknowledged: paho sends what is new ahead of what it
+        sends again."""
         link = self.link
         if not link.connected.is_set() or link.unacked >= UNACKED_MAX:
             return True
@@ -254,7 +256,9 @@ class Caller:
     def call(self, method: Uri, payload: bytes, timeout_s: float) -> Message | None:
         with self._arrived:
             self._answers.clear()  # those that came too late
-        request = Message(new_id(), REQUEST, self.me, method, payload, ttl_ms=int(timeout_s * 1000), format=FORMAT_PROTOBUF)
+        request = Message(
+            new_id(), REQUEST, self.me, method, payload, ttl_ms=int(timeout_s * 1000), format=FORMAT_PROTOBUF
+        )
         self._send(request)
         with self._arrived:
             self._arrived.wait_for(lambda: request.id in self._answers, timeout_s)
@@ -293,7 +297,8 @@ def subscribe(caller: Caller, service: str, topic: Uri, timeout_s: float = 3.0) 
 
 
 class Poller(threading.Thread):
-    """Reads the history at `authority` from its beginning for ever, over a Caller, and tells the ledger what it shows."""
+    """Reads the history at `authority` from its beginning for ever, over a Caller, and tells the ledger what it
+    shows."""
 
     def __init__(self, ledger: Ledger, caller: Caller, authority: str, pulled: set[str]) -> None:
         super().__init__(daemon=True)

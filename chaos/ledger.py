@@ -55,7 +55,8 @@ class Verdict:
     phases: dict[str, float] = field(default_factory=dict)  # seconds
     examples: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what a person should know, though nothing was lost
-    problems: list[str] = field(default_factory=list)  # what failed beside messages: a process that ended by itself, never ready
+    # what failed beside messages: a process that ended by itself, never ready
+    problems: list[str] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
@@ -70,7 +71,8 @@ class Ledger:
         self._began = time.monotonic()
         self._entries: dict[bytes, Entry] = {}
         self._counts: Counter[str] = Counter()  # of each flow
-        self._highest: dict[tuple[str, str], Entry] = {}  # (channel, flow) -> the latest in the order of sending that arrived first
+        # (channel, flow) -> the latest in the order of sending that arrived first
+        self._highest: dict[tuple[str, str], Entry] = {}
         self._reordered: set[bytes] = set()
         self._examples: dict[str, list[str]] = {}
         self._wrong = 0

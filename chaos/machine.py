@@ -1,4 +1,5 @@
-"""What this machine lets us do to a process: a small disk, failing writes, another clock. What it doesn't is skipped with the reason.
+"""What this machine lets us do to a process: a small disk, failing writes, another clock. What it doesn't is skipped
+with the reason.
 
 small_disk(): a tmpfs     IoFault: chaos/faultio.c, compiled here and preloaded     Clock: libfaketime, moved while running
 """
@@ -28,13 +29,18 @@ DIE: Final = -1  # as an error: write half, then die
 
 def mount(folder: Path, bytes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={bytes}", "tmpfs", str(folder)], check=True, capture_output=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={bytes}", "tmpfs", str(folder)], check=True, capture_output=True
+    )
 
 
 def remount(folder: Path, *, read_only: bool) -> bool:
     """False if the kernel refuses, which it does while a file is open for writing."""
     mode = "ro" if read_only else "rw"
-    return subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=False, capture_output=True).returncode == 0
+    return (
+        subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=False, capture_output=True).returncode
+        == 0
+    )
 
 
 def unmount_below(folder: Path) -> None:
@@ -128,7 +134,8 @@ class Clock:
         return {
             "LD_PRELOAD": library,
             "FAKETIME_TIMESTAMP_FILE": str(self._file),
-            "FAKETIME_CACHE_DURATION": "1",  # seconds; without it the file is read each time that somebody asks for the time
+            # seconds; without it the file is read each time that somebody asks for the time
+            "FAKETIME_CACHE_DURATION": "1",
             "FAKETIME_DONT_FAKE_MONOTONIC": "1",
             "DONT_FAKE_MONOTONIC": "1",
         }

@@ -2,8 +2,9 @@
 
 Nursery: "start" -> the loaded process forks -> the child runs `up-streamer ARGUMENTS`, with its output in a file -> "ended CODE"
 
-Loading takes most of a start's time, and a process that is killed while it loads has nothing to lose. So this makes more kills, and more of
-them where they hurt. What runs is the command itself; the first start of each process is an ordinary one all the same.
+Loading takes most of a start's time, and a process that is killed while it loads has nothing to lose. So this makes
+more kills, and more of them where they hurt. What runs is the command itself; the first start of each process is an
+ordinary one all the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
-from streamer.processes import die_with_parent
+from streamer.demo.processes import die_with_parent
 
 LOADED: Final = (
     "zenoh",
@@ -29,7 +30,7 @@ LOADED: Final = (
     "transports.mqtt5",
     "usubscription.__main__",
     "history.subscriber",
-    "streamer.cli",
+    "streamer.commands.cli",
 )
 
 CHILDREN_S_MAX: Final = 5.0  # for the pipe to end: one that was just forked holds it, too

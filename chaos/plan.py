@@ -108,7 +108,9 @@ def vehicle_config(plan: Plan, at: Places) -> str:
 
 def cloud_config(plan: Plan, at: Places) -> str:
     """The gateway in the cloud, for all vehicles, as in examples/vehicle-cloud."""
-    cloud = f'transport = "mqtt5"\nsettings = {{ port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {SESSION} }}'
+    cloud = (
+        f'transport = "mqtt5"\nsettings = {{ port = {at.ports[CLOUD]}, client_id = "gateway-cloud-home", {SESSION} }}'
+    )
     parts = [
         _head(at),
         f'[[endpoint]]\nname = "cloud"\nauthorities = ["{CLOUD}"]\n{cloud}\nusubscription = "embedded"',
@@ -119,7 +121,8 @@ def cloud_config(plan: Plan, at: Places) -> str:
 
 def _head(at: Places) -> str:
     return (
-        f'[streamer]\ndata_dir = "{at.data_dir}"\nadmin = "127.0.0.1:{at.admin_port}"\nlog_level = "warning"\n[egress]\nretry_max_ms = 500'
+        f'[streamer]\ndata_dir = "{at.data_dir}"\nadmin = "127.0.0.1:{at.admin_port}"\nlog_level = '
+        '"warning"\n[egress]\nretry_max_ms = 500'
     )
 
 

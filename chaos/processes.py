@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from chaos.nursery import Child, Nursery
-from streamer.processes import die_with_parent, free_port
+from streamer.demo.processes import die_with_parent, free_port
 
 READY_S_MAX: Final = 90.0  # for a process to say that it is ready, on a busy machine
 START_S_MAX: Final = 4.0  # what a start may take to count as usual; more was spent waiting for others
@@ -30,7 +30,9 @@ STOP_S_MAX: Final = 30.0  # for a process to end after SIGTERM
 STOP_S_TOLD: Final = 5.0  # promised; a container is killed after 10
 LOG_TAIL_BYTES: Final = 1_500
 TELLS: Final = "nobody has acknowledged"
-MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin")
+MOSQUITTO: Final = shutil.which("mosquitto") or shutil.which(
+    "mosquitto", path="/usr/sbin:/usr/local/sbin:/opt/homebrew/sbin"
+)
 
 
 class ChaosError(Exception):
@@ -40,7 +42,9 @@ class ChaosError(Exception):
 class Process:
     """A command that is started again and again; its output of all starts is in one file."""
 
-    def __init__(self, name: str, argv: list[str], folder: Path, tally: Counter[str], environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, argv: list[str], folder: Path, tally: Counter[str], environment: dict[str, str] | None = None
+    ) -> None:
         self.name, self._argv, self.log = name, argv, folder / f"{name}.log"
         self._tally, self._environment = tally, environment or {}
         self._process: subprocess.Popen[bytes] | Child | None = None
@@ -177,7 +181,8 @@ class Process:
 
 
 class Broker(Process):
-    """A real mosquitto. `persistent`: it writes its sessions to disk when it is stopped; a kill takes what came since."""
+    """A real mosquitto. `persistent`: it writes its sessions to disk when it is stopped; a kill takes what came
+    since."""
 
     def __init__(self, name: str, folder: Path, tally: Counter[str]) -> None:
         assert MOSQUITTO is not None, "checked before a campaign begins"
@@ -212,9 +217,16 @@ class Gateway(Process):
     """`up-streamer run`; its admin port is known before it is ready."""
 
     def __init__(
-        self, name: str, folder: Path, config: Path, data_dir: Path, admin_port: int, tally: Counter[str], environment: dict[str, str]
+        self,
+        name: str,
+        folder: Path,
+        config: Path,
+        data_dir: Path,
+        admin_port: int,
+        tally: Counter[str],
+        environment: dict[str, str],
     ) -> None:
-        argv = [sys.executable, "-m", "streamer.cli", "run", "--config", str(config), "--json"]
+        argv = [sys.executable, "-m", "streamer.commands.cli", "run", "--config", str(config), "--json"]
         super().__init__(name, argv, folder, tally, environment)
         self.data_dir, self._admin_port = data_dir, admin_port
         self._gaps_seen = 0.0  # of this start
@@ -236,7 +248,8 @@ class Gateway(Process):
             return None
 
     def problems(self) -> list[str]:
-        """What /readyz says, but for damage that it tells of until a person has acknowledged it: that is kept in `told`."""
+        """What /readyz says, but for damage that it tells of until a person has acknowledged it: that is kept in
+        `told`."""
         text = self._get("/readyz")
         found: list[str] = ["it does not answer"] if text is None else json.loads(text)["problems"]
         self.told |= {problem for problem in found if TELLS in problem}
@@ -244,7 +257,10 @@ class Gateway(Process):
 
     def metrics(self) -> dict[str, float]:
         """`name{labels}` without the prefix; empty while it does not answer. Gaps told are gathered over all starts."""
-        found = {name: float(value) for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", self._get("/metrics") or "", re.MULTILINE)}
+        found = {
+            name: float(value)
+            for name, value in re.findall(r"^up_streamer_(\S+) (\S+)$", self._get("/metrics") or "", re.MULTILINE)
+        }
         gaps = sum(value for name, value in found.items() if name.startswith("gap_records_total"))
         self.gap_records += max(0.0, gaps - self._gaps_seen)
         self._gaps_seen = max(gaps, self._gaps_seen)
@@ -256,8 +272,22 @@ class Gateway(Process):
 
 def service(folder: Path, authority: str, port: int, tally: Counter[str]) -> Process:
     """`up-streamer usubscription` on a broker."""
-    settings = {"port": port, "mode": "off-vehicle", "client_id": f"{authority}-usubscription", "session_expiry_s": 86_400}
-    argv = [sys.executable, "-m", "streamer.cli", "usubscription", "--authority", authority, "--transport", "mqtt5"]
+    settings = {
+        "port": port,
+        "mode": "off-vehicle",
+        "client_id": f"{authority}-usubscription",
+        "session_expiry_s": 86_400,
+    }
+    argv = [
+        sys.executable,
+        "-m",
+        "streamer.commands.cli",
+        "usubscription",
+        "--authority",
+        authority,
+        "--transport",
+        "mqtt5",
+    ]
     for key, value in settings.items():
         argv += ["--set", f"{key}={value}"]
     return Process("usubscription", [*argv, "--store", str(folder / "usubscription.db"), "--json"], folder, tally)

@@ -1,6 +1,8 @@
-"""A reader of the history, as an application would write it: GaplessSubscriber with a cursor file. It is killed at any moment.
+"""A reader of the history, as an application would write it: GaplessSubscriber with a cursor file. It is killed at any
+moment.
 
-python -m chaos.reader '{"transport": ..., "settings": ..., "authority": ..., "service": ..., "cursor": ..., "out": ..., "topics": [...]}'
+python -m chaos.reader '{"transport": ..., "settings": ..., "authority": ..., "service": ..., "cursor": ..., "out": ...,
+"topics": [...]}'
 
 Each record's id is a line of `out`, written before the cursor moves; what is told as a gap is a line, too.
 """

@@ -34,11 +34,25 @@ from chaos.judges import (
     zenoh_caller,
 )
 from chaos.ledger import Ledger, Verdict
-from chaos.plan import CLOUD, CLOUD_APP, DOWN, LATE, LATE_APP, UP, VEHICLE, VEHICLE_APP, Flow, Places, Plan, cloud_config, vehicle_config
+from chaos.plan import (
+    CLOUD,
+    CLOUD_APP,
+    DOWN,
+    LATE,
+    LATE_APP,
+    UP,
+    VEHICLE,
+    VEHICLE_APP,
+    Flow,
+    Places,
+    Plan,
+    cloud_config,
+    vehicle_config,
+)
 from chaos.processes import Broker, ChaosError, Gateway, Process, reader, service
 from chaos.proxy import Proxy
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 
 LATE_S_MAX: Final = 3.0  # between two subscriptions while things are hurt
 SETTLE_S_MAX: Final = 60.0  # for everything to pass before the first fault
@@ -105,7 +119,10 @@ class World:
         if plan.clock:
             self.clock = machine.Clock(self.folder)
             environment |= self.clock.environment
-        ports = {side: self.proxies[side].port if side in self.proxies else broker.port for side, broker in self.brokers.items()}
+        ports = {
+            side: self.proxies[side].port if side in self.proxies else broker.port
+            for side, broker in self.brokers.items()
+        }
         static_file = self.folder / "subscriptions.json"
         listed = {str(topic): [str(CLOUD_APP)] for topic in UP} | {str(topic): [str(VEHICLE_APP)] for topic in DOWN}
         static_file.write_text(json.dumps(listed))
@@ -218,7 +235,8 @@ class World:
     # Talking
 
     def subscribe_late(self) -> None:
-        """One topic more every now and then. What is sent on it counts from the answer SUBSCRIBED on, whatever dies then."""
+        """One topic more every now and then. What is sent on it counts from the answer SUBSCRIBED on, whatever dies
+        then."""
         service, rng = self.plan.service, random.Random(self.rng.random())
         if service is None:
             return
@@ -264,7 +282,10 @@ class World:
 
     @property
     def processes(self) -> list[Process]:
-        return [*self.brokers.values(), *(one for one in (self.service, *self.gateways, self.reader) if one is not None)]
+        return [
+            *self.brokers.values(),
+            *(one for one in (self.service, *self.gateways, self.reader) if one is not None),
+        ]
 
     def links_of(self, side: str) -> list[MqttLink]:
         """The raw clients at the broker of `side`, but for those that only call."""

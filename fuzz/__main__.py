@@ -31,14 +31,21 @@ def main(arguments: list[str] | None = None) -> int:
     names = asked.target or sorted(targets)
     if asked.list:
         for name in names:
-            print(f"{name:26} {len(targets[name].inputs()):4} inputs  {(targets[name].run.__doc__ or '').strip().splitlines()[:1]}")
+            print(
+                f"{name:26} {len(targets[name].inputs()):4} inputs  "
+                f"{(targets[name].run.__doc__ or '').strip().splitlines()[:1]}"
+            )
         return 0
     if asked.replay:
         engine.quiet()
         print(sum(engine.replay(targets[name]) for name in names), "inputs replayed")
         return 0
     return hunt_all(
-        names, asked.minutes * 60 if asked.minutes else asked.seconds, asked.out, seed=seed, with_atheris=False if asked.random else None
+        names,
+        asked.minutes * 60 if asked.minutes else asked.seconds,
+        asked.out,
+        seed=seed,
+        with_atheris=False if asked.random else None,
     )
 
 
@@ -48,9 +55,14 @@ def hunt_all(names: list[str], seconds: float, out: Path, *, seed: int = 1, with
         print("atheris is not installed: random changes to the corpus instead, without feedback")
     print(f"{len(names)} targets, {seconds:.0f} s in all, --seed {seed}; what they say is in {out}", flush=True)
     failed = False
-    for report in engine.hunt(names, max(1.0, seconds * engine.SIDE_BY_SIDE / len(names)), out, seed=seed, with_atheris=with_atheris):
+    for report in engine.hunt(
+        names, max(1.0, seconds * engine.SIDE_BY_SIDE / len(names)), out, seed=seed, with_atheris=with_atheris
+    ):
         found = "FOUND " + ", ".join(report.finds) if report.failed else "nothing found"
-        print(f"{report.target:26} {report.executions:9} executions, {report.engine}, {report.seconds:.0f} s: {found}", flush=True)
+        print(
+            f"{report.target:26} {report.executions:9} executions, {report.engine}, {report.seconds:.0f} s: {found}",
+            flush=True,
+        )
         failed = failed or report.failed
     return int(failed)
 

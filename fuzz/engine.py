@@ -26,12 +26,22 @@ from fuzz import registry
 from fuzz.mutate import mutated
 from fuzz.registry import INPUT_BYTES_MAX, Target, file_name
 
-INPUT_CPU_S: Final = 5.0  # of the processor, so that a busy machine finds nothing; a decoder takes milliseconds for INPUT_BYTES_MAX
+# of the processor, so that a busy machine finds nothing; a decoder takes milliseconds for INPUT_BYTES_MAX
+INPUT_CPU_S: Final = 5.0
 MEMORY_MIB_MAX: Final = 2_048  # beside what the process has when it begins
 OUT: Final = Path("out/fuzz")
 ROOT: Final = Path(__file__).parent.parent
 SIDE_BY_SIDE: Final = 2
-INSTRUMENTED: Final = ["transports", "uprotocol", "history", "storage", "streamer", "usubscription", "usubscription_client", "spark_ingest"]
+INSTRUMENTED: Final = [
+    "transports",
+    "uprotocol",
+    "history",
+    "storage",
+    "streamer",
+    "usubscription",
+    "usubscription_client",
+    "spark_ingest",
+]
 _RUNS: Final = re.compile(rb"stat::number_of_executed_units:\s*(\d+)")
 _KEPT: Final = re.compile(r"Test unit written to (\S+)")
 
@@ -74,7 +84,8 @@ def deadline(cpu_s: float = INPUT_CPU_S) -> Iterator[None]:
 
 
 def replay(target: Target) -> int:
-    """Run every input of the corpus; how many. Raises what the target raises, or TooSlow, with a note that names the input."""
+    """Run every input of the corpus; how many. Raises what the target raises, or TooSlow, with a note that names the
+    input."""
     paths = sorted(target.corpus.glob("*"))
     for path in paths:
         try:
@@ -99,17 +110,34 @@ def quiet() -> None:
 # The targets, each in a process of its own
 
 
-def hunt(names: Sequence[str], seconds_each: float, out: Path, *, seed: int = 1, with_atheris: bool | None = None) -> Iterator[Report]:
-    """Hunt with each of the targets for so long; a report as soon as one is done. What the processes say goes to `out`/NAME.log.
+def hunt(
+    names: Sequence[str], seconds_each: float, out: Path, *, seed: int = 1, with_atheris: bool | None = None
+) -> Iterator[Report]:
+    """Hunt with each of the targets for so long; a report as soon as one is done. What the processes say goes to
+    `out`/NAME.log.
 
     One process imports everything, which takes some seconds, and forks one more for each target.
     """
     engine = "atheris" if (has_atheris() if with_atheris is None else with_atheris) else "random"
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "fuzz", "--nursery", engine, "--seconds", str(seconds_each), "--seed", str(seed), "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "fuzz",
+        "--nursery",
+        engine,
+        "--seconds",
+        str(seconds_each),
+        "--seed",
+        str(seed),
+        "--out",
+        str(out),
+    ]
     command += [part for name in names for part in ("--target", name)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
+    }
     said = (out / "nursery.log").open("wb")
     with said, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, cwd=ROOT, env=environment) as process:
         assert process.stdout is not None
@@ -159,7 +187,8 @@ def _fork(engine: str, target: Target, seconds: float, out: Path, seed: int) -> 
 
 
 def _report(engine: str, name: str, seconds: float, code: int, out: Path) -> Report:
-    """What libFuzzer and ours both write at their end. A process that ended badly is a find even if it has kept no input."""
+    """What libFuzzer and ours both write at their end. A process that ended badly is a find even if it has kept no
+    input."""
     log = out / f"{name}.log"
     said = log.read_bytes()
     runs = _RUNS.findall(said)
@@ -207,8 +236,17 @@ def _hunt_with_atheris(target: Target, seconds: float, out: Path, seed: int) -> 
     learnt.mkdir(parents=True, exist_ok=True)
     target.corpus.mkdir(parents=True, exist_ok=True)
     options = [
-        *(f"-max_total_time={max(1, round(seconds))}", f"-max_len={INPUT_BYTES_MAX}", f"-timeout={round(INPUT_CPU_S * 12)}"),
-        *(f"-rss_limit_mb={MEMORY_MIB_MAX}", f"-artifact_prefix={out}/{target.name}-", f"-seed={seed}", "-print_final_stats=1"),
+        *(
+            f"-max_total_time={max(1, round(seconds))}",
+            f"-max_len={INPUT_BYTES_MAX}",
+            f"-timeout={round(INPUT_CPU_S * 12)}",
+        ),
+        *(
+            f"-rss_limit_mb={MEMORY_MIB_MAX}",
+            f"-artifact_prefix={out}/{target.name}-",
+            f"-seed={seed}",
+            "-print_final_stats=1",
+        ),
     ]
 
     atheris.Setup(["fuzz", *options, str(learnt), str(target.corpus)], Trying(target, out))

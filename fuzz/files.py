@@ -1,4 +1,5 @@
-"""What files and command lines bring: the log, the mark, remembered JSON, configurations, drives, checkpoints, addresses, HTTP.
+"""What files and command lines bring: the log, the mark, remembered JSON, configurations, drives, checkpoints,
+addresses, HTTP.
 
 octets -> a file in a folder of this process -> its reader -> what it says | the refusal that it documents
 """
@@ -23,9 +24,10 @@ from history.log import Log
 from spark_ingest import offsets
 from spark_ingest.decode import Decoder
 from storage import mark as marks
-from streamer import config, drive
+from streamer import config
 from streamer import paused as pauses
 from streamer.admin import Admin
+from streamer.demo import drive
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
@@ -59,7 +61,8 @@ def file_of(data: bytes, name: str) -> Path:
 
 @target
 def log_chunk(data: bytes) -> None:
-    """Columns whose checksum is right, and whose content may be anything: a wrong one is refused before anything is read."""
+    """Columns whose checksum is right, and whose content may be anything: a wrong one is refused before anything is
+    read."""
     dice = Dice(data)
     records = dice.octet()
     first_seq, time_ms = (int.from_bytes(dice.take(8), "little") >> 1 for _ in range(2))
@@ -126,7 +129,8 @@ def small_log() -> dict[str, bytes]:
 
 @target
 def log_file(data: bytes) -> None:
-    """A log some of whose octets are others, or are missing: it opens, and whatever it gives is a message of a known topic."""
+    """A log some of whose octets are others, or are missing: it opens, and whatever it gives is a message of a known
+    topic."""
     files = {name: bytearray(content) for name, content in small_log().items()}
     dice = Dice(data)
     while dice.left:
@@ -221,7 +225,9 @@ def spark_records(data: bytes) -> None:
         records.append(dice.some())
     for data_of, format in ((records[-1:], 2), (records[-1:], 1), (records[-1:], 3), (records[-1:], 7)):
         for payload in data_of:
-            message = UMessageBuilder.publish(uris.uri("vin", 1, 1, 0x8000)).build_from_upayload(UPayload(payload, format))  # type: ignore[arg-type]
+            message = UMessageBuilder.publish(uris.uri("vin", 1, 1, 0x8000)).build_from_upayload(
+                UPayload(payload, format)
+            )  # type: ignore[arg-type]
             records.append(message.SerializeToString())
     decoder = Decoder()
     seqs, times = list(range(len(records))), [1_800_000_000_000] * len(records)
@@ -238,7 +244,10 @@ def spark_sample(data: bytes) -> None:
     topic = uris.uri("vin", 1, 1, 0x8000)
     sample = ustreamer_pb2.Sample(path="Vehicle.Speed", double_value=1.5)
     sample.time.seconds = 1_800_000_000
-    made = [UMessageBuilder.publish(topic).build_from_upayload(UPayload(one, 2)) for one in (sample.SerializeToString(), data)]  # type: ignore[arg-type]
+    made = [
+        UMessageBuilder.publish(topic).build_from_upayload(UPayload(one, 2))
+        for one in (sample.SerializeToString(), data)
+    ]  # type: ignore[arg-type]
     records = [one.SerializeToString() for one in made]
     both = Decoder().decode([1, 2], [0, 0], records).batch.to_pylist()
     alone = Decoder().decode([2], [0], records[1:]).batch.to_pylist()

@@ -16,7 +16,8 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 CORPUS: Final = Path(__file__).parent / "corpus"
-INPUT_BYTES_MAX: Final = 4_096  # of what is tried: decoders have no secrets beyond that, and small inputs are tried more often
+# of what is tried: decoders have no secrets beyond that, and small inputs are tried more often
+INPUT_BYTES_MAX: Final = 4_096
 
 Run = Callable[[bytes], None]
 

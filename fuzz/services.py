@@ -62,11 +62,15 @@ class Network(UTransport):
         self.listeners: dict[int, UListener] = {}
         self.answers: asyncio.Queue[UMessage] = asyncio.Queue()
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         assert sink_filter is not None
         self.listeners[sink_filter.resource_id] = listener
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         assert sink_filter is not None
         del self.listeners[sink_filter.resource_id]
 
@@ -174,7 +178,10 @@ def history_answers(data: bytes) -> None:
         response = payload.unpack(ustreamer.PollResponse)
         for _ in range(2):
             accepted = acceptor.accept(response)
-            seen = [(one.incarnation, one.message.attributes.source.SerializeToString(), one.seq) for one in accepted.records]
+            seen = [
+                (one.incarnation, one.message.attributes.source.SerializeToString(), one.seq)
+                for one in accepted.records
+            ]
             assert len(set(seen)) == len(seen), "a record was taken twice"
             assert len(accepted.records) <= sum(len(batch.seq) for batch in response.batches)
             accepted.places.request()
@@ -278,7 +285,9 @@ def _requests(dice: Dice, requests: tuple[tuple[type[Message], Callable[..., Any
         for part in parts:
             topic = getattr(part, "topic", None)
             if isinstance(topic, tuple):
-                uris.validate(UUri(authority_name=topic[0], ue_id=topic[1], ue_version_major=topic[2], resource_id=topic[3]))
+                uris.validate(
+                    UUri(authority_name=topic[0], ue_id=topic[1], ue_version_major=topic[2], resource_id=topic[3])
+                )
                 assert topic[0], "a topic that is kept names its authority"
     with refusing(UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED):
         CODECS[major].check_reset(request)
@@ -305,7 +314,12 @@ def usubscription_changes(data: bytes) -> None:
         row = codec.read_change(payload)
         if row.topic[3]:
             change = Change(
-                row.topic, row.subscriber, Status(row.status), major, expires_ms=row.expires_ms, sample_period_ms=row.sample_period_ms
+                row.topic,
+                row.subscriber,
+                Status(row.status),
+                major,
+                expires_ms=row.expires_ms,
+                sample_period_ms=row.sample_period_ms,
             )
             again = codec.read_change(UPayload.pack(codec.change(change)))
             assert again == row, "it reads otherwise when it is told on"

@@ -19,7 +19,26 @@ M = TypeVar("M", bound=Message)
 DEPTH_MAX: Final = 5
 REPEATED_MAX: Final = 4
 
-_NUMBERS: Final = (0, 1, 2, 3, 5, 127, 128, 255, 256, 300, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF, 0x10000, 2**31 - 1, 2**31, 2**32 - 1)
+_NUMBERS: Final = (
+    0,
+    1,
+    2,
+    3,
+    5,
+    127,
+    128,
+    255,
+    256,
+    300,
+    0x7FFF,
+    0x8000,
+    0xFFFE,
+    0xFFFF,
+    0x10000,
+    2**31 - 1,
+    2**31,
+    2**32 - 1,
+)
 _LONG: Final = (*_NUMBERS, 253_402_300_799, 253_402_300_800, 2**47, 2**48, 2**62, 2**63 - 1, 2**63, 2**64 - 1)
 _TEXTS: Final = (
     "",
@@ -43,7 +62,15 @@ _TRACES: Final = ("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01", "00
 _ADDRESSES: Final = tuple(
     uris.parse(text)
     for text in (
-        *("//vin/10/1/8000", "//ecu1/10/1/8001", "//ecu1.vin/2/3/FFFE", "//cloud/20/1/0", "//ecu1/10/1/0", "/10/1/8000", "//vin/4/1/2"),
+        *(
+            "//vin/10/1/8000",
+            "//ecu1/10/1/8001",
+            "//ecu1.vin/2/3/FFFE",
+            "//cloud/20/1/0",
+            "//ecu1/10/1/0",
+            "/10/1/8000",
+            "//vin/4/1/2",
+        ),
         *(
             "//vin/0/3/1",
             "//vin/0/4/1",
@@ -62,7 +89,10 @@ _IDS: Final = (
     UUID(msb=0x7000, lsb=1 << 63),
     UUID(msb=0x4000, lsb=1 << 63),
 )
-_SPECIAL: Final[dict[str, tuple[Message, ...]]] = {UUri.DESCRIPTOR.full_name: _ADDRESSES, UUID.DESCRIPTOR.full_name: _IDS}
+_SPECIAL: Final[dict[str, tuple[Message, ...]]] = {
+    UUri.DESCRIPTOR.full_name: _ADDRESSES,
+    UUID.DESCRIPTOR.full_name: _IDS,
+}
 
 _WIDTHS: Final = {  # the range of each integer type
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
@@ -116,7 +146,11 @@ def fill(message: Message, dice: Dice, depth: int = 0) -> None:
         return
     for field in message.DESCRIPTOR.fields:
         choice = dice.octet()
-        if choice & 1 == 0 or depth > DEPTH_MAX or (field.message_type is not None and field.message_type.GetOptions().map_entry):
+        if (
+            choice & 1 == 0
+            or depth > DEPTH_MAX
+            or (field.message_type is not None and field.message_type.GetOptions().map_entry)
+        ):
             continue
         _fill_field(message, field, choice >> 1, dice, depth)
 

@@ -13,12 +13,13 @@ from google.protobuf.message import DecodeError
 from fuzz.registry import is_refused, refusing, target
 from fuzz.shapes import Dice, made
 from streamer.names import Names
-from transports import dds_mapping, zenoh_mapping
+from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
 from transports.outbox import Outbox
+from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.encoded import Carried, EncodedMessage, Readdressed, Stamps, decoded
@@ -217,7 +218,9 @@ def mqtt_properties(data: bytes) -> None:
     pairs = list(pairwise(texts[1:]))[::2]
     numbers = Dice(parts[-1])
     expiry_s = int.from_bytes(numbers.take(4), "big") if numbers.octet() & 1 else None
-    packet = Packet(texts[0], pairs, expiry_s, dict(pairs).get("9", "").encode() or None, dict(pairs).get("c"), b"payload")
+    packet = Packet(
+        texts[0], pairs, expiry_s, dict(pairs).get("9", "").encode() or None, dict(pairs).get("c"), b"payload"
+    )
     for mode in Mode:
         mapping = Mapping(mode, OWN, restore_ttl=mode is Mode.OFF_VEHICLE, now_ms=lambda: NOW_MS)
         with refusing(INVALID, DENIED):

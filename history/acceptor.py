@@ -19,9 +19,12 @@ from history.witness import Known
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
 from uprotocol.v1.umessage_pb2 import UMessage
 
-TOPICS_TRACKED_MAX: Final = 65_536  # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
+# whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
+TOPICS_TRACKED_MAX: Final = 65_536
 REFUSED_MAX: Final = (
-    8  # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't help
+    # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't
+    # help
+    8
 )
 SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
 
@@ -52,7 +55,10 @@ class Places:
         return Places(dict(self.positions), dict(self.known), set(self.idle))
 
     def request(self) -> list[Position]:
-        return [witness.position(incarnation, seq, self.known.get(incarnation, {})) for incarnation, seq in self.positions.items()]
+        return [
+            witness.position(incarnation, seq, self.known.get(incarnation, {}))
+            for incarnation, seq in self.positions.items()
+        ]
 
     def learn(self, told: Iterable[Position]) -> None:
         for position in told:
@@ -146,7 +152,8 @@ class Acceptor:
         return Verdict.TAKEN
 
     def resume(self, places: Places) -> None:
-        """Go on from `places`, which another acceptor came to with these topics; what was taken here already will be a duplicate."""
+        """Go on from `places`, which another acceptor came to with these topics; what was taken here already will be a
+        duplicate."""
         self.places = Places(dict(places.positions), dict(places.known), self.places.idle & places.positions.keys())
 
     def _note(self, gap: Gap, accepted: Accepted) -> None:
@@ -189,7 +196,12 @@ class Acceptor:
             if isinstance(record, int):
                 self.dropped["unreadable"] += 1
                 accepted.gaps.append(
-                    Gap(reason=Gap.REASON_CORRUPTION, incarnation=incarnation, after_seq=record - 1, before_seq=record + 1)
+                    Gap(
+                        reason=Gap.REASON_CORRUPTION,
+                        incarnation=incarnation,
+                        after_seq=record - 1,
+                        before_seq=record + 1,
+                    )
                 )
                 self._lost_to[incarnation] = max(record, self._lost_to.get(incarnation, 0))
                 continue
@@ -211,7 +223,12 @@ class Acceptor:
         self.positions[incarnation] = min(allowed, position)
         if self._refused_in_a_row >= REFUSED_MAX:
             self._refused_in_a_row = 0
-            gap = Gap(reason=Gap.REASON_UNSPECIFIED, incarnation=incarnation, after_seq=allowed, before_seq=record.prev_seq + 1)
+            gap = Gap(
+                reason=Gap.REASON_UNSPECIFIED,
+                incarnation=incarnation,
+                after_seq=allowed,
+                before_seq=record.prev_seq + 1,
+            )
             self._lost_to[incarnation] = record.prev_seq
             accepted.gaps.append(gap)
 
@@ -222,7 +239,8 @@ def went_back(gap: Gap) -> bool:
 
 
 def decode(batch: RecordBatch) -> list[Record | int] | None:
-    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none that a log gives."""
+    """Its records; the seq alone of what is no UMessage. None if the columns have different lengths, or a seq is none
+    that a log gives."""
     columns = (batch.seq, batch.prev_seq, batch.time_ms, batch.message)
     if len({len(column) for column in columns}) != 1:
         return None

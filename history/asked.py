@@ -25,7 +25,8 @@ TTL_MARGIN_MS: Final = 200  # of the request's ttl, or a tenth of it, is left fo
 LEASE_MS_DEFAULT: Final = 60_000
 LEASE_MS_MAX: Final = 7 * 24 * 3_600_000
 INCARNATION_BYTES: Final = 16
-POSITIONS_MAX: Final = 256  # a streamer has two logs; the others are of logs that are gone, and each costs a gap in the reply
+# a streamer has two logs; the others are of logs that are gone, and each costs a gap in the reply
+POSITIONS_MAX: Final = 256
 DIGEST_BYTES_MAX: Final = 64  # of a witness: ours are shorter
 NANOS_MAX: Final = 999_999_999
 SECONDS_MIN: Final = -62_135_596_800  # the year 1 and the year 9999: what google.protobuf.Timestamp may say
@@ -96,7 +97,9 @@ def checked(asked: PollRequest, attributes: UAttributes, poll_bytes_max: int, no
 
 def _require_time(seconds: int, nanos: int) -> None:
     if not SECONDS_MIN <= seconds <= SECONDS_MAX or not 0 <= nanos <= NANOS_MAX:
-        raise invalid(f"after_time is a time of the years 1 to 9999 with 0 to {NANOS_MAX} nanos, got {seconds} s and {nanos} ns")
+        raise invalid(
+            f"after_time is a time of the years 1 to 9999 with 0 to {NANOS_MAX} nanos, got {seconds} s and {nanos} ns"
+        )
 
 
 def _positions(given: Sequence[Position]) -> dict[bytes, int]:

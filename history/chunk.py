@@ -24,7 +24,8 @@ _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 class Chunk:
     """Records in log order. Their seqs are contiguous, unless the chunk was made by `select`.
 
-    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record. Never changed once made.
+    `time_ms` is the append time in Unix milliseconds; `streams`, `prev_seqs` and `data` have one entry per record.
+    Never changed once made.
     """
 
     __slots__ = ("_data", "_messages", "_stream_set", "prev_seqs", "seqs", "streams", "time_ms")
@@ -38,7 +39,9 @@ class Chunk:
         data: list[bytes] | None = None,
         messages: Sequence[Carried] | None = None,
     ) -> None:
-        assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and every column one entry for each"
+        assert len(seqs) == len(streams) == len(prev_seqs) > 0, (
+            "a chunk has records, and every column one entry for each"
+        )
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
         self.seqs, self.time_ms, self.streams, self.prev_seqs = seqs, time_ms, streams, prev_seqs
         self._data, self._messages = data, messages
@@ -174,7 +177,9 @@ def encode(chunk: Chunk) -> Columns:
     streams = pack_streams(chunk.stream_set)
     ids = message_ids(chunk.messages)
     first_seq, time_ms = chunk.first_seq, chunk.time_ms
-    return Columns(first_seq, records, time_ms, streams, ids, blob, _crc(first_seq, records, time_ms, streams, ids, blob))
+    return Columns(
+        first_seq, records, time_ms, streams, ids, blob, _crc(first_seq, records, time_ms, streams, ids, blob)
+    )
 
 
 def decode(columns: Columns) -> Chunk:
@@ -190,9 +195,13 @@ def decode(columns: Columns) -> Chunk:
         raise CorruptChunkError(f"the columns of {records} records from {columns.first_seq} on end too early") from None
     ends = list(accumulate(lengths, initial=16 * records))
     if not records or ends[-1] != len(data):  # a wrong checksum may be right by chance
-        raise CorruptChunkError(f"{records} records from {columns.first_seq} on take {ends[-1]} bytes, and there are {len(data)}")
+        raise CorruptChunkError(
+            f"{records} records from {columns.first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
+        )
     messages = [data[begin:end] for begin, end in pairwise(ends)]
-    return Chunk(range(columns.first_seq, columns.first_seq + records), columns.time_ms, list(streams), list(prev_seqs), messages)
+    return Chunk(
+        range(columns.first_seq, columns.first_seq + records), columns.time_ms, list(streams), list(prev_seqs), messages
+    )
 
 
 def pack_streams(streams: Set[int]) -> bytes:
@@ -217,9 +226,11 @@ class Scan:
     bytes_left: int
     strict: bool = False  # else the first record is taken even if it is too big
     chunks: list[Chunk] = field(default_factory=list)
-    gaps: list[tuple[int, int]] = field(default_factory=list)  # (after, before): the records in between can't be read any more
+    # (after, before): the records in between can't be read any more
+    gaps: list[tuple[int, int]] = field(default_factory=list)
     covered: int = 0  # every record asked for up to this seq is in `chunks` or in `gaps`
-    damaged: list[tuple[int, int, str]] = field(default_factory=list)  # (after, before, why) of damaged chunks, each once
+    # (after, before, why) of damaged chunks, each once
+    damaged: list[tuple[int, int, str]] = field(default_factory=list)
     floor_seq: int = 0  # records up to here were deleted by retention before this step looked
     is_index_wrong: bool = False  # it was read without it
     full: bool = False  # the next record would exceed what was asked for

@@ -1,6 +1,8 @@
-"""How a log's SQLite file is used: what holds for every connection that writes, and which of its files may take how much.
+"""How a log's SQLite file is used: what holds for every connection that writes, and which of its files may take how
+much.
 
-bytes_max = database (file_bytes_max) + write-ahead log (wal_bytes_max) + the next transaction (transaction_bytes) + OTHER_BYTES
+bytes_max = database (file_bytes_max) + write-ahead log (wal_bytes_max) + the next transaction (transaction_bytes) +
+OTHER_BYTES
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 poll with a consumer -> require: mine | nobody's -> bind (quota) | another's: PERMISSION_DENIED
 lease over, for long -> the name is nobody's again      operator -> release
 
-Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`. They hold no retention.
+Owners are rows beside the cursors, in the log that survives a restart: `owner:AUTHORITY/UE_TYPE/NAME`. They hold no
+retention.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 CONSUMERS_MAX: Final = 1_000  # names in all; peers of the streamer have cursors beside them
 OWNERS_SHARE: Final = 2  # ... of which one uEntity has a half, so that its neighbours on the host find room
 CONSUMER_LENGTH_MAX: Final = 200  # characters
-BOUND_MS: Final = 7 * 24 * 3_600_000  # a name stays its owner's for so long after its last use, as long as the longest lease
+# a name stays its owner's for so long after its last use, as long as the longest lease
+BOUND_MS: Final = 7 * 24 * 3_600_000
 TOUCH_MS: Final = 3_600_000  # its last use is known to the hour: a write for each poll would be too many
 
 CURSOR_PREFIX: Final = "consumer:"
@@ -70,7 +72,12 @@ class Consumers:
     """The names in use in `logs`; their owners are kept in the first one that is durable."""
 
     def __init__(
-        self, logs: Sequence[Log], now_ms: Callable[[], int], *, names_max: int = CONSUMERS_MAX, share: int = CALLERS_SHARE
+        self,
+        logs: Sequence[Log],
+        now_ms: Callable[[], int],
+        *,
+        names_max: int = CONSUMERS_MAX,
+        share: int = CALLERS_SHARE,
     ) -> None:
         self._logs, self._now_ms = logs, now_ms
         self._names_max, self._names_each = names_max, max(1, names_max // share)
@@ -97,12 +104,18 @@ class Consumers:
     def require(self, consumer: str, owner: Owner) -> None:
         """Raises PERMISSION_DENIED if the name is somebody else's, INVALID_ARGUMENT if it can't be one."""
         if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
-            raise invalid(f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed, got {consumer[:50]!r}")
+            raise invalid(
+                f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed, got "
+                f"{consumer[:50]!r}"
+            )
         if self._owners.get(consumer, owner) != owner and not self._is_over(consumer):
-            raise UStatusError(UCode.PERMISSION_DENIED, f"the consumer {consumer!r} belongs to another uEntity: choose another name")
+            raise UStatusError(
+                UCode.PERMISSION_DENIED, f"the consumer {consumer!r} belongs to another uEntity: choose another name"
+            )
 
     def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
-        """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and RESOURCE_EXHAUSTED."""
+        """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and
+        RESOURCE_EXHAUSTED."""
         self.require(consumer, owner)
         if self._owners.get(consumer) != owner:
             self._bind(consumer, owner)
@@ -126,7 +139,8 @@ class Consumers:
             self._make_room(lambda other: other == owner, f"{each} consumers of {owner}")
         if self._by_authority[owner.authority] >= self._names_each:
             self._make_room(
-                lambda other: other.authority == owner.authority, f"{self._names_each} consumers of authority {owner.authority!r}"
+                lambda other: other.authority == owner.authority,
+                f"{self._names_each} consumers of authority {owner.authority!r}",
             )
         if len(self._owners) >= self._names_max:
             most, _ = self._by_authority.most_common(1)[0]
@@ -135,10 +149,13 @@ class Consumers:
         self._save(consumer, owner)
 
     def _make_room(self, among: Callable[[Owner], bool], which: str) -> None:
-        """Of the names of these owners the one that is unused for longest goes, if it has no lease. Raises RESOURCE_EXHAUSTED."""
+        """Of the names of these owners the one that is unused for longest goes, if it has no lease. Raises
+        RESOURCE_EXHAUSTED."""
         idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{which} have a cursor, which is the limit: wait for a lease to end")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{which} have a cursor, which is the limit: wait for a lease to end"
+            )
         self._forget(min(idle, key=lambda name: self._used_ms[name]))
 
     def _is_leased(self, consumer: str) -> bool:

@@ -34,7 +34,9 @@ class Cursors:
         if known is None and len(self.rows) >= CURSORS_MAX:
             self.drop_ended_leases()
             if len(self.rows) >= CURSORS_MAX:
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"the log {self._name} has {CURSORS_MAX} cursors, which is the limit")
+                raise UStatusError(
+                    UCode.RESOURCE_EXHAUSTED, f"the log {self._name} has {CURSORS_MAX} cursors, which is the limit"
+                )
         cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms)
         if cursor != known:
             self.rows[name] = cursor
@@ -54,11 +56,17 @@ class Cursors:
         """Beyond this seq somebody needs what is old. From any thread: it only reads, from a copy made in one step."""
         now = self._now_ms()
         return min(
-            (c.seq for c in list(self.rows.values()) if c.holds or (c.lease_until_ms is not None and c.lease_until_ms >= now)),
+            (
+                c.seq
+                for c in list(self.rows.values())
+                if c.holds or (c.lease_until_ms is not None and c.lease_until_ms >= now)
+            ),
             default=NOBODY,
         )
 
     def owed_after(self) -> int:
         """Beyond this seq some endpoint was promised everything. From any thread, as `keep_after`."""
-        owed = (cursor.seq for name, cursor in list(self.rows.items()) if cursor.holds or name.startswith(HELD_PREFIXES))
+        owed = (
+            cursor.seq for name, cursor in list(self.rows.items()) if cursor.holds or name.startswith(HELD_PREFIXES)
+        )
         return min(owed, default=NOBODY)

@@ -38,7 +38,8 @@ OTHERS: Final = frozenset({NETWORK, SUBSCRIPTIONS})
 """Kinds of losses that are not the log's own: kept here, since a person has to see them, too."""
 
 LOSSES: Final = frozenset({FILE, MISSING, COMMITS, RECORDS})
-"""Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be counted."""
+"""Kinds that name records which are gone: (after, before) says which. The others were put right, or can't be
+counted."""
 
 
 class Damage(NamedTuple):
@@ -82,7 +83,11 @@ class Ledger:
 
     def lost(self, incarnation: bytes) -> list[tuple[int, int]]:
         """(after, before) of the records of that log that are known to be gone, acknowledged or not."""
-        return [(one.after, one.before) for one, _ in self._rows.values() if one.kind in LOSSES and one.incarnation == incarnation]
+        return [
+            (one.after, one.before)
+            for one, _ in self._rows.values()
+            if one.kind in LOSSES and one.incarnation == incarnation
+        ]
 
     def covers(self, damage: Damage) -> bool:
         """True if it is known, acknowledged or not. What others lost is lost anew, however often the same is told."""
@@ -96,7 +101,9 @@ class Ledger:
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:
             same = [
-                place for place, (known, _) in self._rows.items() if (known.kind, known.incarnation) == (damage.kind, damage.incarnation)
+                place
+                for place, (known, _) in self._rows.items()
+                if (known.kind, known.incarnation) == (damage.kind, damage.incarnation)
             ]
             number = max(same, default=max(self._rows))
             known = self._rows[number][0]
@@ -122,7 +129,11 @@ class Ledger:
             number
             for number, (damage, acknowledged) in self._rows.items()
             if acknowledged
-            and not (damage.kind in (RECORDS, COMMITS) and damage.incarnation == incarnation and damage.before - 1 > floor_seq)
+            and not (
+                damage.kind in (RECORDS, COMMITS)
+                and damage.incarnation == incarnation
+                and damage.before - 1 > floor_seq
+            )
         ]
         for number in gone:
             del self._rows[number]
@@ -130,16 +141,19 @@ class Ledger:
 
 
 def _covers(known: Damage, found: Damage) -> bool:
-    is_same = known.kind == found.kind or {known.kind, found.kind} == {RECORDS, COMMITS}  # a chunk that could not be saved is a hole
+    # a chunk that could not be saved is a hole
+    is_same = known.kind == found.kind or {known.kind, found.kind} == {RECORDS, COMMITS}
     if not is_same or (known.incarnation, known.moved_to) != (found.incarnation, found.moved_to):
         return False
     return known.after <= found.after and found.before <= known.before if found.before else known.detail == found.detail
 
 
 def acknowledge(path: Path, disk: Disk = REAL_DISK) -> list[Damage]:
-    """In the log's file, whether or not a gateway has it open: that one notices within some seconds. Returns what was not seen before.
+    """In the log's file, whether or not a gateway has it open: that one notices within some seconds. Returns what was
+    not seen before.
 
-    Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (no log of this version), UNAVAILABLE (I/O, or damaged).
+    Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (no log of this version), UNAVAILABLE
+    (I/O, or damaged).
     """
     if not path.exists():
         raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
@@ -147,7 +161,9 @@ def acknowledge(path: Path, disk: Disk = REAL_DISK) -> list[Damage]:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
             kind = (db.execute("PRAGMA application_id").fetchone()[0], db.execute("PRAGMA user_version").fetchone()[0])
         if kind != (APPLICATION_ID, SCHEMA_VERSION):
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is not a log of this version, so there is nothing to acknowledge")
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"{path} is not a log of this version, so there is nothing to acknowledge"
+            )
         with contextlib.closing(disk.connect(path)) as db:
             db.execute("BEGIN IMMEDIATE")
             ledger = Ledger(DAMAGE.read(db).rows)

@@ -4,9 +4,10 @@ subscribe_since(topic, since, listener) -> describe: does the history answer?
    -> catch up: polls of its own, each handed over before the next   <------- fell out: listener too slow, gap, a record missing
        -> at the end: join -> one long poll for all topics -> by topic: inbox of each listener -> listener, batch by batch
 
-It is what `USubscriptionClient(..., history=feed).subscribe(topic, listener, since=...)` needs: the subscription makes the messages flow,
-the history brings them without a gap. Each listener has an Acceptor of its own, so there is no seam between the two: what comes twice is
-dropped, and where something is missing it catches up. A listener that is slow costs the others nothing.
+It is what `USubscriptionClient(..., history=feed).subscribe(topic, listener, since=...)` needs: the subscription makes
+the messages flow, the history brings them without a gap. Each listener has an Acceptor of its own, so there is no seam
+between the two: what comes twice is dropped, and where something is missing it catches up. A listener that is slow
+costs the others nothing.
 """
 
 from __future__ import annotations
@@ -33,15 +34,18 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 FEEDS_MAX: Final = 1_000  # who wants more topics asks for a pattern with a GaplessSubscriber of its own
-FEED_BYTES_MAX: Final = 256 << 10  # of messages that wait for one listener, and of an answer: 256 MiB if all hang; beyond it, it catches up
+# of messages that wait for one listener, and of an answer: 256 MiB if all hang; beyond it, it catches up
+FEED_BYTES_MAX: Final = 256 << 10
 CATCHING_UP_MAX: Final = 8  # polls at once, which is what a service answers at once
 JOIN_WAIT_MS: Final = 250  # of the shared poll while listeners come; a longer one is broken off for them
-JOIN_HANDOVER_MS: Final = 100  # a listener that takes longer for what it is given isn't at the end any more, and would hold the others back
+# a listener that takes longer for what it is given isn't at the end any more, and would hold the others back
+JOIN_HANDOVER_MS: Final = 100
 JOIN_BEHIND_MAX: Final = 65_536  # records of the log; who is further behind the shared poll than that catches up first
 SOURCES_MAX: Final = 65_536  # whose listeners are known
 
 Since = int | datetime | UUID
-"""After the record of this sequence number (0: all there are), after this append time, after the message with this id."""
+"""After the record of this sequence number (0: all there are), after this append time, after the message with this
+id."""
 
 log = structlog.get_logger()
 
@@ -61,7 +65,9 @@ class _Feed:
     def request(self) -> PollRequest:
         request = PollRequest()
         request.CopyFrom(self.start)
-        request.MergeFrom(PollRequest(topics=[self.topic], positions=self.acceptor.places.request(), max_bytes=FEED_BYTES_MAX))
+        request.MergeFrom(
+            PollRequest(topics=[self.topic], positions=self.acceptor.places.request(), max_bytes=FEED_BYTES_MAX)
+        )
         return request
 
     def take(self, records: list[Record]) -> bool:
@@ -99,7 +105,8 @@ class _Feed:
 
 
 class _Shared:
-    """One long poll for many feeds that are at the end. Who joins must not have more than PATTERNS_MAX topics beside it."""
+    """One long poll for many feeds that are at the end. Who joins must not have more than PATTERNS_MAX topics beside
+    it."""
 
     def __init__(self, client: HistoryClient) -> None:
         self._poller = Poller(client)
@@ -145,7 +152,9 @@ class _Shared:
                         self._deliver(response)
                 except Exception as error:
                     # One of them may be refused: each learns that by itself, and is told.
-                    log.warning("the history refuses to feed all listeners at once; each is fed alone", error=repr(error))
+                    log.warning(
+                        "the history refuses to feed all listeners at once; each is fed alone", error=repr(error)
+                    )
                     self._scatter()
                     await self._poller.pause()
         finally:
@@ -157,7 +166,9 @@ class _Shared:
             mine, theirs = self._places.positions, feed.acceptor.positions
             if not self._feeds:
                 self._places = feed.acceptor.places.copy()
-            elif mine.keys() != theirs.keys():  # a log is new: whoever doesn't know of it, learns it by a poll of its own
+            elif (
+                mine.keys() != theirs.keys()
+            ):  # a log is new: whoever doesn't know of it, learns it by a poll of its own
                 self._scatter()
                 feed.fall_out()
                 continue
@@ -211,7 +222,11 @@ class _Shared:
         if found is None:
             if len(self._wanting) >= SOURCES_MAX:
                 self._wanting.clear()
-            found = [feed for feed in self._feeds if (uris.matches(feed.topic, source) if feed.is_wildcard else feed.key == key)]
+            found = [
+                feed
+                for feed in self._feeds
+                if (uris.matches(feed.topic, source) if feed.is_wildcard else feed.key == key)
+            ]
             self._wanting[key] = found
         return found
 
@@ -257,14 +272,17 @@ class HistoryFeed:
     async def subscribe_since(self, topic: UUri, since: Since, listener: UListener) -> None:
         """Feed `listener`; doing it again changes nothing.
 
-        Raises UStatusError: INVALID_ARGUMENT for a `since` that is none, RESOURCE_EXHAUSTED at FEEDS_MAX, or what the history says.
+        Raises UStatusError: INVALID_ARGUMENT for a `since` that is none, RESOURCE_EXHAUSTED at FEEDS_MAX, or what the
+        history says.
         """
         topic = uris.with_authority(topic, self._client.authority)
         key = (uris.key(topic), id(listener))
         if key in self._feeds:
             return
         if len(self._feeds) >= FEEDS_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{FEEDS_MAX} topics are fed from the history, which is the limit")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{FEEDS_MAX} topics are fed from the history, which is the limit"
+            )
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # nobody was quicker
             feed = self._feeds[key] = asyncio.create_task(
@@ -307,7 +325,11 @@ class HistoryFeed:
                 finally:
                     shared.leave(feed)
         except UStatusError as error:
-            log.error("the history refuses to go on: this listener hears no more", topic=uris.format(feed.topic), error=str(error))
+            log.error(
+                "the history refuses to go on: this listener hears no more",
+                topic=uris.format(feed.topic),
+                error=str(error),
+            )
 
     async def _catch_up(self, feed: _Feed) -> None:
         """Until the listener has all there was a moment ago. Raises UStatusError if the history refuses."""
@@ -320,12 +342,16 @@ class HistoryFeed:
             polled = time()
             accepted = acceptor.accept(response)
             for gap in accepted.gaps:
-                log.warning("a feed has a gap", topic=uris.format(feed.topic), after=gap.after_seq, before=gap.before_seq)
+                log.warning(
+                    "a feed has a gap", topic=uris.format(feed.topic), after=gap.after_seq, before=gap.before_seq
+                )
                 if self._on_gap is not None:
                     self._on_gap(feed.topic, gap)
             if accepted.records:
                 await _hand_over(feed.listener, accepted.records)
-            at_end = not response.more and all(acceptor.positions.get(place.incarnation, 0) >= place.seq for place in response.next)
+            at_end = not response.more and all(
+                acceptor.positions.get(place.incarnation, 0) >= place.seq for place in response.next
+            )
             if at_end and (time() - polled) * 1000 <= JOIN_HANDOVER_MS:
                 return
 

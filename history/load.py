@@ -30,9 +30,11 @@ from uprotocol.v1.uri_pb2 import UUri
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
-NEXT_STREAM: Final = "next_stream"  # in meta: the number that the next stream gets, also where those before it are forgotten
+# in meta: the number that the next stream gets, also where those before it are forgotten
+NEXT_STREAM: Final = "next_stream"
 STREAMS: Final = "streams"  # in meta: how many rows there are
-FORGOTTEN_PREFIX: Final = "forgotten:"  # in meta, with a source authority: up to where records of its forgotten streams went ...
+# in meta, with a source authority: up to where records of its forgotten streams went ...
+FORGOTTEN_PREFIX: Final = "forgotten:"
 OTHERS: Final = "*"  # ... or of all those that are not named
 NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
 _AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
@@ -48,7 +50,16 @@ class Stream:
     The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
     """
 
-    __slots__ = ("first_seq", "id", "newest_id", "newest_seq", "newest_time_ms", "records", "sink_bytes", "source_bytes")
+    __slots__ = (
+        "first_seq",
+        "id",
+        "newest_id",
+        "newest_seq",
+        "newest_time_ms",
+        "records",
+        "sink_bytes",
+        "source_bytes",
+    )
 
     def __init__(self, id: int, source: bytes, sink: bytes | None) -> None:
         self.id, self.source_bytes, self.sink_bytes = id, source, sink
@@ -99,7 +110,10 @@ def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
 
 def _plain(uri: UUri) -> bytes:
     return UUri(
-        authority_name=uri.authority_name, ue_id=uri.ue_id, ue_version_major=uri.ue_version_major, resource_id=uri.resource_id
+        authority_name=uri.authority_name,
+        ue_id=uri.ue_id,
+        ue_version_major=uri.ue_version_major,
+        resource_id=uri.resource_id,
     ).SerializeToString()
 
 
@@ -115,7 +129,8 @@ class Cursor:
     """A place up to which somebody has confirmed."""
 
     seq: int
-    lease_until_ms: int | None = None  # until then what comes after `seq` is kept beyond the retention by age; then the cursor is gone
+    # until then what comes after `seq` is kept beyond the retention by age; then the cursor is gone
+    lease_until_ms: int | None = None
     holds: bool = False  # kept beyond the retention by age as long as the cursor is there
     absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
 
@@ -140,7 +155,8 @@ class Loaded:
     extent: Extent = field(default_factory=Extent)
     streams: dict[int, Stream] = field(default_factory=dict)  # in the order of their numbers
     next_stream: int = 1
-    forgotten: dict[str, int] = field(default_factory=dict)  # by source authority: up to where its forgotten streams had records
+    # by source authority: up to where its forgotten streams had records
+    forgotten: dict[str, int] = field(default_factory=dict)
     cursors: dict[str, Cursor] = field(default_factory=dict)
     cursors_lost: bool = False  # of a cursor not even the name is sure
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
@@ -156,19 +172,31 @@ class Loaded:
         return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
 
-def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, tuple[int, int, int, bytes, int]]:
+def growth_of(
+    first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int
+) -> dict[int, tuple[int, int, int, bytes, int]]:
     """For each stream of a chunk: its first and newest seq there, how many records, the newest one's id and time."""
     newest = dict(zip(streams, range(len(streams)), strict=True))
     first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
     counts = Counter(streams)
     return {
-        id: (first_seq + first[id], first_seq + place, counts[id], ids[place * ID_BYTES : (place + 1) * ID_BYTES], time_ms)
+        id: (
+            first_seq + first[id],
+            first_seq + place,
+            counts[id],
+            ids[place * ID_BYTES : (place + 1) * ID_BYTES],
+            time_ms,
+        )
         for id, place in newest.items()
     }
 
 
 def load(
-    db: sqlite3.Connection, marked: Marked | None, mark_trouble: str, now_ms: int, random_bytes: Callable[[int], bytes] = os.urandom
+    db: sqlite3.Connection,
+    marked: Marked | None,
+    mark_trouble: str,
+    now_ms: int,
+    random_bytes: Callable[[int], bytes] = os.urandom,
 ) -> Loaded:
     """`mark_trouble` says why the mark can't be used, if it can't. Raises sqlite3.Error."""
     return _Loading(db, marked, mark_trouble, now_ms, random_bytes).run()
@@ -176,7 +204,12 @@ def load(
 
 class _Loading:
     def __init__(
-        self, db: sqlite3.Connection, marked: Marked | None, mark_trouble: str, now_ms: int, random_bytes: Callable[[int], bytes]
+        self,
+        db: sqlite3.Connection,
+        marked: Marked | None,
+        mark_trouble: str,
+        now_ms: int,
+        random_bytes: Callable[[int], bytes],
     ) -> None:
         self._db, self._marked, self._mark_trouble, self._now_ms = db, marked, mark_trouble, now_ms
         self._random_bytes = random_bytes
@@ -187,7 +220,8 @@ class _Loading:
         self._rebuild = False
         self._is_count_sure = True  # nothing of the numbers of streams is damaged
         self._bad_streams: list[int] = []  # whose rows can't be read
-        self._missing_streams = self._named = 0  # rows that are not there at all, and those that were found anew in the records
+        # rows that are not there at all, and those that were found anew in the records
+        self._missing_streams = self._named = 0
         self._notes: list[Row] = []
         self._index: list[tuple[int, int]] | None = None  # made anew
 
@@ -214,8 +248,18 @@ class _Loading:
         self._write()
         return made
 
-    def _found(self, kind: str, after: int = 0, before: int = 0, detail: str = "", incarnation: bytes | None = None) -> None:
-        damage = Damage(self._now_ms, kind, after, before, self._made.incarnation if incarnation is None else incarnation, "", detail)
+    def _found(
+        self, kind: str, after: int = 0, before: int = 0, detail: str = "", incarnation: bytes | None = None
+    ) -> None:
+        damage = Damage(
+            self._now_ms,
+            kind,
+            after,
+            before,
+            self._made.incarnation if incarnation is None else incarnation,
+            "",
+            detail,
+        )
         row = self._made.ledger.add(damage)
         if row is None:
             return
@@ -272,7 +316,9 @@ class _Loading:
         made = self._made
         self._is_count_sure = is_sure
         made.next_stream = meta.get(NEXT_STREAM, 1)
-        forgotten = {key.removeprefix(FORGOTTEN_PREFIX): seq for key, seq in meta.items() if key.startswith(FORGOTTEN_PREFIX)}
+        forgotten = {
+            key.removeprefix(FORGOTTEN_PREFIX): seq for key, seq in meta.items() if key.startswith(FORGOTTEN_PREFIX)
+        }
         if not is_sure:  # the row that is damaged may be one of these
             forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
             self._writes.append((META, [(FORGOTTEN_PREFIX + OTHERS, forgotten[OTHERS])]))
@@ -296,7 +342,8 @@ class _Loading:
             self._made.next_stream += NUMBERS_LEAP
             self._writes.append((META, [(NEXT_STREAM, self._made.next_stream)]))
             meta.setdefault(STREAMS, len(self._places) + len(found.bad))
-        expected = meta.get(STREAMS, max(self._places, default=0))  # before streams could be forgotten, none was missing
+        # before streams could be forgotten, none was missing
+        expected = meta.get(STREAMS, max(self._places, default=0))
         if len(self._places) != expected or found.bad:
             self._rebuild = True
             self._missing_streams = max(0, expected - len(self._places) - len(found.bad))
@@ -307,7 +354,9 @@ class _Loading:
         self._mend(CURSOR, "name", found.mended)
         for name, seq, lease_until_ms, holds, absent_ms in found.rows:
             if seq > made.start_seq:
-                self._found(kinds.CURSOR, detail=f"{name} was beyond the newest record ({seq}), and begins again at the oldest")
+                self._found(
+                    kinds.CURSOR, detail=f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
+                )
                 seq = made.extent.floor_seq
                 self._writes.append((CURSOR, [(name, seq, lease_until_ms, holds, absent_ms)]))
             made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
@@ -335,7 +384,9 @@ class _Loading:
 
     def _delete(self, table: str, key: str, value: Any) -> None:
         if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
-            self._deletes.append((f"DELETE FROM {table} WHERE CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape")))
+            self._deletes.append(
+                (f"DELETE FROM {table} WHERE CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape"))
+            )
         else:
             self._deletes.append((f"DELETE FROM {table} WHERE {key} IS ?", value))
 
@@ -376,7 +427,10 @@ class _Loading:
             except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
                 if not self._may_be(columns):
                     self._delete("chunk", "first_seq", columns.first_seq)
-                    self._found(kinds.RECORDS, detail=f"records claimed to be {columns.first_seq} and following, which there never were")
+                    self._found(
+                        kinds.RECORDS,
+                        detail=f"records claimed to be {columns.first_seq} and following, which there never were",
+                    )
                     continue
                 previous = columns.first_seq - 1, str(error)
                 yield columns, None
@@ -386,9 +440,19 @@ class _Loading:
             self._found(kinds.RECORDS, previous[0], self._made.extent.newest_seq + 1, previous[1])
 
     def _may_be(self, columns: Columns) -> bool:
-        """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers would leap ahead."""
-        row: tuple[Any, ...] = (columns.first_seq, columns.records, columns.time_ms, columns.streams, columns.ids, columns.data)
-        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or columns.records != len(columns.ids) // ID_BYTES:
+        """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers
+        would leap ahead."""
+        row: tuple[Any, ...] = (
+            columns.first_seq,
+            columns.records,
+            columns.time_ms,
+            columns.streams,
+            columns.ids,
+            columns.data,
+        )
+        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or columns.records != len(
+            columns.ids
+        ) // ID_BYTES:
             return False
         marked = self._marked
         return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
@@ -438,10 +502,15 @@ class _Loading:
         for id in lost:
             self._found(kinds.STREAM, detail=f"stream {id} can't be read, and has no records any more")
         if self._missing_streams > self._named:
-            self._found(kinds.STREAM, detail=f"{self._missing_streams - self._named} streams are not there, and have no records any more")
+            self._found(
+                kinds.STREAM,
+                detail=f"{self._missing_streams - self._named} streams are not there, and have no records any more",
+            )
         self._places = dict(sorted(self._places.items()))
         likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # its number may be what is wrong
-        made.next_stream = max(made.next_stream, *(id + 1 for id in (*self._places, *likely)), 1) + self._missing_streams
+        made.next_stream = (
+            max(made.next_stream, *(id + 1 for id in (*self._places, *likely)), 1) + self._missing_streams
+        )
 
     def _name(self, chunk: Chunk) -> None:
         """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
@@ -458,7 +527,9 @@ class _Loading:
         made, marked = self._made, self._marked
         newest = made.extent.newest_seq
         if self._mark_trouble:
-            self._found(kinds.MARK, detail=f"{self._mark_trouble}: whether the newest records are all there can't be known")
+            self._found(
+                kinds.MARK, detail=f"{self._mark_trouble}: whether the newest records are all there can't be known"
+            )
         elif marked is None:
             if newest:
                 self._found(kinds.MARK, detail="it is gone: whether the newest records are all there can't be known")
@@ -466,9 +537,13 @@ class _Loading:
             if marked.seq and not made.ledger.knows(marked.incarnation):
                 self._found(kinds.MISSING, 0, marked.seq + 1, "another log was here", marked.incarnation)
         elif marked.seq > made.start_seq + V1_LEAP_MAX:
-            self._found(kinds.MARK, detail="it names records that can't have been: whether the newest are all there can't be known")
+            self._found(
+                kinds.MARK,
+                detail="it names records that can't have been: whether the newest are all there can't be known",
+            )
         elif marked.seq > made.start_seq:
-            made.cursors_lost = True  # what was set with those commits; an older place is sent again, but one that was new is not there
+            # what was set with those commits; an older place is sent again, but one that was new is not there
+            made.cursors_lost = True
             self._writes.append((META, [(CURSORS_LOST, 1)]))
             made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
             self._writes.append((HOLE, [(newest, marked.seq + 1)]))

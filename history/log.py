@@ -39,14 +39,17 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week finds its history again
-TAIL_BYTES_MAX: Final = 32 << 20  # seconds of the highest rate measured: pumps and pollers at the head never touch the disk
+# seconds of the highest rate measured: pumps and pollers at the head never touch the disk
+TAIL_BYTES_MAX: Final = 32 << 20
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
-APPEND_RECORDS_MAX: Final = 65_536  # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
+# queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
+APPEND_RECORDS_MAX: Final = 65_536
 SWEEP_S: Final = 10.0  # between looks for streams that can be forgotten, and ...
 SWEEP_AGAIN_S: Final = 0.1  # ... between steps of one
 ROOM_AGAIN_S: Final = 1.0  # until room is looked for again where there was none
 CURSOR_FLUSH_MS: Final = 200  # a cursor is on disk that soon; what is lost of it is only sent twice
-PROBE_MS: Final = 1_000  # a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
+# a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
+PROBE_MS: Final = 1_000
 READ_THREADS: Final = 2
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
@@ -69,13 +72,15 @@ log = structlog.get_logger()
 class Log:
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
-    Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for every reader).
-    `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another.
-    `dropped` counts by reason what could not be kept or read. `cursors_lost`: a cursor was damaged, and not even its name is sure; whoever
-    misses his begins at `floor_seq`.
+    Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for
+    every reader). `incarnation` is 16 random bytes that name this log: a log that was lost and made anew has another.
+    `dropped` counts by reason what could not be kept or read. `cursors_lost`: a cursor was damaged, and not even its
+    name is sure; whoever misses his begins at `floor_seq`.
     """
 
-    def __init__(self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, incarnation: bytes, retention_ms: int, retention_bytes: int, now_ms: Callable[[], int]
+    ) -> None:
         """Use `open`."""
         self.name, self.incarnation = name, incarnation
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
@@ -124,19 +129,23 @@ class Log:
         now_ms: Callable[[], int] | None = None,
         runtime: Runtime = REAL,
     ) -> Log:
-        """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has `retention_bytes` of memory.
+        """The log in the SQLite file `path` (made if there is none); for None a volatile one, whose ring has
+        `retention_bytes` of memory.
 
-        It knows at most `streams_max` streams, `authority_streams_max` of one source authority (None: no limit of its own), and forgets
-        those that have had no record for `forget_after_s` (None: streams.FORGET_AFTER_S).
+        It knows at most `streams_max` streams, `authority_streams_max` of one source authority (None: no limit of its
+        own), and forgets those that have had no record for `forget_after_s` (None: streams.FORGET_AFTER_S).
 
-        Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a newer program or no log,
-        RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again), UNAVAILABLE on I/O errors. A damaged file is moved
-        aside, never deleted, and a new incarnation starts; `damage` remembers it.
+        Raises UStatusError: ALREADY_EXISTS if another process has it open, FAILED_PRECONDITION if the file is of a
+        newer program or no log, RESOURCE_EXHAUSTED if the disk is full (nothing is changed then: try again),
+        UNAVAILABLE on I/O errors. A damaged file is moved aside, never deleted, and a new incarnation starts; `damage`
+        remembers it.
         """
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
         assert streams_max > 0, "a log knows something"
         now_ms = now_ms or runtime.now_ms
-        known = Streams(streams_max, streams_max if authority_streams_max is None else authority_streams_max, forget_after_s)
+        known = Streams(
+            streams_max, streams_max if authority_streams_max is None else authority_streams_max, forget_after_s
+        )
         if path is None:
             made = cls(name, runtime.random_bytes(16), retention_ms, retention_bytes, now_ms)
             made._know(known)
@@ -148,7 +157,9 @@ class Log:
         try:
             store = await loop.run_in_executor(executor, Store.open, Path(path), runtime, now_ms, retention_bytes)
             loaded = store.loaded
-            await loop.run_in_executor(executor, known.load, loaded.streams, loaded.next_stream, loaded.forgotten, loop.time())
+            await loop.run_in_executor(
+                executor, known.load, loaded.streams, loaded.next_stream, loaded.forgotten, loop.time()
+            )
         except BaseException:
             executor.shutdown(wait=False)
             raise
@@ -173,7 +184,9 @@ class Log:
             self._count(damage)
         self._tail = Tail(store.extent.newest_seq, tail_bytes)
         self._executor, self._reader = executor, Reader(store.path, store.runtime.disk)
-        retention = Retention(self.retention_ms, self.retention_bytes, self._cursors.keep_after, self._cursors.owed_after)
+        retention = Retention(
+            self.retention_ms, self.retention_bytes, self._cursors.keep_after, self._cursors.owed_after
+        )
         self._writer = Writer(store, retention, self._on_written, self._now_ms, self.name)
 
     async def close(self) -> None:
@@ -247,10 +260,12 @@ class Log:
     # -- streams
 
     def stream_id(self, source: UUri, sink: UUri | None = None, *, wanted: bool = False) -> int:
-        """The number of this pair, given out on first use. It may be forgotten when no record of it is kept; `append` bears that.
+        """The number of this pair, given out on first use. It may be forgotten when no record of it is kept; `append`
+        bears that.
 
-        Raises TopicsFullError (RESOURCE_EXHAUSTED): beyond `authority_streams_max` of the source's authority, or where only the reserve is
-        left of `streams_max`. `wanted`, by somebody who has named just this one, has room in both, as long as there is any at all.
+        Raises TopicsFullError (RESOURCE_EXHAUSTED): beyond `authority_streams_max` of the source's authority, or where
+        only the reserve is left of `streams_max`. `wanted`, by somebody who has named just this one, has room in both,
+        as long as there is any at all.
         """
         stream = self._known.find(source, sink)
         return stream.id if stream is not None else self._new_stream(source, sink, wanted)
@@ -297,7 +312,8 @@ class Log:
     # -- forgetting streams
 
     def on_forgotten(self, callback: Callable[[frozenset[int]], None]) -> None:
-        """`callback(ids)` on the loop, in the step in which these streams are forgotten. Their numbers are never used again."""
+        """`callback(ids)` on the loop, in the step in which these streams are forgotten. Their numbers are never used
+        again."""
         self._forgotten_callbacks.append(callback)
 
     def keep_streams(self, callback: Callable[[], Iterable[int]]) -> None:
@@ -305,8 +321,8 @@ class Log:
         self._using.append(callback)
 
     def forgotten_seq(self, authorities: Set[str] | None) -> int:
-        """Up to here there may have been records of these source authorities (None: of any) in streams that are forgotten. Who has not
-        read so far may have missed some of any topic there."""
+        """Up to here there may have been records of these source authorities (None: of any) in streams that are
+        forgotten. Who has not read so far may have missed some of any topic there."""
         return self._known.forgotten_seq(authorities)
 
     def _sweep(self) -> None:
@@ -314,10 +330,13 @@ class Log:
             return
         more = self._known.look(self.floor_seq, self._loop.time())
         more = bool(self._forget()) or more
-        self._sweeping = self._loop.call_later(SWEEP_AGAIN_S if more else min(SWEEP_S, self._known.forget_after_s), self._sweep)
+        self._sweeping = self._loop.call_later(
+            SWEEP_AGAIN_S if more else min(SWEEP_S, self._known.forget_after_s), self._sweep
+        )
 
     def _forget(self, *, at_once: bool = False) -> int:
-        """Streams that have had no record for a while; `at_once`: some of those that have none now. How many that were."""
+        """Streams that have had no record for a while; `at_once`: some of those that have none now. How many that
+        were."""
         if self._closed or not self.healthy:  # what can't be written would only gather
             return 0
         known, now = self._known, self._loop.time()
@@ -325,7 +344,9 @@ class Log:
         candidates = known.candidates(self.floor_seq, now, at_once=at_once)
         if not candidates:
             return 0
-        used: set[int] = set().union(*(append.streams for append in self._appending), *(callback() for callback in self._using))
+        used: set[int] = set().union(
+            *(append.streams for append in self._appending), *(callback() for callback in self._using)
+        )
         known.keep_on((stream for stream in candidates if stream.id in used), now)
         doomed = [stream for stream in candidates if stream.id not in used]
         ids = frozenset(stream.id for stream in doomed)
@@ -340,14 +361,17 @@ class Log:
         return len(ids)
 
     def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
-        """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from and goes to."""
+        """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from
+        and goes to."""
         if not set(streams).difference(self._known.table):
             return streams
         found: dict[int, int] = {}
         for id, message in zip(streams, messages, strict=True):
             if id not in self._known.table and id not in found:
                 attributes = message.attributes
-                found[id] = self.stream_id(attributes.source, attributes.sink if attributes.HasField("sink") else None, wanted=True)
+                found[id] = self.stream_id(
+                    attributes.source, attributes.sink if attributes.HasField("sink") else None, wanted=True
+                )
         return [found.get(id, id) for id in streams]
 
     # -- append
@@ -355,8 +379,9 @@ class Log:
     def append(self, streams: list[int], messages: Sequence[Carried]) -> asyncio.Future[int]:
         """Resolves with the first seq when all of them are committed; the others follow it without gap.
 
-        `streams` has the `stream_id` of each message. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED (disk full, or more
-        than APPEND_RECORDS_MAX waiting), UNAVAILABLE (I/O error, closed). The messages must not change afterwards.
+        `streams` has the `stream_id` of each message. Fails with UStatusError, and nothing stored: RESOURCE_EXHAUSTED
+        (disk full, or more than APPEND_RECORDS_MAX waiting), UNAVAILABLE (I/O error, closed). The messages must not
+        change afterwards.
         """
         assert len(streams) == len(messages) > 0, "a batch has messages, and each its stream"
         done: asyncio.Future[int] = self._loop.create_future()
@@ -373,7 +398,10 @@ class Log:
         elif self._queued and self._queued + len(messages) > APPEND_RECORDS_MAX:
             self.dropped["append_queue_full"] += len(messages)
             done.set_exception(
-                UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._queued} messages wait for the log {self.name} already: send slower")
+                UStatusError(
+                    UCode.RESOURCE_EXHAUSTED,
+                    f"{self._queued} messages wait for the log {self.name} already: send slower",
+                )
             )
         else:
             self._queued += len(messages)
@@ -388,7 +416,10 @@ class Log:
         first_seq = self._extent.newest_seq + 1
         gone: list[Chunk] = []
         for begin in range(0, len(messages), CHUNK_RECORDS_MAX):
-            part, part_messages = streams[begin : begin + CHUNK_RECORDS_MAX], messages[begin : begin + CHUNK_RECORDS_MAX]
+            part, part_messages = (
+                streams[begin : begin + CHUNK_RECORDS_MAX],
+                messages[begin : begin + CHUNK_RECORDS_MAX],
+            )
             seqs, prev_seqs = self._numbering.number(part)
             self._numbering.begin()
             newest = dict(zip(part, range(len(part)), strict=True))
@@ -396,7 +427,11 @@ class Log:
                 place = newest[id]
                 stream = self._known.table[id]
                 stream.grow(
-                    seqs[part.index(id)] if not stream.records else 0, seqs[place], count, message_id(part_messages[place]), time_ms
+                    seqs[part.index(id)] if not stream.records else 0,
+                    seqs[place],
+                    count,
+                    message_id(part_messages[place]),
+                    time_ms,
                 )
             size = 2 * sum(message.ByteSize() for message in part_messages)
             gone += self._push(Chunk(seqs, time_ms, part, prev_seqs, None, part_messages), size)
@@ -412,7 +447,12 @@ class Log:
         cutoff, keep_after = self._now_ms() - self.retention_ms, self._cursors.keep_after()
         self._allowance.refill()
         gone: list[Chunk] = []
-        while len(self._tail) > 1 and (oldest := self._tail.oldest) and oldest.time_ms < cutoff and oldest.last_seq <= keep_after:
+        while (
+            len(self._tail) > 1
+            and (oldest := self._tail.oldest)
+            and oldest.time_ms < cutoff
+            and oldest.last_seq <= keep_after
+        ):
             gone.append(self._tail.pop())
         self._fallen_out(gone)
 
@@ -485,17 +525,19 @@ class Log:
     # -- what was lost
 
     def on_passed(self, callback: Callable[[Passed], None]) -> None:
-        """`callback(passed)` on the loop, in the step in which `floor_seq` rises, if a cursor with `holds`, or of an endpoint, had not
-        passed what retention has deleted. It must not append to this log."""
+        """`callback(passed)` on the loop, in the step in which `floor_seq` rises, if a cursor with `holds`, or of an
+        endpoint, had not passed what retention has deleted. It must not append to this log."""
         self._passed_callbacks.append(callback)
 
     def on_damage(self, callback: Callable[[Damage], None]) -> None:
-        """`callback(damage)` on the loop when damage is found that was not known; what `open` found is in `damage` already."""
+        """`callback(damage)` on the loop when damage is found that was not known; what `open` found is in `damage`
+        already."""
         self._damage_callbacks.append(callback)
 
     @property
     def damage(self) -> list[Damage]:
-        """What is known to be lost or damaged, and was not acknowledged by a person; kept over restarts, also where a new file started."""
+        """What is known to be lost or damaged, and was not acknowledged by a person; kept over restarts, also where a
+        new file started."""
         return self._ledger.open
 
     def acknowledge_damage(self) -> None:
@@ -510,7 +552,8 @@ class Log:
         return self._ledger.knows(incarnation)
 
     def note_loss(self, kind: str, detail: str) -> None:
-        """Something that is not of this log was lost (history.damage.OTHERS): kept with its damage, until a person has acknowledged it."""
+        """Something that is not of this log was lost (history.damage.OTHERS): kept with its damage, until a person has
+        acknowledged it."""
         assert kind in kinds.OTHERS, "the log finds its own damage by itself"
         self._note(Damage(self._now_ms(), kind, 0, 0, self.incarnation, "", detail))
 
@@ -528,7 +571,17 @@ class Log:
     def _distrust_index(self) -> None:
         assert self._writer is not None
         self._writer.distrust_index()
-        self._note(Damage(self._now_ms(), kinds.INDEX, 0, 0, self.incarnation, "", "the index of streams is made anew at the next start"))
+        self._note(
+            Damage(
+                self._now_ms(),
+                kinds.INDEX,
+                0,
+                0,
+                self.incarnation,
+                "",
+                "the index of streams is made anew at the next start",
+            )
+        )
 
     def _count(self, damage: Damage) -> None:
         self.dropped[_REASONS.get(damage.kind, "damaged_rows")] += 1
@@ -567,9 +620,11 @@ class Log:
         streams: Set[int] | None = None,
         until: int | None = None,
     ) -> list[Chunk]:
-        """The next records after `after` up to and with `until`, of `streams` only if given (chunks then have holes); empty if none.
+        """The next records after `after` up to and with `until`, of `streams` only if given (chunks then have holes);
+        empty if none.
 
-        At least one record comes even if it exceeds `max_bytes` (of messages). Damaged records are skipped: use `scan` to learn of them.
+        At least one record comes even if it exceeds `max_bytes` (of messages). Damaged records are skipped: use `scan`
+        to learn of them.
         """
         end = self.newest_seq if until is None else min(until, self.newest_seq)
         while after < end:
@@ -589,7 +644,8 @@ class Log:
         until: int | None = None,
         strict: bool = False,
     ) -> Scan:
-        """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what is damaged.
+        """One bounded step of `read`, which also says how far it came (beyond `after`, unless that is the end) and what
+        is damaged.
 
         `strict`: not even the first record may exceed `max_bytes`.
         """
@@ -607,10 +663,14 @@ class Log:
                 self._distrust_index()
             for low, high, why in found.damaged:
                 self._note(Damage(self._now_ms(), kinds.RECORDS, low, high, self.incarnation, "", why))
-        found.gaps.extend((max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1)
+        found.gaps.extend(
+            (max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1
+        )
         return found
 
-    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int, strict: bool) -> Scan:
+    def _scan_tail(
+        self, after: int, until: int, streams: Set[int] | None, records_max: int, bytes_max: int, strict: bool
+    ) -> Scan:
         found = Scan(after, records_max, bytes_max, strict)
         found.floor_seq = self.floor_seq  # also of what is still in memory: retention means the same to every reader
         chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
@@ -650,18 +710,25 @@ class Log:
         if self._reader is not None:
             first = await self._in_executor(self._reader.first_after_time, time_ms)
         else:
-            first = next((chunk.first_seq for chunk in self._tail.read(self._tail.after) if chunk.time_ms > time_ms), None)
+            first = next(
+                (chunk.first_seq for chunk in self._tail.read(self._tail.after) if chunk.time_ms > time_ms), None
+            )
         return self.newest_seq if first is None else min(first - 1, self.newest_seq)
 
     async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        """Stream and id (16 bytes) of the newest `count` records, oldest first: what a duplicate window needs after a restart.
+        """Stream and id (16 bytes) of the newest `count` records, oldest first: what a duplicate window needs after a
+        restart.
 
         The id counts together with the source: another's message may have the same one.
         """
         if self._reader is not None:
             return await self._in_executor(self._reader.recent_ids, count)
         chunks = self._tail.read(self._tail.after)
-        ids = [(id, message_id(message)) for chunk in chunks for id, message in zip(chunk.streams, chunk.messages, strict=True)]
+        ids = [
+            (id, message_id(message))
+            for chunk in chunks
+            for id, message in zip(chunk.streams, chunk.messages, strict=True)
+        ]
         return ids[-count:]
 
     # -- cursors
@@ -686,12 +753,14 @@ class Log:
         """All that is known of each cursor."""
         return dict(self._cursors.rows)
 
-    def set_cursor(self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0) -> None:
+    def set_cursor(
+        self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
+    ) -> None:
         """On disk with the next transaction, or within CURSOR_FLUSH_MS.
 
-        What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms` until the lease
-        ends, and then the cursor is gone; with `holds` until it is dropped. `absent_ms` is kept for the caller.
-        Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
+        What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`
+        until the lease ends, and then the cursor is gone; with `holds` until it is dropped. `absent_ms` is kept for the
+        caller. Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
         """
         self._cursors.set(name, seq, lease_ms, holds, absent_ms)
 

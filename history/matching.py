@@ -1,4 +1,5 @@
-"""Which streams of a log a set of topic patterns means to one who may not see all. Cached, and grown step by step as streams come.
+"""Which streams of a log a set of topic patterns means to one who may not see all. Cached, and grown step by step as
+streams come.
 
 patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time, the loop is not held up --> ids
 """
@@ -27,7 +28,8 @@ Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
 
 
 class Sight(Protocol):
-    """What one caller may see of a log. Callers of the same `key` see the same; it changes with whatever changes that."""
+    """What one caller may see of a log. Callers of the same `key` see the same; it changes with whatever changes
+    that."""
 
     @property
     def key(self) -> Hashable: ...
@@ -74,7 +76,9 @@ def is_publish(stream: Stream) -> bool:
     """Publishes only: no sink, or the one that a streamer sets (an authority, all else wildcard)."""
     sink = stream.sink
     return sink is None or (
-        sink.ue_id == uris.WILDCARD_ENTITY and sink.ue_version_major == uris.WILDCARD_VERSION and sink.resource_id == uris.WILDCARD_RESOURCE
+        sink.ue_id == uris.WILDCARD_ENTITY
+        and sink.ue_version_major == uris.WILDCARD_VERSION
+        and sink.resource_id == uris.WILDCARD_RESOURCE
     )
 
 
@@ -89,7 +93,8 @@ class Match:
         self._exact = {uris.key(pattern) for pattern in patterns if not uris.has_wildcard(pattern)}
         self._wildcards = [pattern for pattern in patterns if uris.has_wildcard(pattern)] if patterns else [uris.ANY]
         authorities = {pattern.authority_name for pattern in patterns}
-        self._authorities = authorities if authorities and not any(map(uris.is_pattern, authorities)) else None  # None: any
+        # None: any
+        self._authorities = authorities if authorities and not any(map(uris.is_pattern, authorities)) else None
         self._seen = 0  # the highest number that was looked at
         self.ids: set[int] = set()
         self.withheld = 0
@@ -127,23 +132,31 @@ class Patterns(NamedTuple):
     uris: tuple[UUri, ...]
 
     def all_hidden_from(self, sight: Sight) -> bool:
-        """True if topics are named, each by itself, and none may be seen. That depends on no log: who is refused learns nothing of it."""
+        """True if topics are named, each by itself, and none may be seen. That depends on no log: who is refused learns
+        nothing of it."""
         return bool(self.uris) and not any(uris.has_wildcard(topic) or sight.sees(topic, None) for topic in self.uris)
 
 
 def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
-    """Without doubles; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or RESOURCE_EXHAUSTED."""
+    """Without doubles; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or
+    RESOURCE_EXHAUSTED."""
     if len(topics) > PATTERNS_MAX:
-        raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards")
+        raise UStatusError(
+            UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards"
+        )
     patterns: dict[tuple[str, int, int, int], UUri] = {}
     for topic in topics:
         pattern = uris.with_authority(topic, caller)
         uris.validate(pattern)
         if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
-            raise invalid(f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF")
+            raise invalid(
+                f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF"
+            )
         patterns[uris.key(pattern)] = pattern
     if sum(map(uris.has_wildcard, patterns.values())) > WILDCARD_PATTERNS_MAX:
-        raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards")
+        raise UStatusError(
+            UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
+        )
     return Patterns(tuple(sorted(patterns)), tuple(patterns.values()))
 
 
@@ -152,7 +165,8 @@ class Matches:
 
     def __init__(self, logs: Iterable[Log]) -> None:
         self._logs = list(logs)
-        self._cached: dict[Key, tuple[str, dict[Log, Match]]] = {}  # with the authority that asked first; what was used last is last
+        # with the authority that asked first; what was used last is last
+        self._cached: dict[Key, tuple[str, dict[Log, Match]]] = {}
         self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # those that a poll still holds, too
         for log in self._logs:
             self._in_use[log] = weakref.WeakSet()

@@ -32,7 +32,8 @@ from storage.runtime import Runtime
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-CHECK_BYTES_MAX: Final = 256 << 20  # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
+# a file up to this size is checked whole on open (a second per GB); a greater one where it is read
+CHECK_BYTES_MAX: Final = 256 << 20
 
 HEADER_BYTES: Final = 100  # of an SQLite file
 
@@ -58,8 +59,8 @@ class Opening:
     _version: int = 0  # of the file that is there; 0: not known
 
     def run(self) -> None:
-        """Raises UStatusError: ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log), RESOURCE_EXHAUSTED (the disk is full),
-        UNAVAILABLE (I/O); then nothing was changed. Only a file that is damaged is moved aside."""
+        """Raises UStatusError: ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log), RESOURCE_EXHAUSTED (the
+        disk is full), UNAVAILABLE (I/O); then nothing was changed. Only a file that is damaged is moved aside."""
         self._take_lock()
         try:
             self._adopt_salvaged()
@@ -94,7 +95,8 @@ class Opening:
     def _cant_open(self, error: Exception) -> UStatusError:
         if is_full(error, self.path):
             return UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"the log {self.path} can't be opened, because its disk is full ({error}); nothing was changed"
+                UCode.RESOURCE_EXHAUSTED,
+                f"the log {self.path} can't be opened, because its disk is full ({error}); nothing was changed",
             )
         return UStatusError(UCode.UNAVAILABLE, f"the log {self.path} can't be opened: {error}")
 
@@ -104,7 +106,8 @@ class Opening:
             self.lock = self.runtime.disk.lock(Path(f"{self.path}.lock"))  # held as long as the log is open
         except InUseError as owner:
             raise UStatusError(
-                UCode.ALREADY_EXISTS, f"the log {self.path} is in use by process {owner}: stop that one, or configure another path"
+                UCode.ALREADY_EXISTS,
+                f"the log {self.path} is in use by process {owner}: stop that one, or configure another path",
             ) from None
         except OSError as error:
             raise self._cant_open(error) from error
@@ -125,7 +128,8 @@ class Opening:
         self.loaded = load(db, marked, mark_trouble, self.now_ms(), self.runtime.random_bytes)
         if is_new or damage:
             self.loaded.found = self.loaded.ledger.open
-        with contextlib.suppress(OSError, sqlite3.Error):  # it is for the day of damage; a full disk must not keep us from reading
+        # it is for the day of damage; a full disk must not keep us from reading
+        with contextlib.suppress(OSError, sqlite3.Error):
             if empty_wal(db):
                 keep_head(self.path)
         self.mark = self.runtime.disk.mark(Path(f"{self.path}.mark"))
@@ -143,8 +147,8 @@ class Opening:
             return None, f"the mark can't be used ({error})"
 
     def _is_new(self) -> bool:
-        """Is there nothing in it yet? Changes nothing, not even a write-ahead log beside it. Raises FAILED_PRECONDITION if it is not ours,
-        or of a newer program."""
+        """Is there nothing in it yet? Changes nothing, not even a write-ahead log beside it. Raises FAILED_PRECONDITION
+        if it is not ours, or of a newer program."""
         path = self.path
         if path.is_dir():
             raise UStatusError(UCode.FAILED_PRECONDITION, f"the log {path} can't be opened: it is a folder, not a file")
@@ -158,7 +162,9 @@ class Opening:
             return True
         self._version = version
         if application != APPLICATION_ID and not {"chunk", "chunk_stream", "meta"} <= tables:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log: configure another path")
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log: configure another path"
+            )
         if version > SCHEMA_VERSION:
             raise UStatusError(
                 UCode.FAILED_PRECONDITION,
@@ -168,12 +174,14 @@ class Opening:
         return False
 
     def _predecessor(self, marked: marks.Marked | None) -> list[Damage]:
-        """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved aside, and then came
-        no further."""
+        """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved
+        aside, and then came no further."""
         wal = Path(f"{self.path}-wal")
         if wal.exists() and wal.stat().st_size:
             move_aside(self.path)  # SQLite would delete it
-        aside = [path for path in self.path.parent.glob(f"{self.path.name}.damaged-*") if not path.name.endswith("-shm")]
+        aside = [
+            path for path in self.path.parent.glob(f"{self.path.name}.damaged-*") if not path.name.endswith("-shm")
+        ]
         moved_to = str(max(aside)).removesuffix("-wal") if aside else ""
         if marked is not None and marked.seq:
             detail = "there was a log here, and its file is gone"
@@ -186,7 +194,13 @@ class Opening:
         db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         db.execute("PRAGMA auto_vacuum = INCREMENTAL")
         settle(db, self.bytes_max)
-        meta = {"incarnation": self.runtime.random_bytes(16), "indexed_seq": 0, "newest_seq": 0, "floor_seq": 0, "stored_bytes": 0}
+        meta = {
+            "incarnation": self.runtime.random_bytes(16),
+            "indexed_seq": 0,
+            "newest_seq": 0,
+            "floor_seq": 0,
+            "stored_bytes": 0,
+        }
         ledger = Ledger()
         for one in damage:
             ledger.add(one)
@@ -232,18 +246,22 @@ class Opening:
             whole.rename(self.path)
 
     def _begin_again(self, reason: Exception) -> list[Damage]:
-        """Save what can be read, and move the damaged file aside; what the next log has to remember. Raises OSError and sqlite3.Error where
-        the disk has no room for both: then the damaged file stays where it is, for the next try."""
+        """Save what can be read, and move the damaged file aside; what the next log has to remember. Raises OSError and
+        sqlite3.Error where the disk has no room for both: then the damaged file stays where it is, for the next try."""
         self._end_connection()
         marked, _ = self._read_mark()
         aside = Path(f"{self.path}.damaged-{time.time_ns()}")
         incarnation = marked.incarnation if marked is not None else b""
-        told = Damage(self.now_ms(), kinds.FILE, 0, 0, incarnation, str(aside), f"{reason}; what could be read was saved")
+        told = Damage(
+            self.now_ms(), kinds.FILE, 0, 0, incarnation, str(aside), f"{reason}; what could be read was saved"
+        )
         disk, random_bytes = self.runtime.disk, self.runtime.random_bytes
         whole = salvage(self.path, marked, disk, random_bytes, told)
         move_aside(self.path, aside)
         suspect_path(self.path).unlink(missing_ok=True)
-        log.error("the log is damaged, and was moved aside", moved_to=str(aside), saved=whole is not None, reason=str(reason))
+        log.error(
+            "the log is damaged, and was moved aside", moved_to=str(aside), saved=whole is not None, reason=str(reason)
+        )
         if whole is not None:
             whole.rename(self.path)
             return [told]

@@ -1,4 +1,5 @@
-"""What retention takes although an endpoint was still owed it: handed over one by one while that is little, beyond that as a range.
+"""What retention takes although an endpoint was still owed it: handed over one by one while that is little, beyond that
+as a range.
 
 doomed chunks -> Allowance.take -> Passed(after, before, the first of them) -> Log.on_passed
 """

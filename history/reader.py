@@ -20,7 +20,8 @@ from history.rows import CHUNK_COLUMNS, any_text
 from storage.disk import REAL_DISK, Disk
 from storage.faults import is_damage
 
-SCAN_CHUNKS_MAX: Final = 256  # looked at in one step, so that a step takes milliseconds and the next reader has its turn
+# looked at in one step, so that a step takes milliseconds and the next reader has its turn
+SCAN_CHUNKS_MAX: Final = 256
 INDEX_ROWS_MAX: Final = 1_024  # looked up in one step, shared by the streams that are wanted
 SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds memory as well
 KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
@@ -75,15 +76,20 @@ class Reader:
                 return
         db.close()
 
-    def scan(self, after: int, until: int, wanted: Mapping[int, int] | None, limits: Limits, holes: Sequence[tuple[int, int]]) -> Scan:
-        """The records in (after, until] of the streams `wanted` (each with its newest seq; None: all), as far as one step goes.
+    def scan(
+        self, after: int, until: int, wanted: Mapping[int, int] | None, limits: Limits, holes: Sequence[tuple[int, int]]
+    ) -> Scan:
+        """The records in (after, until] of the streams `wanted` (each with its newest seq; None: all), as far as one
+        step goes.
 
         `holes` are known to be empty; any other seq that isn't there is damage.
         """
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
-            found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None)
+            found = self._step(
+                db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None
+            )
             if wanted is not None and (found.is_index_wrong or not _is_whole(found, wanted, holes)):
                 found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=False)
                 found.is_index_wrong = True
@@ -133,7 +139,9 @@ class Reader:
             self._known_bad.add(after + 1)
             found.damaged.append((after, before, "they aren't there"))
 
-    def _row(self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan, *, is_quick: bool) -> Chunk | None:
+    def _row(
+        self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan, *, is_quick: bool
+    ) -> Chunk | None:
         """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
         try:
             row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
@@ -147,7 +155,9 @@ class Reader:
             if not is_damage(error):
                 raise
             reason = error
-        following = db.execute("SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)).fetchone()[0]
+        following = db.execute(
+            "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)
+        ).fetchone()[0]
         before = min(following or until + 1, until + 1)
         found.gaps.append((after, before))
         found.covered = max(found.covered, before - 1)
@@ -155,14 +165,20 @@ class Reader:
             self._known_bad.add(first_seq)
             found.damaged.append((first_seq - 1, following or until + 1, str(reason)))
             log.error(
-                "records are damaged and will be reported as a gap", path=str(self._path), after=after, before=before, reason=str(reason)
+                "records are damaged and will be reported as a gap",
+                path=str(self._path),
+                after=after,
+                before=before,
+                reason=str(reason),
             )
         return None
 
     def find_id(self, id: bytes) -> int | None:
         """The seq of the newest record with this message id."""
         with self._snapshot() as db:
-            for first_seq, ids in db.execute("SELECT first_seq, ids FROM chunk WHERE instr(ids, ?) ORDER BY first_seq DESC", (id,)):
+            for first_seq, ids in db.execute(
+                "SELECT first_seq, ids FROM chunk WHERE instr(ids, ?) ORDER BY first_seq DESC", (id,)
+            ):
                 place = ids.find(id)
                 while place >= 0 and place % ID_BYTES:
                     place = ids.find(id, place + 1)
@@ -183,19 +199,27 @@ class Reader:
         try:
             with self._snapshot() as db, contextlib.closing(db.execute(query)) as rows:
                 while len(newest) < count and (row := rows.fetchone()) is not None:
-                    with contextlib.suppress(TypeError, struct.error):  # it is damaged: whoever reads it learns of the gap
+                    # it is damaged: whoever reads it learns of the gap
+                    with contextlib.suppress(TypeError, struct.error):
                         ids, streams = row[0], unpack_streams(row[1])
-                        found = [(id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in enumerate(streams)]
+                        found = [
+                            (id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in enumerate(streams)
+                        ]
                         newest += reversed([one for one in found if len(one[1]) == ID_BYTES])
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            log.warning("the ids of older records can't be read: some may be taken twice", path=str(self._path), reason=str(error))
+            log.warning(
+                "the ids of older records can't be read: some may be taken twice",
+                path=str(self._path),
+                reason=str(error),
+            )
         return newest[:count][::-1]
 
 
 def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int, int]]) -> bool:
-    """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each is known."""
+    """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each
+    is known."""
     seen: dict[int, int] = {}
 
     def is_lost(seq: int) -> bool:
@@ -209,7 +233,9 @@ def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int,
             seen[stream] = seq
     if found.full:
         return True
-    return all(newest <= seen.get(id, begin) or newest > found.covered or is_lost(newest) for id, newest in wanted.items())
+    return all(
+        newest <= seen.get(id, begin) or newest > found.covered or is_lost(newest) for id, newest in wanted.items()
+    )
 
 
 def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
@@ -222,7 +248,9 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
     places: set[int] = set()
     complete_to = min(indexed_seq, until)
     rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
-    query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+    query = (
+        "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+    )
     for stream in wanted:
         rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
         places.update(rows)
@@ -230,7 +258,9 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
             complete_to = min(complete_to, rows[-1])
     if complete_to < min(indexed_seq, until):
         return sorted(place for place in places if place <= complete_to), complete_to
-    fresh, complete_to = _scanned(db, max(start, indexed_seq + 1), until, wanted) if until > indexed_seq else ([], until)
+    fresh, complete_to = (
+        _scanned(db, max(start, indexed_seq + 1), until, wanted) if until > indexed_seq else ([], until)
+    )
     return sorted(places) + fresh, complete_to
 
 
@@ -247,7 +277,9 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is None:
         return [row[0] for row in rows], complete_to
-    return [row[0] for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))], complete_to
+    return [
+        row[0] for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))
+    ], complete_to
 
 
 __all__ = ["Reader"]

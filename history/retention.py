@@ -35,8 +35,11 @@ def excess_of(used: int, stored: int, bytes_max: int) -> int:
 
 
 def find_doomed(db: sqlite3.Connection, cutoff_ms: int, excess: int, keep_after: int) -> tuple[list[Doomed], int]:
-    """The oldest chunks that have to go, and the last seq of them. A chunk ends where the next begins: that is safer than its own word."""
-    oldest = "SELECT first_seq, length(streams) + length(ids) + length(data), streams FROM chunk ORDER BY first_seq LIMIT ?"
+    """The oldest chunks that have to go, and the last seq of them. A chunk ends where the next begins: that is safer
+    than its own word."""
+    oldest = (
+        "SELECT first_seq, length(streams) + length(ids) + length(data), streams FROM chunk ORDER BY first_seq LIMIT ?"
+    )
     rows: list[Doomed] = db.execute(oldest, (CHUNKS_PER_PASS + 1,)).fetchall()
     aged = _aged(db, cutoff_ms) if len(rows) > 1 and rows[1][0] - 1 <= keep_after else 0
     doomed: list[Doomed] = []
@@ -52,8 +55,8 @@ def find_doomed(db: sqlite3.Connection, cutoff_ms: int, excess: int, keep_after:
 
 
 def _aged(db: sqlite3.Connection, cutoff_ms: int) -> int:
-    """Order is by seq, not by the clock: whatever was appended before an old record is older. One wrong time must not delete them all: the
-    witness has to be whole."""
+    """Order is by seq, not by the clock: whatever was appended before an old record is older. One wrong time must not
+    delete them all: the witness has to be whole."""
     query = "SELECT max(first_seq) FROM chunk WHERE time_ms < ? AND first_seq < ?"
     witness = NOBODY
     for _ in range(WITNESSES_MAX):
@@ -79,7 +82,8 @@ def readable(db: sqlite3.Connection, doomed: Sequence[Doomed]) -> Iterator[Chunk
 
 
 def vacuum(db: sqlite3.Connection, bytes_max: int) -> bool:
-    """Give back what is free: all beyond the limit, and most of what nobody will need soon. A bounded step; True if there is more."""
+    """Give back what is free: all beyond the limit, and most of what nobody will need soon. A bounded step; True if
+    there is more."""
     free, pages = pragma(db, "freelist_count"), pragma(db, "page_count")
     is_beyond = free > 0 and pages * PAGE_BYTES > file_bytes_max(bytes_max) + transaction_bytes(bytes_max)
     if not is_beyond and (free * 100 <= pages * VACUUM_FREE_PERCENT or free < VACUUM_PAGES_PER_PASS):

@@ -3,8 +3,9 @@
 write: values + checksum -> row        read: row -> as written | one bit turned, put right | bad
 upgrade: tables of an older version -> today's, in one transaction or not at all
 
-SQLite checks no content: a bit that turns on the disk moves a cursor, or a record to another topic, in silence. Chunks have a checksum of
-their own (chunk.py). `chunk_stream` and the index on time have none: readers compare what they find there with the chunks.
+SQLite checks no content: a bit that turns on the disk moves a cursor, or a record to another topic, in silence. Chunks
+have a checksum of their own (chunk.py). `chunk_stream` and the index on time have none: readers compare what they find
+there with the chunks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from uprotocol.v1.uri_pb2 import UUri
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
-INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)  # the widths in which SQLite stores integers: the highest bit of each is the sign
+# the widths in which SQLite stores integers: the highest bit of each is the sign
+INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)
 
 Row = tuple[Any, ...]
 
@@ -35,7 +37,8 @@ class Table:
     name: str
     columns: tuple[str, ...]
     ddl: str
-    packed: Callable[[Row], bytes] | None = None  # a quick way to what is summed, for rows that have the types they should
+    # a quick way to what is summed, for rows that have the types they should
+    packed: Callable[[Row], bytes] | None = None
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
@@ -59,7 +62,8 @@ class Table:
         return found
 
     def each(self, db: sqlite3.Connection, found: Checked) -> Iterator[Row]:
-        """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the end."""
+        """As `read`, for tables with very many rows: those that are right one by one; the others are in `found` at the
+        end."""
         db.text_factory = any_text
         checksum = self.checksum
         for *whole, crc in db.execute(f"SELECT * FROM {self.name}"):
@@ -75,7 +79,8 @@ class Table:
                 yield right
 
     def _corrected(self, row: Row, crc: Any) -> Row | None:
-        """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million times at most."""
+        """The row that differs from this one in a single bit and has the right checksum. Chance finds one in a million
+        times at most."""
         if not isinstance(crc, int):
             return None
         if (self.checksum(row) ^ crc).bit_count() == 1:
@@ -151,7 +156,9 @@ def _packed_stream(row: Row) -> bytes:
     return b"".join(parts)
 
 
-META: Final = Table("meta", ("key", "value"), "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) WITHOUT ROWID")
+META: Final = Table(
+    "meta", ("key", "value"), "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY, crc INTEGER NOT NULL) WITHOUT ROWID"
+)
 STREAM: Final = Table(
     "stream",
     ("id", "source", "sink", "first_seq", "newest_seq", "records", "newest_id", "newest_time_ms"),
@@ -161,7 +168,9 @@ STREAM: Final = Table(
     _packed_stream,
 )
 HOLE: Final = Table(
-    "hole", ("after", "before"), "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL, crc INTEGER NOT NULL)"
+    "hole",
+    ("after", "before"),
+    "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL, crc INTEGER NOT NULL)",
 )
 CURSOR: Final = Table(
     "cursor",
@@ -172,17 +181,20 @@ CURSOR: Final = Table(
 DAMAGE: Final = Table(
     "damage",
     ("number", "when_ms", "kind", "after", "before", "incarnation", "moved_to", "detail", "acknowledged"),
-    """CREATE TABLE damage (number INTEGER PRIMARY KEY, when_ms INTEGER NOT NULL, kind TEXT NOT NULL, after INTEGER NOT NULL,
-       before INTEGER NOT NULL, incarnation BLOB NOT NULL, moved_to TEXT NOT NULL, detail TEXT NOT NULL, acknowledged INTEGER NOT NULL,
-       crc INTEGER NOT NULL)""",
+    """CREATE TABLE damage (number INTEGER PRIMARY KEY, when_ms INTEGER NOT NULL, kind TEXT NOT NULL, after INTEGER NOT
+    NULL,
+       before INTEGER NOT NULL, incarnation BLOB NOT NULL, moved_to TEXT NOT NULL, detail TEXT NOT NULL, acknowledged
+       INTEGER NOT NULL, crc INTEGER NOT NULL)""",
 )
 CHECKED: Final = (META, STREAM, HOLE, CURSOR, DAMAGE)
 
 _CHUNK: Final = (
-    """CREATE TABLE chunk (first_seq INTEGER PRIMARY KEY, records INTEGER NOT NULL, time_ms INTEGER NOT NULL, bytes INTEGER NOT NULL,
+    """CREATE TABLE chunk (first_seq INTEGER PRIMARY KEY, records INTEGER NOT NULL, time_ms INTEGER NOT NULL, bytes
+    INTEGER NOT NULL,
        crc INTEGER NOT NULL, streams BLOB NOT NULL, ids BLOB NOT NULL, data BLOB NOT NULL)""",
     "CREATE INDEX chunk_time ON chunk (time_ms)",
-    "CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) WITHOUT ROWID",
+    "CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) "
+    "WITHOUT ROWID",
 )
 CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
 
@@ -199,16 +211,19 @@ def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) 
 
 # -- older versions
 
-HELD_PREFIXES: Final = ("egress:", "parked:")  # cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
+# cursors of endpoints; in version 1 a cursor couldn't say that it holds retention
+HELD_PREFIXES: Final = ("egress:", "parked:")
 _V1: Final = (
     "CREATE TABLE meta (key TEXT PRIMARY KEY, value ANY) WITHOUT ROWID",
     """CREATE TABLE stream (id INTEGER PRIMARY KEY, source BLOB NOT NULL, sink BLOB, first_seq INTEGER NOT NULL,
-       newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT NULL)""",
+       newest_seq INTEGER NOT NULL, records INTEGER NOT NULL, newest_id BLOB NOT NULL, newest_time_ms INTEGER NOT
+       NULL)""",
     "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL)",
     "CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER) WITHOUT ROWID",
 )
 SCHEMAS: Final = tuple(
-    frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK)) for tables in (_V1, [table.ddl for table in CHECKED])
+    frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK))
+    for tables in (_V1, [table.ddl for table in CHECKED])
 )
 """What SQLite says of the tables of each version, but for white space."""
 
@@ -216,7 +231,10 @@ SCHEMAS: Final = tuple(
 def upgrade(db: sqlite3.Connection, version: int) -> None:
     """From `version` to today's, in the caller's transaction. Chunks and their index are the same in all versions."""
     assert version == 1, "there is no other older version"
-    old = {table: [upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")] for table in (META, STREAM, HOLE, CURSOR)}
+    old = {
+        table: [upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")]
+        for table in (META, STREAM, HOLE, CURSOR)
+    }
     for table in old:
         db.execute(f"DROP TABLE {table.name}")
     for table in CHECKED:
@@ -230,7 +248,11 @@ def upgraded(table: Table, row: Row) -> Row:
     """A row of version 1 as today's table has it."""
     if table is STREAM:
         try:
-            return (row[0], *(None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3]), *row[3:])
+            return (
+                row[0],
+                *(None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3]),
+                *row[3:],
+            )
         except DecodeError as error:
             raise ValueError(f"stream {row[0]} has no address that can be read") from error
     if table is not CURSOR:

@@ -1,4 +1,5 @@
-"""What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as lost.
+"""What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as
+lost.
 
 damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaging -> NAME.salvaged (whole) -> takes the damaged one's place
                           ^
@@ -19,7 +20,19 @@ from typing import Any, Final
 from history.connection import PAGE_BYTES, transaction
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
-from history.rows import CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, SCHEMAS, Checked, Table, any_text, create, upgraded
+from history.rows import (
+    CHECKED,
+    CURSOR,
+    DAMAGE,
+    META,
+    SCHEMA_VERSION,
+    SCHEMAS,
+    Checked,
+    Table,
+    any_text,
+    create,
+    upgraded,
+)
 from history.walk import walk
 from storage.disk import Disk
 from storage.mark import Marked
@@ -73,8 +86,11 @@ def _put_head(copy: Path, head: bytes) -> None:
 # -- salvage
 
 
-def salvage(path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage) -> Path | None:
-    """A whole new file beside the damaged one, with what could be saved; None if that is nothing. Nothing of the damaged one changes.
+def salvage(
+    path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage
+) -> Path | None:
+    """A whole new file beside the damaged one, with what could be saved; None if that is nothing. Nothing of the
+    damaged one changes.
 
     `told` is what the new file has to remember. Raises OSError and sqlite3.Error where the disk is full or fails.
     """
@@ -128,7 +144,12 @@ def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection
 
 
 def _fill(
-    old: sqlite3.Connection, fresh: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage
+    old: sqlite3.Connection,
+    fresh: Path,
+    marked: Marked | None,
+    disk: Disk,
+    random_bytes: Callable[[int], bytes],
+    told: Damage,
 ) -> bool:
     """Copy what is right; False if there is nothing that anybody could miss."""
     read = {table.name: _read(old, table) for table in CHECKED}
@@ -164,7 +185,9 @@ def _fill(
         db.close()
 
 
-def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection, told: Damage, read: dict[str, Checked]) -> tuple[int, int]:
+def _copy_chunks(
+    old: sqlite3.Connection, db: sqlite3.Connection, told: Damage, read: dict[str, Checked]
+) -> tuple[int, int]:
     """How many, and the first seq."""
     ledger = Ledger(read[DAMAGE.name].rows)
     ledger.add(told)

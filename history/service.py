@@ -50,10 +50,12 @@ VERSION: Final = 1
 DESCRIBE: Final = 1
 POLL: Final = 2
 
-POLL_STEPS_MAX: Final = 16  # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
+# of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
+POLL_STEPS_MAX: Final = 16
 REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
 POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
-REPLY_BYTES_MAX: Final = 5 << 18  # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
+# what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
+REPLY_BYTES_MAX: Final = 5 << 18
 REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
@@ -66,11 +68,12 @@ class _Waiting:
 
 
 class HistoryService:
-    """Serves the `logs` of one streamer at uEntity 4, version 1 of the authority of `local`. Only publishes are visible.
+    """Serves the `logs` of one streamer at uEntity 4, version 1 of the authority of `local`. Only publishes are
+    visible.
 
-    `access` says which of them a caller may see (None: all); it is asked with every look at a log. `counts`, since the start: polls,
-    describes, records, gaps, refused (all that were), denied (those that may not), withheld (calls that matched what their caller may
-    not see).
+    `access` says which of them a caller may see (None: all); it is asked with every look at a log. `counts`, since the
+    start: polls, describes, records, gaps, refused (all that were), denied (those that may not), withheld (calls that
+    matched what their caller may not see).
     """
 
     def __init__(
@@ -153,7 +156,9 @@ class HistoryService:
         """Raises PERMISSION_DENIED if that is none of what is asked for."""
         sight = self._access.of(caller)
         if patterns.all_hidden_from(sight):
-            raise UStatusError(UCode.PERMISSION_DENIED, "the rules, or [[access]], of this streamer let you read none of these topics")
+            raise UStatusError(
+                UCode.PERMISSION_DENIED, "the rules, or [[access]], of this streamer let you read none of these topics"
+            )
         return sight
 
     # -- Describe
@@ -186,9 +191,13 @@ class HistoryService:
             )
             await _complete(matches[log])
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once")
+                raise UStatusError(
+                    UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
+                )
             response.topics.extend(
-                _topic_state(log, id) for id in sorted(matches[log].ids) if log.knows_stream(id) and log.stream(id).records
+                _topic_state(log, id)
+                for id in sorted(matches[log].ids)
+                if log.knows_stream(id) and log.stream(id).records
             )
         self._count_withheld(matches)
         return response
@@ -232,8 +241,11 @@ class HistoryService:
     async def _place(self, poll: Poll, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
         for incarnation, seq in poll.positions.items():
-            # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had records.
-            if incarnation not in self._by_incarnation and (seq or any(log.knows_lost(incarnation) for log in self._logs)):
+            # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had
+            # records.
+            if incarnation not in self._by_incarnation and (
+                seq or any(log.knows_lost(incarnation) for log in self._logs)
+            ):
                 response.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:
@@ -244,7 +256,8 @@ class HistoryService:
             bounds = await witness.went_back(log, seq, known)
             if bounds is not None:
                 differs, agreed = bounds
-                # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be told apart.
+                # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be
+                # told apart.
                 response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, differs, agreed + 1))
                 poll.places[log] = agreed
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
@@ -279,7 +292,8 @@ class HistoryService:
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
     def _hold(self, poll: Poll, response: PollResponse) -> None:
-        """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it begins."""
+        """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it
+        begins."""
         consumer = poll.asked.consumer
         if not consumer:
             return
@@ -321,7 +335,9 @@ class HistoryService:
 
     def _why_not_wait(self, caller: str) -> UStatusError | None:
         if len(self._waiting) >= self._polls_waiting_max:
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later")
+            return UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later"
+            )
         if self._waiting_of[caller] >= self._polls_waiting_each:
             what = f"{self._polls_waiting_each} polls of authority {caller!r} wait already: try again later"
             return UStatusError(UCode.RESOURCE_EXHAUSTED, what)
@@ -389,7 +405,9 @@ class HistoryService:
     def _note_retention(self, match: Match, log: Log, place: int, floor: int, response: PollResponse) -> None:
         """A gap, if retention passed something of these streams that the caller has not seen."""
         streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
-        if match.forgotten_seq > place or any(stream.newest_seq > place and stream.first_seq <= floor for stream in streams):
+        if match.forgotten_seq > place or any(
+            stream.newest_seq > place and stream.first_seq <= floor for stream in streams
+        ):
             response.gaps.append(_gap(Gap.REASON_RETENTION, log, place, floor + 1))
 
     def _appended(self, log: Log) -> None:

@@ -29,7 +29,8 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
-CHECKPOINT_CHUNKS: Final = 256  # rolled forward on open at most; the index of streams is written this seldom, its pages then once
+# rolled forward on open at most; the index of streams is written this seldom, its pages then once
+CHECKPOINT_CHUNKS: Final = 256
 WAL_AGAIN_S: Final = 1.0  # until readers are waited for again, where that was in vain
 
 log = structlog.get_logger()
@@ -68,7 +69,10 @@ class Retained:
 def status_error(error: sqlite3.Error, path: Path) -> UStatusError:
     """A full disk is RESOURCE_EXHAUSTED; anything else that SQLite reports is UNAVAILABLE: trying again may help."""
     code = UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE
-    return UStatusError(code, f"the log {path} can't be written ({error}); nothing of this batch was stored: free the disk and send again")
+    return UStatusError(
+        code,
+        f"the log {path} can't be written ({error}); nothing of this batch was stored: free the disk and send again",
+    )
 
 
 class Store:
@@ -109,7 +113,13 @@ class Store:
     # -- open and close
 
     @classmethod
-    def open(cls, path: Path, runtime: Runtime = REAL, now_ms: Callable[[], int] | None = None, bytes_max: int = RETENTION_BYTES) -> Store:
+    def open(
+        cls,
+        path: Path,
+        runtime: Runtime = REAL,
+        now_ms: Callable[[], int] | None = None,
+        bytes_max: int = RETENTION_BYTES,
+    ) -> Store:
         """Raises as Opening does."""
         opened = Opening(path, runtime, now_ms or runtime.now_ms, bytes_max)
         opened.run()
@@ -125,7 +135,9 @@ class Store:
             self._checkpointed()
             empty_wal(db)
         except sqlite3.Error as error:
-            log.warning("the log could not be closed cleanly; the next open recovers it", path=str(self.path), error=str(error))
+            log.warning(
+                "the log could not be closed cleanly; the next open recovers it", path=str(self.path), error=str(error)
+            )
         self._opened.release()
 
     # -- connections
@@ -156,8 +168,9 @@ class Store:
             self._opened.db = None
 
     def _resume(self, db: sqlite3.Connection) -> None:
-        """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders were refused, and
-        their seqs will be given out again. What retention has deleted is gone, and those who were owed it are told."""
+        """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders
+        were refused, and their seqs will be given out again. What retention has deleted is gone, and those who were
+        owed it are told."""
         newest = self.extent.newest_seq
         if (db.execute("SELECT max(first_seq) FROM chunk").fetchone()[0] or 0) > newest:
             with transaction(db):
@@ -167,7 +180,10 @@ class Store:
         meta: dict[str, int] = {}
         meta.update(META.read(db).rows)
         if meta.get("floor_seq", 0) > self.extent.floor_seq:
-            self.extent.floor_seq, self.extent.stored_bytes = meta["floor_seq"], meta.get("stored_bytes", self.extent.stored_bytes)
+            self.extent.floor_seq, self.extent.stored_bytes = (
+                meta["floor_seq"],
+                meta.get("stored_bytes", self.extent.stored_bytes),
+            )
             self.extent.oldest_seq = db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
             self._checkpointed()
             if self._passing is not None:
@@ -182,7 +198,8 @@ class Store:
     # -- write
 
     def commit(self, chunks: Sequence[Columns], changes: Changes, *, probe: bool = False) -> None:
-        """All of it on disk, or a sqlite3.Error and nothing of it. `probe`: write something in any case, to see whether that works."""
+        """All of it on disk, or a sqlite3.Error and nothing of it. `probe`: write something in any case, to see whether
+        that works."""
         db, loaded = self._connection(), self.loaded
         checkpoint = len(loaded.unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
         with transaction(db):
@@ -207,12 +224,21 @@ class Store:
         """Returns how many streams there are then."""
         stream_rows = self._write_streams(db, changes) if changes.streams or changes.forgotten else self._stream_rows
         META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
-        db.executemany("DELETE FROM meta WHERE key = ?", [(key,) for key, value in changes.meta.items() if value is None])
+        db.executemany(
+            "DELETE FROM meta WHERE key = ?", [(key,) for key, value in changes.meta.items() if value is None]
+        )
         DAMAGE.insert(db, changes.damage)
         if changes.cursors:
-            kept = [(name, c.seq, c.lease_until_ms, int(c.holds), c.absent_ms) for name, c in changes.cursors.items() if c is not None]
+            kept = [
+                (name, c.seq, c.lease_until_ms, int(c.holds), c.absent_ms)
+                for name, c in changes.cursors.items()
+                if c is not None
+            ]
             CURSOR.insert(db, kept)
-            db.executemany("DELETE FROM cursor WHERE name = ?", [(name,) for name, cursor in changes.cursors.items() if cursor is None])
+            db.executemany(
+                "DELETE FROM cursor WHERE name = ?",
+                [(name,) for name, cursor in changes.cursors.items() if cursor is None],
+            )
         if changes.distrusts_index:
             self.loaded.is_index_trusted = False
             META.insert(db, [("indexed_seq", NOT_KNOWN)])
@@ -237,7 +263,8 @@ class Store:
         if self._added_bytes > transaction_bytes(self._bytes_max) // 8:
             self._look(db)
         assert self._opened.mark is not None
-        with contextlib.suppress(OSError):  # in place, without fsync: it need not survive more than SQLite's own file does
+        # in place, without fsync: it need not survive more than SQLite's own file does
+        with contextlib.suppress(OSError):
             self._opened.mark.write(pack(self.incarnation, self.extent.newest_seq))
 
     def grown(self, ids: Iterable[int]) -> None:
@@ -251,7 +278,9 @@ class Store:
         STREAM.insert(db, [self.streams[id].row for id in sorted(self.loaded.dirty) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
-        META.insert(db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)])
+        META.insert(
+            db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)]
+        )
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
@@ -270,7 +299,9 @@ class Store:
 
     def sample(self) -> None:
         """Look what the files really take, and what is left."""
-        self.extent.disk_bytes = sum(disk_bytes(Path(f"{self.path}{suffix}")) for suffix in ("", "-wal", "-shm", ".mark", ".head"))
+        self.extent.disk_bytes = sum(
+            disk_bytes(Path(f"{self.path}{suffix}")) for suffix in ("", "-wal", "-shm", ".mark", ".head")
+        )
         with contextlib.suppress(OSError):
             self.extent.disk_free_bytes = free_bytes(self.path)
 
@@ -281,8 +312,9 @@ class Store:
         return self._used_bytes + self._added_bytes > file_bytes_max(bytes_max)
 
     def retain(self, cutoff_ms: int, bytes_max: int, keep_after: int, owed_after: int) -> Retained:
-        """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and in any case as many as
-        it takes to keep all files within `bytes_max`. The last chunk stays, so that a reader finds the end. A bounded step.
+        """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and in
+        any case as many as it takes to keep all files within `bytes_max`. The last chunk stays, so that a reader finds
+        the end. A bounded step.
 
         What lies beyond `owed_after` is handed back, as far as that is not too much.
         """

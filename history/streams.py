@@ -3,8 +3,9 @@
 address -> find --new--> room for one more? -> add -> records come, retention passes them -> empty for a while -> forgotten
                           '-- no: an empty one goes at once, else TopicsFullError
 
-`due` holds each stream under a seq that its newest record has reached or passed. So where the lowest of them is beyond the floor, no
-stream is empty, and the rest is looked at only when retention has come so far: an append costs nothing here.
+`due` holds each stream under a seq that its newest record has reached or passed. So where the lowest of them is beyond
+the floor, no stream is empty, and the rest is looked at only when retention has come so far: an append costs nothing
+here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ Address = bytes | tuple[bytes, bytes]
 
 
 class TopicsFullError(UStatusError):
-    """There is no room for one more stream. `reason`: "topics_full" (in all), "authority_topics_full" (of that source's authority)."""
+    """There is no room for one more stream. `reason`: "topics_full" (in all), "authority_topics_full" (of that source's
+    authority)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(UCode.RESOURCE_EXHAUSTED, message)
@@ -54,8 +56,10 @@ class Streams:
         self._counts: Counter[str] = Counter()  # by source authority
         self._due: list[int] = []  # heap of seq << 64 | id
         self._fresh: dict[int, float] = {}  # without a record so far, and since when
-        self._empty: dict[int, float] = {}  # those whose records are gone, the one written longest ago first, and since when
-        self._forgotten: dict[str, int] = {}  # by source authority: up to which seq there were records of forgotten streams
+        # those whose records are gone, the one written longest ago first, and since when
+        self._empty: dict[int, float] = {}
+        # by source authority: up to which seq there were records of forgotten streams
+        self._forgotten: dict[str, int] = {}
 
     def __repr__(self) -> str:
         return f"Streams({len(self.table)} of {self.streams_max}, forgotten={self.forgotten_total})"
@@ -111,7 +115,8 @@ class Streams:
         if not wanted and self._counts[authority] >= self.authority_streams_max:
             raise TopicsFullError(
                 "authority_topics_full",
-                f"{authority!r} has {self._counts[authority]} topics here already, which is the limit of one authority: use fewer",
+                f"{authority!r} has {self._counts[authority]} topics here already, which is the limit of one "
+                "authority: use fewer",
             )
         if len(self.table) >= self.streams_max or (self.is_crowded and not wanted):
             raise TopicsFullError(
@@ -147,7 +152,8 @@ class Streams:
         return False
 
     def candidates(self, floor_seq: int, now_s: float, *, at_once: bool) -> list[Stream]:
-        """Those that have been empty for long enough; `at_once`: the first of all that are empty. They are `remove`d or `keep_on` next."""
+        """Those that have been empty for long enough; `at_once`: the first of all that are empty. They are `remove`d or
+        `keep_on` next."""
         found: list[Stream] = []
         if at_once:
             self._take(self._empty, now_s, floor_seq, ROOM_STREAMS, found)
@@ -196,14 +202,17 @@ class Streams:
 
     def _merge_forgotten(self, changed: dict[str, Any]) -> None:
         """The half of them that was forgotten longest ago counts as one."""
-        oldest = sorted((authority for authority in self._forgotten if authority != OTHERS), key=self._forgotten.__getitem__)
+        oldest = sorted(
+            (authority for authority in self._forgotten if authority != OTHERS), key=self._forgotten.__getitem__
+        )
         for authority in oldest[: AUTHORITIES_MAX // 2]:
             self._forgotten[OTHERS] = max(self._forgotten.get(OTHERS, 0), self._forgotten.pop(authority))
             changed[FORGOTTEN_PREFIX + authority] = None
         changed[FORGOTTEN_PREFIX + OTHERS] = self._forgotten[OTHERS]
 
     def forgotten_seq(self, authorities: Set[str] | None) -> int:
-        """Up to here there may have been records of these source authorities (None: any) in streams that are forgotten."""
+        """Up to here there may have been records of these source authorities (None: any) in streams that are
+        forgotten."""
         if authorities is None:
             return max(self._forgotten.values(), default=0)
         known = self._forgotten

@@ -43,8 +43,10 @@ WAIT_MS_MAX: Final = 30_000  # on a quiet and sound one: two calls a minute say 
 BACKOFF_MS_MIN: Final = 100
 BACKOFF_MS_MAX: Final = 10_000  # a streamer that is back is found within that
 PAUSE_MS: Final = 100  # between polls, if a service answers at once with nothing though it was asked to wait
-BATCHES_AHEAD_MAX: Final = 2  # polled while the application still works on the one before; each at most the service's limit
-CURSOR_SAVE_MS: Final = 1_000  # between two writes of the file while batches pass; what is lost of it comes twice after a restart
+# polled while the application still works on the one before; each at most the service's limit
+BATCHES_AHEAD_MAX: Final = 2
+# between two writes of the file while batches pass; what is lost of it comes twice after a restart
+CURSOR_SAVE_MS: Final = 1_000
 AGAIN: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.RESOURCE_EXHAUSTED})
 
 log = structlog.get_logger()
@@ -53,15 +55,16 @@ log = structlog.get_logger()
 class HistoryClient:
     """Calls core.ustreamer at `service` (its resource does not matter). Bound to no loop but that of `rpc_client`.
 
-    Both methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll may wait), or
-    DATA_LOSS if the answer can't be read.
+    Both methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll
+    may wait), or DATA_LOSS if the answer can't be read.
     """
 
     def __init__(self, rpc_client: RpcClient, service: UUri, *, timeout_ms: int = TIMEOUT_MS) -> None:
         self._rpc, self._timeout_ms = rpc_client, timeout_ms
         self.authority = service.authority_name
         self._describe, self._poll = (
-            uris.uri(service.authority_name, service.ue_id, service.ue_version_major, method) for method in (DESCRIBE, POLL)
+            uris.uri(service.authority_name, service.ue_id, service.ue_version_major, method)
+            for method in (DESCRIBE, POLL)
         )
 
     async def describe(self, topics: Iterable[UUri] = ()) -> DescribeResponse:
@@ -80,7 +83,9 @@ class HistoryClient:
         try:
             return payload.unpack(response)
         except UStatusError as error:
-            raise UStatusError(UCode.DATA_LOSS, f"{uris.format(method)} gave an answer that can't be read: {error.message}") from None
+            raise UStatusError(
+                UCode.DATA_LOSS, f"{uris.format(method)} gave an answer that can't be read: {error.message}"
+            ) from None
 
 
 class Poller:
@@ -139,13 +144,15 @@ class Poller:
 
 
 class CursorFile:
-    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods block."""
+    """Places in a file that is replaced whole: after a crash it holds the old ones or the new ones. Both methods
+    block."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def load(self) -> Places:
-        """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what then."""
+        """Empty if there is none. Raises UStatusError(INVALID_ARGUMENT) for what isn't a cursor: its owner decides what
+        then."""
         try:
             text = self._path.read_text()
         except FileNotFoundError:
@@ -153,7 +160,9 @@ class CursorFile:
         try:
             return _places(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise invalid(f"{self._path} is not a cursor file ({error}): delete it to start from the beginning") from None
+            raise invalid(
+                f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
+            ) from None
 
     def save(self, places: Places) -> None:
         """Raises OSError."""
@@ -162,7 +171,8 @@ class CursorFile:
         content = {
             "positions": {incarnation.hex(): seq for incarnation, seq in places.positions.items()},
             "known": {
-                incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()] for incarnation, known in places.known.items()
+                incarnation.hex(): [[seq, digest.hex()] for seq, digest in known.items()]
+                for incarnation, known in places.known.items()
             },
             "idle": sorted(incarnation.hex() for incarnation in places.idle),
         }
@@ -185,7 +195,11 @@ def _places(content: dict[str, Any]) -> Places:
         bytes.fromhex(incarnation): {seq: bytes.fromhex(digest) for seq, digest in pairs}
         for incarnation, pairs in content.get("known", {}).items()
     }
-    idle = set(map(bytes.fromhex, content["idle"])) if "idle" in content else {one for one, seq in positions.items() if not seq}
+    idle = (
+        set(map(bytes.fromhex, content["idle"]))
+        if "idle" in content
+        else {one for one, seq in positions.items() if not seq}
+    )
     seqs = [*positions.values(), *(seq for pairs in known.values() for seq in pairs)]
     if not all(type(seq) is int and 0 <= seq < 1 << 64 for seq in seqs):
         raise ValueError("a seq is a number from 0")
@@ -200,11 +214,13 @@ class GaplessSubscriber:
         async with GaplessSubscriber(client, [topic], cursor_path=path, on_gap=report) as subscriber:
             async for record in subscriber: ...
 
-    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start` is read
-    (default: earliest). `consumer` names a cursor with the service that holds retention while we poll. A batch counts as taken when the
-    next one is asked for. `on_gap(gap)` is told what can never be read; `on_connected(bool)` whether the service answers. Both are
-    called on the loop, and kept as `gaps` (counted) and `connected`. While the service is away it is asked again, with growing, random
-    pauses; any other error ends the iteration. `next_batch` and `commit` are the plain interface below. `dropped`: see Acceptor.
+    Without a cursor it begins after `positions`, in other logs where `start` says: a PollRequest of which only `start`
+    is read (default: earliest). `consumer` names a cursor with the service that holds retention while we poll. A batch
+    counts as taken when the next one is asked for. `on_gap(gap)` is told what can never be read; `on_connected(bool)`
+    whether the service answers. Both are called on the loop, and kept as `gaps` (counted) and `connected`. While the
+    service is away it is asked again, with growing, random pauses; any other error ends the iteration. `next_batch` and
+    `commit` are the plain interface below.
+    `dropped`: see Acceptor.
     """
 
     def __init__(
@@ -224,7 +240,9 @@ class GaplessSubscriber:
         on_connected: Callable[[bool], None] | None = None,
         rng: random.Random | None = None,
     ) -> None:
-        self._request = PollRequest(topics=topics, consumer=consumer, lease_ms=lease_ms, max_records=max_records, max_bytes=max_bytes)
+        self._request = PollRequest(
+            topics=topics, consumer=consumer, lease_ms=lease_ms, max_records=max_records, max_bytes=max_bytes
+        )
         self._start = start if start is not None else PollRequest(earliest=True)
         self._file = CursorFile(Path(cursor_path)) if cursor_path is not None else None
         self._on_gap = on_gap
@@ -333,7 +351,9 @@ class GaplessSubscriber:
         """Waits, and saves the cursor meanwhile when its time has come."""
         while True:
             if self._puller is None:
-                raise UStatusError(UCode.FAILED_PRECONDITION, "the subscriber is closed, or was never opened: use `async with`")
+                raise UStatusError(
+                    UCode.FAILED_PRECONDITION, "the subscriber is closed, or was never opened: use `async with`"
+                )
             save_at = None if self._file is None or self._taken == self._saved else self._next_save
             try:
                 async with asyncio.timeout_at(save_at):
@@ -370,7 +390,8 @@ class GaplessSubscriber:
                 if accepted.records or accepted.gaps:
                     await self._queue.put(accepted)
                 elif not self._queue.full() and accepted.places != self._taken:
-                    self._queue.put_nowait(accepted)  # nothing for us, but the cursor moves on, so that retention is not held
+                    # nothing for us, but the cursor moves on, so that retention is not held
+                    self._queue.put_nowait(accepted)
         except Exception as error:
             await self._queue.put(error)
 

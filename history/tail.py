@@ -1,4 +1,5 @@
-"""The newest chunks in memory, within a limit: what pumps and pollers at the head read, and all there is of a volatile log.
+"""The newest chunks in memory, within a limit: what pumps and pollers at the head read, and all there is of a volatile
+log.
 
 push -> [ gone | oldest ... newest ] -> read(after): a slice
           pop: from the left

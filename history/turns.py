@@ -24,11 +24,13 @@ HasRoom = Callable[[str, int, int, int], bool]
 class Turns:
     """A caller is an authority.
 
-    `has_room(caller, bytes, promised, promised_to_all)`: whether an answer of so many bytes can wait on the way to the network beside
-    those that are promised to this caller, and to all.
+    `has_room(caller, bytes, promised, promised_to_all)`: whether an answer of so many bytes can wait on the way to the
+    network beside those that are promised to this caller, and to all.
     """
 
-    def __init__(self, reply_bytes: int, has_room: HasRoom, *, seats_max: int = SEATS_MAX, share: int = CALLERS_SHARE) -> None:
+    def __init__(
+        self, reply_bytes: int, has_room: HasRoom, *, seats_max: int = SEATS_MAX, share: int = CALLERS_SHARE
+    ) -> None:
         self._reply_bytes, self._has_room = reply_bytes, has_room
         self._seats_max, self._seats_each = seats_max, max(1, seats_max // share)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order in which it is their turn
@@ -89,7 +91,9 @@ class Turns:
             caller in self._waiting
             and self._seated.total() < self._seats_max
             and self._seated[caller] < self._seats_each
-            and self._has_room(caller, *(self._reply_bytes * part for part in (1, self._promised[caller], self._promised.total())))
+            and self._has_room(
+                caller, *(self._reply_bytes * part for part in (1, self._promised[caller], self._promised.total()))
+            )
         )
 
     def _drop_empty(self, caller: str) -> None:

@@ -1,4 +1,5 @@
-"""Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway that owns the log.
+"""Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway
+that owns the log.
 
 pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, the chain of each topic, addresses
     -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
@@ -48,7 +49,8 @@ class Report:
 
 
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
-    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log), UNAVAILABLE (I/O)."""
+    """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
+    UNAVAILABLE (I/O)."""
     if not path.exists():
         raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
     report = Report(path)
@@ -127,7 +129,9 @@ class _Verifier:
             raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log")
         self._report.version = int(db.execute("PRAGMA user_version").fetchone()[0])
         if self._report.version > SCHEMA_VERSION:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"the log {path} is of a newer program (format {self._report.version})")
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"the log {path} is of a newer program (format {self._report.version})"
+            )
         if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
             self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
         for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
@@ -152,7 +156,8 @@ class _Verifier:
             return table.read(self._db)
         if table is DAMAGE:
             return Checked()
-        return Checked([tuple(row) for row in self._db.execute(f"SELECT * FROM {table.name}")])  # version 1 had no checksums
+        # version 1 had no checksums
+        return Checked([tuple(row) for row in self._db.execute(f"SELECT * FROM {table.name}")])
 
     def _streams(self) -> None:
         for id, source, sink, *_ in self._rows[STREAM.name].rows:
@@ -202,12 +207,18 @@ class _Verifier:
         for seq, prev_seq, id, message in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, messages, strict=True):
             known = self._newest.get(id)
             if known is not None and prev_seq != known and not self._is_lost(prev_seq):
-                self._note(kinds.STREAM, detail=f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it")
+                self._note(
+                    kinds.STREAM,
+                    detail=f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it",
+                )
             self._newest[id] = seq
             attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
             address = _address(attributes.source, attributes.sink if attributes.HasField("sink") else None)
             if self._addresses.get(id) != address:
-                self._note(kinds.STREAM, detail=f"stream {id}: record {seq} was sent from or to another address than the stream names")
+                self._note(
+                    kinds.STREAM,
+                    detail=f"stream {id}: record {seq} was sent from or to another address than the stream names",
+                )
                 self._addresses[id] = address
 
     def _is_lost(self, seq: int) -> bool:
@@ -223,13 +234,21 @@ class _Verifier:
             if count == self._named:
                 return
             floor = int(self._meta.get("floor_seq", 0))  # below it, it may name what retention has deleted
-            for id, first_seq in self._db.execute("SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?", (floor,)):
+            for id, first_seq in self._db.execute(
+                "SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?", (floor,)
+            ):
                 if self._db.execute("SELECT 1 FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone() is None:
-                    self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, and there are none")
+                    self._note(
+                        kinds.INDEX,
+                        detail=f"stream {id}: the index names records from {first_seq} on, and there are none",
+                    )
                     continue
                 with contextlib.suppress(CorruptChunkError):
                     if id not in chunk_at(self._db, first_seq)[1].stream_set:
-                        self._note(kinds.INDEX, detail=f"stream {id}: the index names records from {first_seq} on, which are not its own")
+                        self._note(
+                            kinds.INDEX,
+                            detail=f"stream {id}: the index names records from {first_seq} on, which are not its own",
+                        )
         except sqlite3.DatabaseError as error:
             self._note(kinds.INDEX, detail=f"the index of streams can't be read: {error}")
 
@@ -241,10 +260,14 @@ class _Verifier:
                 if self._db.execute(query, (id, columns.first_seq)).fetchone() is not None:
                     self._named += 1
                 elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
-                    self._note(kinds.INDEX, detail=f"stream {id}: the records from {columns.first_seq} on are not in the index")
+                    self._note(
+                        kinds.INDEX, detail=f"stream {id}: the records from {columns.first_seq} on are not in the index"
+                    )
 
     def _ends(self) -> None:
-        newest = max([self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)])
+        newest = max(
+            [self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)]
+        )
         for name, seq, *_ in self._rows[CURSOR.name].rows:
             if seq > newest:
                 self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")

@@ -26,7 +26,8 @@ def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
 
 
 def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
-    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of damage."""
+    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
+    damage."""
     for first_seq in _places(db):
         try:
             columns, _ = chunk_at(db, first_seq)
@@ -45,5 +46,7 @@ def _places(db: sqlite3.Connection) -> Iterator[int]:
                 yield last
         return
     with contextlib.suppress(sqlite3.DatabaseError):
-        rest = {row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if isinstance(row[0], int)}
+        rest = {
+            row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if isinstance(row[0], int)
+        }
         yield from sorted(place for place in rest if place > last)

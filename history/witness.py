@@ -1,11 +1,12 @@
-"""Proof of where a reader has been: a log that was restored from a copy gives its seqs out again, and can't know it. Its readers can.
+"""Proof of where a reader has been: a log that was restored from a copy gives its seqs out again, and can't know it.
+Its readers can.
 
 service: record at seq -> digest -> `next` -> reader keeps some of them (learn) -> positions of its next poll
             agreed: the log still has the newest one, all is well                      |
                     or another record: here is the newest that both have  <------------'
 
-A reader keeps the newest witness, and older ones ever further apart. So they agree on a place not many times further back than where log
-and reader part, and what lies between is all that is read twice.
+A reader keeps the newest witness, and older ones ever further apart. So they agree on a place not many times further
+back than where log and reader part, and what lies between is all that is read twice.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from uprotocol.status import invalid
 if TYPE_CHECKING:
     from history.log import Log
 
-DIGEST_BYTES: Final = 8  # says nothing about a message that its caller may not see; two records agree by chance once in 10^19
+# says nothing about a message that its caller may not see; two records agree by chance once in 10^19
+DIGEST_BYTES: Final = 8
 WITNESSES_MAX: Final = 40  # of one position; a reader keeps at most KNOWN_MAX
 KNOWN_MAX: Final = 33  # distances of 0, 1, 2, 4, ... 2^31 records
 
@@ -51,7 +53,9 @@ def up_to(known: Mapping[int, bytes], seq: int) -> Known:
 
 def position(incarnation: bytes, seq: int, known: Mapping[int, bytes]) -> Position:
     """As a request has it."""
-    return Position(incarnation=incarnation, seq=seq, witnesses=[Witness(seq=one, digest=digest) for one, digest in known.items()])
+    return Position(
+        incarnation=incarnation, seq=seq, witnesses=[Witness(seq=one, digest=digest) for one, digest in known.items()]
+    )
 
 
 # -- service
@@ -73,15 +77,17 @@ async def at(log: Log, seq: int) -> list[Witness]:
         return []
     found = await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq)
     return [
-        Witness(seq=seq, digest=hashlib.blake2b(message_id(chunk.messages[0]), digest_size=DIGEST_BYTES).digest()) for chunk in found.chunks
+        Witness(seq=seq, digest=hashlib.blake2b(message_id(chunk.messages[0]), digest_size=DIGEST_BYTES).digest())
+        for chunk in found.chunks
     ]
 
 
 async def went_back(log: Log, seq: int, known: Known) -> tuple[int, int] | None:
-    """If the log went back behind a caller at `seq`: up to where it is not what the caller knows, and up to where it surely is.
+    """If the log went back behind a caller at `seq`: up to where it is not what the caller knows, and up to where it
+    surely is.
 
-    None if it did not, as far as can be told. Looks at the newest record that is known and still there, and only if that is another one
-    now, at those before.
+    None if it did not, as far as can be told. Looks at the newest record that is known and still there, and only if
+    that is another one now, at those before.
     """
     differs = False
     for one in sorted(known, reverse=True):

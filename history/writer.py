@@ -26,7 +26,8 @@ from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-CHUNK_RECORDS_MAX: Final = 512  # beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
+# beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
+CHUNK_RECORDS_MAX: Final = 512
 CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
 TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
 RETENTION_PERIOD_MS: Final = 1_000  # sooner if the log has grown beyond its bytes
@@ -82,7 +83,8 @@ def _weigh(job: Append | None) -> int:
 
 
 class Numbering:
-    """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo` takes it back."""
+    """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo`
+    takes it back."""
 
     def __init__(self, newest_seq: int, streams: Mapping[int, Stream]) -> None:
         self.newest_seq = newest_seq
@@ -112,10 +114,16 @@ class Numbering:
 
 
 class Writer:
-    """Owns the store while it runs. `submit`, `save`, `flush`, `stop` are called on the loop; `on_written` is called there."""
+    """Owns the store while it runs. `submit`, `save`, `flush`, `stop` are called on the loop; `on_written` is called
+    there."""
 
     def __init__(
-        self, store: Store, retention: Retention, on_written: Callable[[Written], None], now_ms: Callable[[], int], name: str
+        self,
+        store: Store,
+        retention: Retention,
+        on_written: Callable[[Written], None],
+        now_ms: Callable[[], int],
+        name: str,
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
         self._numbering = Numbering(store.loaded.start_seq, store.streams)
@@ -124,13 +132,20 @@ class Writer:
         self._unsaved = Changes()  # what a failed transaction left
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
-        self._failures = 0  # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
+        # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
+        self._failures = 0
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
         self._next_retention = self._next_sample = 0.0
         self._may_shrink = True  # retention found something to do the last time, or it was not needed
         self._monotonic = store.runtime.monotonic
-        self._worker: Worker[Append | None] = store.runtime.worker(  # None: commit what was saved, though nothing is appended
-            f"history-{name}", self._turn, batch_max=TRANSACTION_RECORDS_MAX, weigh=_weigh, tick_s=IDLE_TICK_S, finish=store.close
+        # None: commit what was saved, though nothing is appended
+        self._worker: Worker[Append | None] = store.runtime.worker(
+            f"history-{name}",
+            self._turn,
+            batch_max=TRANSACTION_RECORDS_MAX,
+            weigh=_weigh,
+            tick_s=IDLE_TICK_S,
+            finish=store.close,
         )
 
     # -- loop side
@@ -210,7 +225,9 @@ class Writer:
     def _hear_failure(self) -> None:
         self._failures_heard += 1
 
-    def _refuse(self, batch: list[Append], first: Callable[[], None] = lambda: None, *, is_damaged: bool = False) -> None:
+    def _refuse(
+        self, batch: list[Append], first: Callable[[], None] = lambda: None, *, is_damaged: bool = False
+    ) -> None:
         written = Written(replace(self._store.extent), batch, error=self._error, is_damaged=is_damaged)
 
         def tell() -> None:
@@ -278,7 +295,8 @@ class Writer:
         if is_second:
             store.sample()
             self._next_sample = now + RETENTION_PERIOD_MS / 1_000
-        # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks faster than it grows.
+        # While there is more to delete, every other turn of the writer deletes: appends go on, and the log shrinks
+        # faster than it grows.
         self._next_retention = 0.0 if more else now + RETENTION_PERIOD_MS / 1_000
         if more:
             self._worker.put(None)

@@ -1,4 +1,5 @@
-"""Seeded simulation: whole gateways on virtual time, with everything that can go wrong, and a checker that knows what is owed.
+"""Seeded simulation: whole gateways on virtual time, with everything that can go wrong, and a checker that knows what
+is owed.
 
 python -m simulation --seeds 1000        as many worlds, on all processors        make simulate SEEDS=10000
 python -m simulation --seed 42 -v        one of them, step by step

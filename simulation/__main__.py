@@ -32,14 +32,22 @@ def _many(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 kind, text = outcome.violations[0]
                 more = f" (and {len(outcome.violations) - 1} more)" if len(outcome.violations) > 1 else ""
-                print(f"seed {outcome.seed} ({outcome.kind}): {kind}: {text}{more}\n    {_command(outcome.seed)}", flush=True)
+                print(
+                    f"seed {outcome.seed} ({outcome.kind}): {kind}: {text}{more}\n    {_command(outcome.seed)}",
+                    flush=True,
+                )
         if number % 500 == 0 and not arguments.json:
             print(f"{number} worlds, {len(failed)} with a fault", flush=True)
         if len(failed) >= arguments.max_failures:
             break
     seconds = time.monotonic() - began
     if arguments.json:
-        told = {"seeds": number, "start": seeds.start, "seconds": round(seconds, 1), "failed": [asdict(one) for one in failed]}
+        told = {
+            "seeds": number,
+            "start": seeds.start,
+            "seconds": round(seconds, 1),
+            "failed": [asdict(one) for one in failed],
+        }
         print(json.dumps(told | ({"digests": digests} if arguments.all else {})))
     else:
         rate = f"{seconds:.0f} s ({number / seconds:.1f}/s)"
@@ -91,7 +99,10 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--max-failures", type=int, default=20, help="stop after so many seeds with a fault")
     parser.add_argument(
-        "--without", type=lambda text: frozenset(text.split(",")), default=KNOWN_FAULTS, help="names of plan.py that must not happen"
+        "--without",
+        type=lambda text: frozenset(text.split(",")),
+        default=KNOWN_FAULTS,
+        help="names of plan.py that must not happen",
     )
     parser.add_argument("--broken", default="", help="with --seed: put this break of breaks.py in")
     parser.add_argument("--breaks", action="store_true", help="put each break of breaks.py in, and look for it")

@@ -1,4 +1,5 @@
-"""Who lives on the networks: publishers, hearers, subscribers, a history reader, and a uSubscription service of somebody else.
+"""Who lives on the networks: publishers, hearers, subscribers, a history reader, and a uSubscription service of
+somebody else.
 
 None of them is ever killed; all of them have sessions, as clients of a broker do. What they see goes to the checker.
 """
@@ -53,7 +54,13 @@ class Publisher:
     """Sends one message after the other, each until the network has taken it, as a client with QoS 1 does."""
 
     def __init__(
-        self, world: Any, transport: LocalTransport, name: str, topics: Sequence[UUri], sinks: Sequence[UUri], ttl_share: float
+        self,
+        world: Any,
+        transport: LocalTransport,
+        name: str,
+        topics: Sequence[UUri],
+        sinks: Sequence[UUri],
+        ttl_share: float,
     ) -> None:
         self._world, self._transport, self.name, self._topics, self._sinks = world, transport, name, topics, sinks
         self._ttl_share = ttl_share
@@ -64,7 +71,9 @@ class Publisher:
         for _ in range(messages):
             await asyncio.sleep(dice.random() * pause_s)
             sink = dice.choice(self._sinks) if self._sinks and dice.random() < 0.15 else None
-            await self.publish(dice.choice(self._topics), sink, dice.choice(PRIORITIES), dice.random() < self._ttl_share)
+            await self.publish(
+                dice.choice(self._topics), sink, dice.choice(PRIORITIES), dice.random() < self._ttl_share
+            )
 
     async def publish(
         self, topic: UUri, sink: UUri | None = None, priority: int = UPriority.UPRIORITY_CS1, short_lived: bool = False
@@ -105,13 +114,18 @@ class Hearer:
 
 
 class Subscriber:
-    """One client of a uSubscription service, whose wishes are drawn. The last one on each topic is what must hold in the end."""
+    """One client of a uSubscription service, whose wishes are drawn. The last one on each topic is what must hold in
+    the end."""
 
-    def __init__(self, world: Any, transport: LocalTransport, name: str, authority: str, version: int, network: str) -> None:
+    def __init__(
+        self, world: Any, transport: LocalTransport, name: str, authority: str, version: int, network: str
+    ) -> None:
         self._world, self.name, self.version, self.authority, self._network = world, name, version, authority, network
         self._transport = transport
         self.local = transport.local
-        self.client = USubscriptionClient(transport, transport.local, authority, version, call_ms=CALL_MS, probe_ms=1_000)
+        self.client = USubscriptionClient(
+            transport, transport.local, authority, version, call_ms=CALL_MS, probe_ms=1_000
+        )
         self.client.on_change(self._changed)
         self._busy: dict[Any, asyncio.Lock] = {}
 
@@ -157,7 +171,8 @@ class Subscriber:
                 return
 
     async def hurry(self, topic: UUri, last: bool) -> None:
-        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps their order."""
+        """Subscribe, Unsubscribe, ... sent without waiting for answers; the last one must win, where the network keeps
+        their order."""
         network: Any = self._transport.network
         if network.weather is not CALM or network._held:
             await self.wish(topic, last)
@@ -191,7 +206,8 @@ class Subscriber:
 
 
 class Foreign:
-    """A uSubscription service of somebody else, version 3, which can't list everything. It can fall silent, and be short of something."""
+    """A uSubscription service of somebody else, version 3, which can't list everything. It can fall silent, and be
+    short of something."""
 
     def __init__(self, world: Any, transport: LocalTransport, authority: str) -> None:
         self._world, self._transport, self.authority = world, transport, authority
@@ -219,7 +235,9 @@ class Foreign:
         else:
             known.pop(uris.key(subscriber), None)
         state = v3.SubscriptionStatus.SUBSCRIBED if subscribed else v3.SubscriptionStatus.UNSUBSCRIBED
-        update = v3.Update(topic=topic, subscriber=v3.SubscriberInfo(uri=subscriber), status=v3.SubscriptionStatus(state=state))
+        update = v3.Update(
+            topic=topic, subscriber=v3.SubscriberInfo(uri=subscriber), status=v3.SubscriptionStatus(state=state)
+        )
         for sink in self._registered.get(uris.key(topic), {}).values():
             message = UMessageBuilder.notification(uris.uri(self.authority, 0, 3, 0x8000), sink).pack(update)
             while (await self._transport.send_batch([message]))[0].code in RETRYABLE and not self._world.given_up:  # noqa: ASYNC110
@@ -229,7 +247,9 @@ class Foreign:
         await self.speaking.wait()
         asked = UPayload.of(request).unpack(v3.SubscriptionRequest)
         await self.set(asked.topic, request.attributes.source, True)
-        return v3.SubscriptionResponse(status=v3.SubscriptionStatus(state=v3.SubscriptionStatus.SUBSCRIBED), topic=asked.topic)
+        return v3.SubscriptionResponse(
+            status=v3.SubscriptionStatus(state=v3.SubscriptionStatus.SUBSCRIBED), topic=asked.topic
+        )
 
     async def _unsubscribe(self, request: UMessage) -> Message:
         await self.speaking.wait()
@@ -240,7 +260,9 @@ class Foreign:
     async def _register(self, request: UMessage) -> Message:
         await self.speaking.wait()
         topic = UPayload.of(request).unpack(v3.NotificationsRequest).topic
-        self._registered.setdefault(uris.key(topic), {})[uris.key(request.attributes.source)] = request.attributes.source
+        self._registered.setdefault(uris.key(topic), {})[uris.key(request.attributes.source)] = (
+            request.attributes.source
+        )
         return v3.NotificationsResponse()
 
     async def _fetch_subscribers(self, request: UMessage) -> Message:
@@ -270,8 +292,16 @@ class Foreign:
 class HistoryReader:
     """Reads everything on `topics`, now and then from its cursor file in a new life."""
 
-    def __init__(self, world: Any, transport: LocalTransport, service: UUri, topics: Sequence[UUri], cursor: Path) -> None:
-        self._world, self._transport, self._service, self.topics, self._cursor = world, transport, service, topics, cursor
+    def __init__(
+        self, world: Any, transport: LocalTransport, service: UUri, topics: Sequence[UUri], cursor: Path
+    ) -> None:
+        self._world, self._transport, self._service, self.topics, self._cursor = (
+            world,
+            transport,
+            service,
+            topics,
+            cursor,
+        )
 
     async def run(self) -> None:
         while not self._world.given_up:

@@ -1,4 +1,5 @@
-"""Faults that were found and mended, each as a small patch that puts it back in: the proof that the simulation would find it again."""
+"""Faults that were found and mended, each as a small patch that puts it back in: the proof that the simulation would
+find it again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from typing import Any, Final
 @dataclass(frozen=True)
 class Break:
     what: str
-    patches: Callable[[], list[tuple[Any, str, Any]]]  # of what, which attribute, by what; imported only when it is asked for
+    # of what, which attribute, by what; imported only when it is asked for
+    patches: Callable[[], list[tuple[Any, str, Any]]]
     needs: str = ""  # the name in plan.py of what must happen
 
     @contextlib.contextmanager
@@ -33,7 +35,8 @@ Patches = list[tuple[Any, str, Any]]
 def _restart_that_records() -> Patches:
     from usubscription_client.table import TableSource
 
-    return [(TableSource, "decided", lambda self, topic: True)]  # so what is known counts from the newest seq, whenever it came to be known
+    # so what is known counts from the newest seq, whenever it came to be known
+    return [(TableSource, "decided", lambda self, topic: True)]
 
 
 def _renamed_endpoint() -> Patches:
@@ -108,11 +111,15 @@ BREAKS: Final[dict[str, Break]] = {
     "renamed endpoint": Break("the cursor of an endpoint that is not configured is dropped", _renamed_endpoint),
     "retention by age": Break("age takes what an endpoint has not had, and nobody is told", _retention_by_age),
     "passing shortage": Break(
-        "any answer of a remote service but UNAVAILABLE and DEADLINE_EXCEEDED ends a subscription", _passing_shortage, "shortage"
+        "any answer of a remote service but UNAVAILABLE and DEADLINE_EXCEEDED ends a subscription",
+        _passing_shortage,
+        "shortage",
     ),
     "silent service": Break("a topic is passed over while a foreign service is silent about it", _silent_service),
     "order of commands": Break(
         "each method is its own queue, so an Unsubscribe overtakes the Subscribe behind it", _order_of_commands, "hurry"
     ),
-    "held back at a pause": Break("what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"),
+    "held back at a pause": Break(
+        "what was read ahead of a peer is forgotten when its topic is paused", _held_back, "pause"
+    ),
 }

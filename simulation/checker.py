@@ -91,7 +91,8 @@ class Wish:
             want.confirmed_at = self._checker.now if want.confirmed_at is None else want.confirmed_at
         elif want.wanted and status is Status.UNSUBSCRIBED:
             self._checker.fail(
-                "a subscription that nobody ended", f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED"
+                "a subscription that nobody ended",
+                f"{want.hearer} subscribed to {want.topic} and was answered UNSUBSCRIBED",
             )
 
     def refused(self, code: int) -> None:
@@ -109,7 +110,8 @@ class Checker:
         self.ever: set[tuple[str, Key]] = set()
         self.sinks: dict[Key, str] = {}  # whose notifications somebody hears
         self.owed: dict[str, dict[Id, Sent]] = defaultdict(dict)
-        self.effective: dict[str, set[tuple[str, str]]] = {}  # by machine, of one that has been ready: from which network to which
+        # by machine, of one that has been ready: from which network to which
+        self.effective: dict[str, set[tuple[str, str]]] = {}
         self.recorded: dict[str, list[UUri]] = {}
         self.volatile: list[UUri] = []
         self.era = 0
@@ -130,7 +132,8 @@ class Checker:
         self.gaps: list[tuple[str, int, int]] = []  # of pumps: machine, after, before
         self.allowed_gaps = False
         self.paused = False  # something was paused once
-        self.unclaimed: list[tuple[str, int, int]] = []  # machine, from which seq to which something waits for an endpoint that is gone
+        # machine, from which seq to which something waits for an endpoint that is gone
+        self.unclaimed: list[tuple[str, int, int]] = []
         self.newest: dict[str, int] = {}  # durable seq, by machine
         self._maybe_told: set[Id] = set()
 
@@ -164,7 +167,12 @@ class Checker:
                 self._owe(hearer, sent)
             return
         for want in self.wants.values():
-            if want.topic == sent.topic and want.confirmed_at is not None and want.confirmed_at < sent.at and self._passes(want.hops):
+            if (
+                want.topic == sent.topic
+                and want.confirmed_at is not None
+                and want.confirmed_at < sent.at
+                and self._passes(want.hops)
+            ):
                 self._owe(want.hearer, sent)
         source = sent.message.attributes.source
         if _matches(self.recorded.get("V", ()), source) and _matches(self.reader_topics, source):
@@ -206,8 +214,11 @@ class Checker:
             return
         last = self._last.get((hearer, sent.stream), 0)
         if sent.number < last and hearer in sent.promised and id not in self._maybe_told:
-            # (what was told as a dead letter, or is from before the subscription, may still come when an endpoint has its name again)
-            self.fail("reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream")
+            # (what was told as a dead letter, or is from before the subscription, may still come when an endpoint has
+            # its name again)
+            self.fail(
+                "reordered", f"{hearer} heard {sent} (message {sent.number}) after message {last} of the same stream"
+            )
         self._last[hearer, sent.stream] = max(last, sent.number)
 
     # -- what may be repeated
@@ -254,12 +265,15 @@ class Checker:
             want = self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
             want.answered = want.answered and known is not None and known.confirmed_at is not None
         else:
-            want = self.wants.get((hearer, key)) or self.want(hearer, key, self.world.hops(hearer, key), confirmed=False)
+            want = self.wants.get((hearer, key)) or self.want(
+                hearer, key, self.world.hops(hearer, key), confirmed=False
+            )
             self.unwant(hearer, key)
         return Wish(self, want, self._wish_numbers)
 
     def told(self, hearer: str, topic: UUri, status: Status) -> None:
-        """What a service says of its own accord. One that comes late is about an earlier command, so the end decides, not this."""
+        """What a service says of its own accord. One that comes late is about an earlier command, so the end decides,
+        not this."""
         want = self.wants.get((hearer, uris.key(topic)))
         self.note("told", hearer, uris.key(topic), str(status))
         if want is None or not want.wanted or not want.answered:
@@ -304,7 +318,9 @@ class Checker:
         if "after" in event and "before" in event:
             self.gaps.append((machine, event["after"], event["before"]))
         if event.get("exc_info") and not self.world.disk_troubled(machine):
-            self.fail("an exception that nobody foresaw", f"{machine}: {event.get('event')}: {event.get('exception', '')}")
+            self.fail(
+                "an exception that nobody foresaw", f"{machine}: {event.get('event')}: {event.get('exception', '')}"
+            )
         if "moved_to" in event:  # all of it is gone, and that is told
             self.note("moved aside", machine)
             for owed in self.owed.values():
@@ -318,7 +334,10 @@ class Checker:
         known = self._seqs.setdefault((incarnation, seq), id)
         self.note("appended", machine, seq)
         if known != id:
-            self.fail("a seq that names two records", f"{machine}: seq {seq} is {message.payload!r}, and was another one before")
+            self.fail(
+                "a seq that names two records",
+                f"{machine}: seq {seq} is {message.payload!r}, and was another one before",
+            )
         self.places[id].append((machine, incarnation, seq))
         if machine == "V" and id in self.sent:
             self.sent[id].era = self.era
@@ -338,7 +357,10 @@ class Checker:
         self.note("read", seq)
         known = self._seqs.setdefault((incarnation, seq), id)
         if known != id:
-            self.fail("a seq that names two records", f"the history has another record under {seq} than the one that was committed")
+            self.fail(
+                "a seq that names two records",
+                f"the history has another record under {seq} than the one that was committed",
+            )
         sent = self.sent.get(id)
         if is_application(message) and (sent is None or sent.message != message):
             self.fail("phantom", f"the history has {message.payload!r}, which nobody has sent so")
@@ -369,7 +391,9 @@ class Checker:
     @property
     def outstanding(self) -> int:
         """How much is owed still. Dead letters count only at the very end, since they are looked up on the disk."""
-        owed = sum(1 for owed in self.owed.values() for id in owed if id not in self._maybe_told and not self._is_unclaimed(id))
+        owed = sum(
+            1 for owed in self.owed.values() for id in owed if id not in self._maybe_told and not self._is_unclaimed(id)
+        )
         return owed + len(self._unread()) + len(self._reader_lacks())
 
     def told_dead(self, message: UMessage) -> None:
@@ -397,7 +421,11 @@ class Checker:
         """It waits for an endpoint that is not configured, and readiness says so: for a person to adopt."""
         if id not in self.places:  # it may have been committed without anybody being told, which a kill does
             return any(low < high for _, low, high in self.unclaimed)
-        return any(one == machine and low < seq <= high for machine, _, seq in self.places[id] for one, low, high in self.unclaimed)
+        return any(
+            one == machine and low < seq <= high
+            for machine, _, seq in self.places[id]
+            for one, low, high in self.unclaimed
+        )
 
     def _in_gap(self, machine: str, seq: int) -> bool:
         return any(one == machine and after < seq < before for one, after, before in self.gaps)
@@ -408,7 +436,8 @@ class Checker:
                 where = [(machine, seq) for machine, _, seq in self.places.get(sent.id, ())]
                 self.fail(
                     "neither delivered nor told",
-                    f"{hearer} never heard {sent}, acknowledged at {sent.acknowledged_at or 0:.3f} s, in logs as {where or 'nothing'}"
+                    f"{hearer} never heard {sent}, acknowledged at {sent.acknowledged_at or 0:.3f} s, in logs as "
+                    f"{where or 'nothing'}"
                     f" ({len(owed)} such messages)",
                 )
         for sent in self._unread()[:3]:
@@ -416,7 +445,8 @@ class Checker:
         lacks = self._reader_lacks()
         if lacks:
             self.fail(
-                "neither delivered nor told", f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)"
+                "neither delivered nor told",
+                f"the history reader never got seq {lacks[0][1]}, and no gap ({len(lacks)} such records)",
             )
 
 

@@ -1,7 +1,9 @@
-"""A disk that can refuse, fail after the fact, lose power and tear: real SQLite on a folder in memory, behind storage.disk.Disk.
+"""A disk that can refuse, fail after the fact, lose power and tear: real SQLite on a folder in memory, behind
+storage.disk.Disk.
 
 connect -> FaultyConnection: each BEGIN, write and COMMIT asks the dice     power_lost: what was committed stays, all else is gone
-                                                                           tear: the write-ahead log ends at a random byte
+                                                                           tear: the write-ahead log ends at a random
+                                                                           byte
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class _Mark:
 
 
 class SimulatedDisk:
-    """The disk as one process sees it. `faults` may be changed at any time; they strike only files whose name has `victim` in it."""
+    """The disk as one process sees it. `faults` may be changed at any time; they strike only files whose name has
+    `victim` in it."""
 
     def __init__(self, random: random.Random, on_fault: Callable[[str], None]) -> None:
         self.alive = True
@@ -95,14 +98,17 @@ class SimulatedDisk:
         self.paths: set[Path] = set()
         self._connections: list[FaultyConnection] = []
         self._random, self._on_fault = random, on_fault
-        self.power_cut: Callable[[], None] | None = None  # called instead of the next COMMIT's answer, once it has happened
+        # called instead of the next COMMIT's answer, once it has happened
+        self.power_cut: Callable[[], None] | None = None
 
     # -- storage.disk.Disk
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         if not self.alive:
             raise _error("the process is dead", sqlite3.SQLITE_IOERR)
-        db = sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=256, factory=FaultyConnection)
+        db = sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, cached_statements=256, factory=FaultyConnection
+        )
         db.disk, db.path = self, path
         if read_only:
             db.execute("PRAGMA query_only = 1")
@@ -156,8 +162,8 @@ class SimulatedDisk:
             raise _error("disk I/O error", sqlite3.SQLITE_IOERR)
 
     def power_lost(self, *, tear: str = "") -> bool:
-        """Nothing is closed: what was committed is there for the next process, and that is all. `tear` is in the name of a file whose
-        write-ahead log ends somewhere in the middle then. True if something was torn."""
+        """Nothing is closed: what was committed is there for the next process, and that is all. `tear` is in the name
+        of a file whose write-ahead log ends somewhere in the middle then. True if something was torn."""
         if not self.alive:
             return False
         kept = {}

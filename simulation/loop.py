@@ -3,8 +3,9 @@
 ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: a deadlock, told as an error
           '-> of a process that is dead: dropped, as if its machine had lost power
 
-Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on one loop and
-neither notices that the other one dies. What runs in threads in the product runs here as callbacks, at delays from the seed.
+Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on
+one loop and neither notices that the other one dies. What runs in threads in the product runs here as callbacks, at
+delays from the seed.
 """
 
 from __future__ import annotations
@@ -131,10 +132,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._ready.append(handle)  # type: ignore[attr-defined]
         return handle
 
-    def call_soon_threadsafe(self, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.Handle:
+    def call_soon_threadsafe(
+        self, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> events.Handle:
         return self.call_soon(callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.TimerHandle:
+    def call_at(
+        self, when: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> events.TimerHandle:
         timer = _TimerHandle(when, callback, args, self, context)
         timer.process = timer._context.get(PROCESS)  # type: ignore[attr-defined]
         if not self.over:
@@ -142,7 +147,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             timer._scheduled = True  # type: ignore[attr-defined]
         return timer
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None) -> events.TimerHandle:
+    def call_later(
+        self, delay: float, callback: Any, *args: Any, context: contextvars.Context | None = None
+    ) -> events.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
     def create_task(
@@ -200,7 +207,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class SimulatedWorker:
-    """storage.worker.Worker as callbacks: a batch is taken some time after its first job has come, told some time after it is done."""
+    """storage.worker.Worker as callbacks: a batch is taken some time after its first job has come, told some time after
+    it is done."""
 
     DELAY_S: Final = 0.004  # at most; a commit takes some milliseconds
 

@@ -28,7 +28,9 @@ RESTART_S: Final = 1.0  # after which a supervisor starts anew what has died by 
 
 
 def named(task: asyncio.Task[Any]) -> str:
-    return f"{task.get_coro().__qualname__} ({task.get_name() if not task.get_name().startswith('Task-') else 'no name'})"  # type: ignore[union-attr]
+    return (
+        f"{task.get_coro().__qualname__} ({task.get_name() if not task.get_name().startswith('Task-') else 'no name'})"  # type: ignore[union-attr]
+    )
 
 
 class GatewayProcess(Process):
@@ -97,7 +99,9 @@ class GatewayProcess(Process):
             def done(future: asyncio.Future[int]) -> None:
                 if not future.cancelled() and future.exception() is None:
                     for place, message in enumerate(messages):
-                        world.checker.appended(machine.name, log.incarnation, log.durable, future.result() + place, message)
+                        world.checker.appended(
+                            machine.name, log.incarnation, log.durable, future.result() + place, message
+                        )
 
             future.add_done_callback(done)
             return future
@@ -138,7 +142,8 @@ class Machine:
         self.wanted = False  # running is wanted
         self.torn = False  # a write-ahead log of it was cut once
         self.had_disk_faults = False
-        self.was_closed = False  # a process of it has ended as it should, so that the tables are in the files themselves
+        # a process of it has ended as it should, so that the tables are in the files themselves
+        self.was_closed = False
         self.on_ready: list[Callable[[], None]] = []
 
     @property
@@ -223,7 +228,9 @@ class Machine:
         left = [task for task in left if not task.done()]
         process.alive = False
         if left:
-            self.world.checker.fail("a task that never ends", f"{self.name} has stopped, and there is still {named(left[0])}")
+            self.world.checker.fail(
+                "a task that never ends", f"{self.name} has stopped, and there is still {named(left[0])}"
+            )
 
     def killed(self, process: GatewayProcess) -> None:
         self.torn = self.torn or process.torn

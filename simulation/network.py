@@ -30,7 +30,8 @@ class Weather:
     lose: float = 0.0  # per message and member: never arrives, though the sender was told that it was sent
     refuse: float = 0.0  # per message: one of `codes`, and it was not sent
     codes: tuple[int, ...] = ()
-    short: float = 0.0  # per Subscribe or Unsubscribe to a uSubscription service: answered with one of `short_codes` at once
+    # per Subscribe or Unsubscribe to a uSubscription service: answered with one of `short_codes` at once
+    short: float = 0.0
     short_codes: tuple[int, ...] = ()
 
 
@@ -61,7 +62,11 @@ class SimulatedNetwork(LocalNetwork):
             self._told(f"refused {UCode.Name(code)}", message, sender)
             return UStatus(code=code, message="the network refuses this message (the simulation wants it so)")
         attributes = message.attributes
-        asks = attributes.type == attrs.REQUEST and attributes.sink.ue_id == USUBSCRIPTION and attributes.sink.resource_id in COMMANDS
+        asks = (
+            attributes.type == attrs.REQUEST
+            and attributes.sink.ue_id == USUBSCRIPTION
+            and attributes.sink.resource_id in COMMANDS
+        )
         if asks and self._hits(weather.short):
             self._answer_short(sender, message, self._dice.choice(weather.short_codes))
             return OK

@@ -32,11 +32,14 @@ REFUSALS: Final = tuple(int(code) for code in UCode.values() if code != UCode.OK
 KNOWN_FAULTS: Final = frozenset({"late_error", "tear_young", "pause_undecided"})
 """What is left out by default; `--without ''` lets all of it happen.
 
-late_error: a COMMIT that fails though it has happened. The log takes back what it refused; the subscription store does not yet.
-tear_young: a log is lost whose tables are in its write-ahead log alone. That is told (damage, readiness, the topic of gaps), but a reader
-that had not begun can't know of a log that it never heard of, and the checker wants a gap there, too.
-pause_undecided: a topic is paused while a service of version 3 has not answered about it. It has one cursor, for who was served meanwhile
-and for who was not: after a restart those who were get it from there, twice, and from before their subscription.
+late_error: a COMMIT that fails though it has happened. The log takes back what it refused; the subscription store does
+not yet.
+tear_young: a log is lost whose tables are in its write-ahead log alone. That is told (damage, readiness, the topic of
+gaps), but a reader that had not begun can't know of a log that it never heard of, and the checker wants a gap there,
+too.
+pause_undecided: a topic is paused while a service of version 3 has not answered about it. It has one cursor, for who
+was served meanwhile and for who was not: after a restart those who were get it from there, twice, and from before their
+subscription.
 """
 
 Action = Callable[[], Awaitable[None]]
@@ -197,7 +200,9 @@ class Plan:
                 await self._some(1.0)
                 self._start(machine)
 
-    async def _restart(self, config: dict[str, Any] | None = None, machine: Machine | None = None, away_s: float = 4.0) -> None:
+    async def _restart(
+        self, config: dict[str, Any] | None = None, machine: Machine | None = None, away_s: float = 4.0
+    ) -> None:
         machine = machine or self._machine()
         await machine.stop()
         await self._some(away_s)
@@ -310,7 +315,10 @@ class Plan:
         dice, streamer = self._dice, self._v.streamer
         if streamer is None:
             return
-        topic, peer = uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))), list(streamer.endpoints)[2].name
+        topic, peer = (
+            uris.parse(dice.choice(("//vin1/8001/1/8001", "//*/FFFFFFFF/FF/FFFF"))),
+            list(streamer.endpoints)[2].name,
+        )
         self._world.checker.disturbed_from("pause")
         self._world.checker.paused = True
         with contextlib.suppress(UStatusError):  # it was killed meanwhile
@@ -422,7 +430,9 @@ class Plan:
                 machine.process.kill_at = None
             base = self._base[machine.name]
             if machine.config != base:
-                renamed = [one["name"] for one in machine.config["endpoint"]] != [one["name"] for one in base["endpoint"]]
+                renamed = [one["name"] for one in machine.config["endpoint"]] != [
+                    one["name"] for one in base["endpoint"]
+                ]
                 await machine.stop()
                 if renamed:
                     self._another_era()

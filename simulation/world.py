@@ -81,7 +81,9 @@ def _wall_ns() -> int:
 class World:
     current: World | None = None
 
-    def __init__(self, seed: int, *, verbose: bool = False, out: Any = None, without: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, seed: int, *, verbose: bool = False, out: Any = None, without: frozenset[str] = frozenset()
+    ) -> None:
         """`without` names what must not befall this world (see plan.py), to look behind a fault that is known."""
         self.seed, self._verbose, self._out, self.without = seed, verbose, out or sys.stdout, without
         self.loop = VirtualLoop(seed)
@@ -94,7 +96,8 @@ class World:
         self.machines: dict[str, Machine] = {}
         self.given_up = False
         self.publishers: list[Publisher] = []
-        self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}  # by hearer, with the topics and the machine of its service
+        # by hearer, with the topics and the machine of its service
+        self.subscribers: dict[str, tuple[Subscriber, list[UUri], str]] = {}
         self.foreign: Foreign | None = None
         self.lone: USubscriptionService | None = None
         self.reader: HistoryReader | None = None
@@ -103,7 +106,8 @@ class World:
         self.folder = Path(tempfile.mkdtemp(prefix="simulation-", dir=SHM if SHM.is_dir() else None))
         self.kind = self.dice.choice(KINDS)
         self.tasks: list[asyncio.Task[Any]] = []
-        has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without  # no draw of the others' dice
+        # no draw of the others' dice
+        has_suffix = random.Random(seed ^ 0x5FF1).random() < SUFFIX_SHARE and "suffix" not in without
         self.suffix = SUFFIX if has_suffix else ""  # behind the vehicle's names, out there
 
     # -- time, notes
@@ -191,7 +195,11 @@ class World:
         remote = "none" if self.kind == "static" else "remote"
         return {
             "streamer": {"authority": "vin1", "data_dir": str(self.folder / "V")},
-            "endpoint": [endpoint("vehicle", "embedded"), endpoint("mcu", "none"), endpoint("cloud", remote) | {"suffix": self.suffix}],
+            "endpoint": [
+                endpoint("vehicle", "embedded"),
+                endpoint("mcu", "none"),
+                endpoint("cloud", remote) | {"suffix": self.suffix},
+            ],
             "history": {},
             "usubscription": {"static_file": str(self.folder / "static.json")},
             "egress": {"retry_min_ms": 5, "retry_max_ms": 400},
@@ -200,7 +208,13 @@ class World:
     def hub_config(self) -> dict[str, Any]:
         def endpoint(name: str, authorities: list[str], mode: str) -> dict[str, Any]:
             settings = {"network": f"{self.seed}/{name}", "session": f"C-{name}"}
-            return {"name": name, "transport": "local", "authorities": authorities, "usubscription": mode, "settings": settings}
+            return {
+                "name": name,
+                "transport": "local",
+                "authorities": authorities,
+                "usubscription": mode,
+                "settings": settings,
+            }
 
         vehicles = [self.named("cloud", uris.uri(name)).authority_name for name in ("vin1", "mcu1")]
         return {
@@ -215,7 +229,9 @@ class World:
         sinks = [uris.parse(SINK)]
         vehicle = await node(self, "vehicle", "vin1", 0x8001)
         vin_topics = ["//vin1/8001/1/8001", "//vin1/8001/1/8002", *WISHED_VIN]
-        self.publishers.append(Publisher(self, vehicle, "vin", [uris.parse(one) for one in vin_topics], sinks, ttl_share))
+        self.publishers.append(
+            Publisher(self, vehicle, "vin", [uris.parse(one) for one in vin_topics], sinks, ttl_share)
+        )
         mcu = await node(self, "mcu", "mcu1", 0x8002)
         self.publishers.append(Publisher(self, mcu, "mcu", [uris.parse("//mcu1/8002/1/8001")], sinks, ttl_share))
         if self.kind != "static":
@@ -273,7 +289,9 @@ class World:
         await self.lone.start()
         await self._subscriber("S", "mcu", "mcu1", self.dice.choice((3, 4)), LONE, "")
 
-    async def _subscriber(self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str) -> None:
+    async def _subscriber(
+        self, hearer: str, network: str, authority: str, version: int, topics: tuple[str, ...], machine: str
+    ) -> None:
         transport = await node(self, network, AUTHORITIES[network], 0x9101)
         service = self.named(network, uris.uri(authority)).authority_name
         subscriber = Subscriber(self, transport, hearer, service, version, network)
@@ -300,7 +318,12 @@ class World:
         want = self.checker.want("L", key, self.hops("L", key), confirmed=False)
         while want.wanted and not self.given_up:
             streamer = self.machines["V"].streamer
-            if self.machines["V"].ready and streamer is not None and streamer.interest.healthy and not streamer.interest.can_list:
+            if (
+                self.machines["V"].ready
+                and streamer is not None
+                and streamer.interest.healthy
+                and not streamer.interest.can_list
+            ):
                 self.checker.want("L", key, self.hops("L", key), confirmed=True)
                 return
             await asyncio.sleep(0.2)
@@ -444,21 +467,36 @@ class World:
                         )
                     )
                 elif wanted and state is not Status.SUBSCRIBED:
-                    wrong.append(("never settles", f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {authority}"))
+                    wrong.append(
+                        (
+                            "never settles",
+                            f"{hearer} wants {uris.format(topic)}, and it is still {state!s} at {authority}",
+                        )
+                    )
                 elif wanted and want is not None and want.confirmed_at is None:
                     want.confirmed_at = self.loop.now
                 if self.foreign is not None and name and not wrong:
                     known = any(key[1] == 0 for key in self.foreign.subscribers.get(uris.key(topic), {}))
                     if known != wanted:
-                        wrong.append(("never settles", f"the service of the other side has {known} for {uris.format(topic)}, not {wanted}"))
+                        wrong.append(
+                            (
+                                "never settles",
+                                f"the service of the other side has {known} for {uris.format(topic)}, not {wanted}",
+                            )
+                        )
         return wrong
 
 
 def problems_of(machine: Machine) -> list[str]:
-    """What keeps it from being ready, but for what only a person can end: the cursor of a name that it had for a while."""
+    """What keeps it from being ready, but for what only a person can end: the cursor of a name that it had for a
+    while."""
     if machine.streamer is None:
         return ["it does not run"]
-    return [problem for problem in machine.streamer.problems() if "is not configured" not in problem and "acknowledge" not in problem]
+    return [
+        problem
+        for problem in machine.streamer.problems()
+        if "is not configured" not in problem and "acknowledge" not in problem
+    ]
 
 
 @contextlib.contextmanager
@@ -493,7 +531,9 @@ def _captured(world: World) -> Any:
 
     before = structlog.get_config()
     structlog.configure(
-        processors=[capture], wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING), cache_logger_on_first_use=False
+        processors=[capture],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
+        cache_logger_on_first_use=False,
     )
     try:
         yield

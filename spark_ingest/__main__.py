@@ -19,11 +19,16 @@ EXIT_OK, EXIT_FAILED, EXIT_CONFIG = 0, 1, 2
 def main(arguments: list[str] | None = None, prepare: Callable[[logs.Format], None] = lambda _: None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spark_ingest",
-        description="Write the history of a streamer to Parquet. SIGTERM or Ctrl-C stops it cleanly; the next run goes on where it was.",
+        description="Write the history of a streamer to Parquet. SIGTERM or Ctrl-C stops it cleanly; the next run "
+        "goes on where it was.",
         epilog="example: python -m spark_ingest --config ingest.toml",
     )
-    parser.add_argument("--config", type=Path, required=True, metavar="FILE", help="TOML with [source], [sink], [trigger] and [spark]")
-    parser.add_argument("--log-format", choices=get_args(logs.Format), default="text", help="of the log, on standard error")
+    parser.add_argument(
+        "--config", type=Path, required=True, metavar="FILE", help="TOML with [source], [sink], [trigger] and [spark]"
+    )
+    parser.add_argument(
+        "--log-format", choices=get_args(logs.Format), default="text", help="of the log, on standard error"
+    )
     given = parser.parse_args(arguments)
     prepare(given.log_format)
     try:

@@ -37,10 +37,12 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 SERVICE_UE_ID: Final = 0x4  # core.ustreamer
 SERVICE_VERSION: Final = 1
-OWN_UE_TYPE: Final = 0x8004  # free for applications; the instance differs from task to task, so that no task hears another's replies
+# free for applications; the instance differs from task to task, so that no task hears another's replies
+OWN_UE_TYPE: Final = 0x8004
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
 GRACE_MS: Final = 2_000  # what a call may take beyond its own timeout before its thread is given up
-AWAY_MAX_MS: Final = 120_000  # a streamer that restarts and recovers a large log is back by then; after it the task fails
+# a streamer that restarts and recovers a large log is back by then; after it the task fails
+AWAY_MAX_MS: Final = 120_000
 RETRY_MS: Final = 200
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 
@@ -60,7 +62,8 @@ def _settings(given: object) -> object:
 
 
 class Options(BaseModel):
-    """What the source is told, in the spelling of Spark's options (localAuthority for local_authority); case doesn't matter there."""
+    """What the source is told, in the spelling of Spark's options (localAuthority for local_authority); case doesn't
+    matter there."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
@@ -70,23 +73,28 @@ class Options(BaseModel):
     )
     authority: str = Field(description="the streamer's authority; asked is `up://AUTHORITY/4/1/...`")
     local_authority: str = Field(
-        description="our own, of the network that we are on; each task adds a uEntity instance of its own, so that replies don't mix"
+        description="our own, of the network that we are on; each task adds a uEntity instance of its own, so that "
+        "replies don't mix"
     )
     topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = Field(
         default=(), description="UUri patterns, as an option separated by commas. None: all that is recorded"
     )
     starting_offsets: str = Field(
         default=offsets.EARLIEST,
-        description='of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what stands in a '
+        description='of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what '
+        "stands in a "
         "checkpoint will do, too",
     )
     max_records_per_batch: int = Field(
         default=100_000, ge=1, description="of one micro-batch, counted in seqs: topics that aren't read count too"
     )
-    fail_on_data_loss: bool = Field(default=True, description="whether a gap ends the query, with its bounds in the error, or is logged")
+    fail_on_data_loss: bool = Field(
+        default=True, description="whether a gap ends the query, with its bounds in the error, or is logged"
+    )
     consumer: str = Field(
         default="",
-        description="name of the cursor that holds the history's retention; give each query its own. Without it, made from the options; "
+        description="name of the cursor that holds the history's retention; give each query its own. Without it, made "
+        "from the options; "
         "the job makes it from its checkpoint",
     )
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000, description="of one call to the history")
@@ -116,7 +124,9 @@ class Options(BaseModel):
         names = {to_camel(name).lower(): to_camel(name) for name in cls.model_fields}
         unknown = sorted(key for key in given if key.lower() not in names)
         if unknown:
-            raise invalid(f"format uprotocol has no option {', '.join(map(repr, unknown))}; it has {', '.join(names.values())}")
+            raise invalid(
+                f"format uprotocol has no option {', '.join(map(repr, unknown))}; it has {', '.join(names.values())}"
+            )
         try:
             return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
         except ValidationError as error:
@@ -134,7 +144,8 @@ class Options(BaseModel):
 
 
 class History:
-    """A connection to the history of one streamer. Opens with the first call, and again after it was closed or has failed."""
+    """A connection to the history of one streamer. Opens with the first call, and again after it was closed or has
+    failed."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -162,11 +173,14 @@ class History:
         return offsets.logs_of(self._call(describe))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
-        """What is known of each log with the record at `seqs`, and which logs are no longer what was `known` of them."""
+        """What is known of each log with the record at `seqs`, and which logs are no longer what was `known` of
+        them."""
         if not seqs:
             return {}, {}
         positions = _positions(Offset(seqs, dict(known)))
-        response = self._call(_polling(PollRequest(topics=self._topics, positions=positions, until=positions, latest=True, max_records=1)))
+        response = self._call(
+            _polling(PollRequest(topics=self._topics, positions=positions, until=positions, latest=True, max_records=1))
+        )
         learned = {
             begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
             for begin in response.begin
@@ -176,9 +190,11 @@ class History:
         return learned, {loss.incarnation: loss for loss in losses if loss.went_back}
 
     def hold(self, acked: Offset) -> None:
-        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until `close`.
+        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until
+        `close`.
 
-        `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for us.
+        `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for
+        us.
         """
         positions = _positions(acked)
         request = PollRequest(
@@ -195,13 +211,20 @@ class History:
 
     def wait(self, start: Offset, wait_ms: int) -> None:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
-        self._call(_polling(PollRequest(topics=self._topics, positions=_positions(start), earliest=True, max_records=1, wait_ms=wait_ms)))
+        self._call(
+            _polling(
+                PollRequest(
+                    topics=self._topics, positions=_positions(start), earliest=True, max_records=1, wait_ms=wait_ms
+                )
+            )
+        )
 
     def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
-        """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are there.
+        """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are
+        there.
 
-        `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then UStatusError(UNAVAILABLE).
-        Of a log that went back comes what it has in this range now.
+        `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then
+        UStatusError(UNAVAILABLE). Of a log that went back comes what it has in this range now.
         """
         position, known, deadline = range.after, dict(range.known), _now_ms() + AWAY_MAX_MS
         is_back = False
@@ -215,11 +238,14 @@ class History:
                     ahead = None
                     if not error.retryable or _now_ms() > deadline:
                         raise
-                    log.warning("the streamer is away; trying again", authority=self._options.authority, error=str(error))
+                    log.warning(
+                        "the streamer is away; trying again", authority=self._options.authority, error=str(error)
+                    )
                     self.close()
                     time.sleep(RETRY_MS / 1000)
                     continue
-                if all(place.incarnation.hex() != range.incarnation for place in response.next):  # which names every log that there is
+                # which names every log that there is
+                if all(place.incarnation.hex() != range.incarnation for place in response.next):
                     on_loss(Loss(range.incarnation, position, 0))
                     return
                 back = _gone_back(response, range)
@@ -235,13 +261,18 @@ class History:
                     if is_back:
                         return
                     if _now_ms() > deadline:
-                        raise UStatusError(UCode.UNAVAILABLE, f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms")
+                        raise UStatusError(
+                            UCode.UNAVAILABLE,
+                            f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms",
+                        )
                     time.sleep(RETRY_MS / 1000)
                     continue
                 deadline = _now_ms() + AWAY_MAX_MS
                 if position < range.until:
                     ahead = self._submit(_polling(self._request(range, position, known)))
-                yield from (batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq)
+                yield from (
+                    batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq
+                )
         finally:
             if ahead is not None:
                 ahead.cancel()
@@ -252,7 +283,9 @@ class History:
         if loop is None or thread is None:
             return
         with contextlib.suppress(UStatusError, TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result((self._options.poll_timeout_ms + GRACE_MS) / 1000)
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result(
+                (self._options.poll_timeout_ms + GRACE_MS) / 1000
+            )
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -289,7 +322,9 @@ class History:
             return future.result(limit_ms / 1000)
         except TimeoutError:
             future.cancel()
-            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"no answer from {self._options.authority} within {limit_ms} ms") from None
+            raise UStatusError(
+                UCode.DEADLINE_EXCEEDED, f"no answer from {self._options.authority} within {limit_ms} ms"
+            ) from None
 
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
@@ -297,7 +332,9 @@ class History:
                 async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
                     await self._open()
             except TimeoutError:
-                raise UStatusError(UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms") from None
+                raise UStatusError(
+                    UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
+                ) from None
         assert self._client is not None, "_open makes one or raises"
         return await call(self._client)
 
@@ -356,7 +393,11 @@ def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[L
 
 
 def _gone_back(response: PollResponse, range: Range) -> Loss | None:
-    losses = (Loss(range.incarnation, gap.after_seq, gap.before_seq) for gap in response.gaps if gap.incarnation.hex() == range.incarnation)
+    losses = (
+        Loss(range.incarnation, gap.after_seq, gap.before_seq)
+        for gap in response.gaps
+        if gap.incarnation.hex() == range.incarnation
+    )
     return next((loss for loss in losses if loss.went_back), None)
 
 

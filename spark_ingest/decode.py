@@ -2,7 +2,8 @@
 
 UMessage bytes --route cache--> authority, topic, format --payload reader--> path, ts, value_* --> pyarrow.RecordBatch
                     |
-                    +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed once;
+                    +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed
+                    once;
                         whatever doesn't have that shape takes the way through protobuf
 """
 
@@ -92,7 +93,8 @@ class Decoder:
         self._moments: dict[bytes, int] = {}
 
     def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
-        """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix milliseconds.
+        """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix
+        milliseconds.
 
         `ts` is the sample's own time, else the creation time in the message's id, else the append time.
         """
@@ -108,7 +110,12 @@ class Decoder:
             # The usual layout is cut by hand:  0A len ( 0A 12 09 msb 11 lsb  rest )  12 len payload
             route: _Route | None = None
             payload: bytes | None
-            if data[2:5] == b"\x0a\x12\x09" and data[0] == 0x0A and 20 <= (end := data[1]) < 0x80 and data[13:14] == b"\x11":
+            if (
+                data[2:5] == b"\x0a\x12\x09"
+                and data[0] == 0x0A
+                and 20 <= (end := data[1]) < 0x80
+                and data[13:14] == b"\x11"
+            ):
                 end += 2
                 route = known_routes.get(data[22:end])
                 if route is not None and (start := _payload_start(data, end)):
@@ -140,7 +147,11 @@ class Decoder:
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
         attributes.ClearField("id")
-        return self._route(attributes.SerializeToString(), attributes), id, message.payload if message.HasField("payload") else None
+        return (
+            self._route(attributes.SerializeToString(), attributes),
+            id,
+            message.payload if message.HasField("payload") else None,
+        )
 
     def _route(self, key: bytes, attributes: UAttributes | None) -> _Route:
         if attributes is None:
@@ -150,10 +161,20 @@ class Decoder:
             made = _Route(len(self._known), None, None, None, None)
             if attributes is not None:
                 format = attributes.payload_format
-                name = UPayloadFormat.Name(format)[_FORMAT_PREFIX:] if format in UPayloadFormat.values() else str(int(format))
+                name = (
+                    UPayloadFormat.Name(format)[_FORMAT_PREFIX:]
+                    if format in UPayloadFormat.values()
+                    else str(int(format))
+                )
                 source = attributes.source if attributes.HasField("source") else None
                 authority = source.authority_name if source is not None else None
-                made = _Route(len(self._known), authority, uris.format(source) if source is not None else None, name, _READERS.get(format))
+                made = _Route(
+                    len(self._known),
+                    authority,
+                    uris.format(source) if source is not None else None,
+                    name,
+                    _READERS.get(format),
+                )
             found = self._routes[key] = made
             self._known.append(made)
         return found
@@ -193,8 +214,8 @@ class Decoder:
 class _Rows:
     """The columns that payloads fill, one entry per record.
 
-    `heads` and `moments`: path and time of samples as they stand on the wire, and what they mean. A signal has one path, and all signals of
-    a moment have one time.
+    `heads` and `moments`: path and time of samples as they stand on the wire, and what they mean. A signal has one
+    path, and all signals of a moment have one time.
     """
 
     __slots__ = ("bools", "doubles", "heads", "malformed", "micros", "moments", "paths", "strings")
@@ -345,7 +366,8 @@ def _times(micros: list[int], halves: np.ndarray[Anything, Anything], times_ms: 
 
 
 _HEX: Final = np.frombuffer(b"".join(b"%02x" % byte for byte in range(256)), dtype="<u2")
-_PAIRS: Final = np.array([0, 2, 4, 6, 9, 11, 14, 16, 19, 21, 24, 26, 28, 30, 32, 34])  # where the hex pairs stand in xxxxxxxx-xxxx-...
+# where the hex pairs stand in xxxxxxxx-xxxx-...
+_PAIRS: Final = np.array([0, 2, 4, 6, 9, 11, 14, 16, 19, 21, 24, 26, 28, 30, 32, 34])
 _TEXT_LENGTH: Final = 36
 
 

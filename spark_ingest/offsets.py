@@ -2,12 +2,15 @@
 
 start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log, after, until), ...]   one per task
                           |
-                          +-- lost(start, logs): logs that are no longer there; what retention took is told when it is read
+                          +-- lost(start, logs): logs that are no longer there; what retention took is told when it is
+                          read
 
-A log is named by its incarnation in hex. Only logs that hold topics that were asked for count; a seq of 0 (before the first record) is left
+A log is named by its incarnation in hex. Only logs that hold topics that were asked for count; a seq of 0 (before the
+first record) is left
 out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish without that being a loss.
 
-Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the one that they were had from.
+Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the one that they
+were had from.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ Offsets = dict[str, int]
 
 @dataclass(slots=True)
 class Offset:
-    """A place in each log. JSON of a log: its seq, or {"seq": ..., and what else there is}; older checkpoints have seqs only."""
+    """A place in each log. JSON of a log: its seq, or {"seq": ..., and what else there is}; older checkpoints have seqs
+    only."""
 
     seqs: Offsets = field(default_factory=dict)
     known: dict[str, Known] = field(default_factory=dict)  # records that prove that a log is the same still
@@ -60,7 +64,9 @@ class Offset:
         try:
             known = {_seq(incarnation, seq): bytes.fromhex(digest) for seq, digest in entry.get("known", ())}
         except (TypeError, ValueError):
-            raise invalid(f"what is known of log {incarnation} is a list of seq and digest in hex, got {entry['known']!r}") from None
+            raise invalid(
+                f"what is known of log {incarnation} is a list of seq and digest in hex, got {entry['known']!r}"
+            ) from None
         if known:
             self.known[incarnation] = known
         if "after" in entry:
@@ -91,7 +97,8 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """One log as its streamer describes it. `wanted_seq` is the newest record of the topics that were asked for, 0 if there is none."""
+    """One log as its streamer describes it. `wanted_seq` is the newest record of the topics that were asked for, 0 if
+    there is none."""
 
     incarnation: str
     oldest_seq: int
@@ -112,7 +119,8 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Records (after, before) of one log are gone; `before` 0: the whole log is; not beyond `after`: it went back and goes on there."""
+    """Records (after, before) of one log are gone; `before` 0: the whole log is; not beyond `after`: it went back and
+    goes on there."""
 
     incarnation: str
     after: int
@@ -127,7 +135,8 @@ class Loss:
             return f"the log {self.incarnation} is gone, and with it what came after seq {self.after}"
         if self.went_back:
             return (
-                f"the log {self.incarnation} went back (restored from a copy?): it and what was read agree up to seq {self.before - 1}, "
+                f"the log {self.incarnation} went back (restored from a copy?): it and what was read agree up to seq "
+                f"{self.before - 1}, "
                 f"and any of the records {self.before} to {self.after} may be gone, and others in their place"
             )
         return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are gone"
@@ -161,7 +170,8 @@ def _seq(incarnation: str, seq: object) -> int:
 
 
 def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
-    """The place to begin at, for logs as they are now. A log without anything that was asked for needs none: all that comes is new."""
+    """The place to begin at, for logs as they are now. A log without anything that was asked for needs none: all that
+    comes is new."""
     if isinstance(where, Offset):
         return where
     wanted = [log for log in logs if log.wanted_seq]
@@ -185,16 +195,24 @@ def lost(start: Offset, logs: Iterable[LogState]) -> list[Loss]:
     What retention has passed is known to the reply of Poll alone, which can tell it from records of other topics.
     """
     present = {log.incarnation for log in logs}
-    return [Loss(incarnation, seq, 0) for incarnation, seq in sorted(start.seqs.items()) if incarnation not in present | start.unread]
+    return [
+        Loss(incarnation, seq, 0)
+        for incarnation, seq in sorted(start.seqs.items())
+        if incarnation not in present | start.unread
+    ]
 
 
 def advance(
-    start: Mapping[str, int], logs: Iterable[LogState], limit_records: int | None, target: Mapping[str, int] | None = None
+    start: Mapping[str, int],
+    logs: Iterable[LogState],
+    limit_records: int | None,
+    target: Mapping[str, int] | None = None,
 ) -> Offsets:
-    """The end of a batch that begins at `start`: at most `limit_records` further, at most up to `target`. Never behind `start`.
+    """The end of a batch that begins at `start`: at most `limit_records` further, at most up to `target`. Never behind
+    `start`.
 
-    The limit counts seqs, so topics that aren't read count too; it is shared fairly among the logs. A log in which only other topics grew
-    stays where it is, so that it makes no empty batches. A log that is gone is left out.
+    The limit counts seqs, so topics that aren't read count too; it is shared fairly among the logs. A log in which only
+    other topics grew stays where it is, so that it makes no empty batches. A log that is gone is left out.
     """
     ends: Offsets = {}
     room: dict[str, int] = {}
@@ -214,7 +232,8 @@ def advance(
 
 
 def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Mapping[str, int]) -> Offset:
-    """The end of a batch from `start` to `seqs`, with what is `known` there now, and of logs that went back where they go on.
+    """The end of a batch from `start` to `seqs`, with what is `known` there now, and of logs that went back where they
+    go on.
 
     A log in which nothing moves stays as it is written in `start`, so that Spark sees that there is nothing new.
     """

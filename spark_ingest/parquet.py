@@ -50,8 +50,13 @@ def committed_files(directory: Path) -> list[Path]:
 
 def _entries(log: Path) -> list[dict[str, Any]]:
     """What was added and deleted, in order."""
-    batches = {int(name.removesuffix(_COMPACT)): name for entry in log.iterdir() if (name := entry.name).removesuffix(_COMPACT).isdigit()}
-    begin = max((number for number, name in batches.items() if name.endswith(_COMPACT)), default=0)  # it repeats all before it
+    batches = {
+        int(name.removesuffix(_COMPACT)): name
+        for entry in log.iterdir()
+        if (name := entry.name).removesuffix(_COMPACT).isdigit()
+    }
+    # it repeats all before it
+    begin = max((number for number, name in batches.items() if name.endswith(_COMPACT)), default=0)
     lines: list[str] = []
     for number in sorted(number for number in batches if number >= begin):
         lines += (log / batches[number]).read_text().splitlines()[1:]  # the first line is the version of the format

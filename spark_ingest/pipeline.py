@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 STOP_CHECK_S: Final = 1  # how late a SIGTERM is seen
 STOP_TIMEOUT_MS: Final = 30_000  # a batch that is cut off is read again, so there is no reason to wait for long
 PROGRESS_KEPT: Final = 1_000  # batches between two looks at the counts, one a second
-PARTITION_COLUMNS: Final = ("authority", "date")  # who and when: what a reader asks for first, and few enough for files of some size
+# who and when: what a reader asks for first, and few enough for files of some size
+PARTITION_COLUMNS: Final = ("authority", "date")
 
 log = structlog.get_logger()
 
@@ -96,7 +97,8 @@ class Report(NamedTuple):
 
 
 def load(path: Path) -> Config:
-    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT that names every key that is wrong."""
+    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT that names every key that is
+    wrong."""
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
@@ -112,7 +114,8 @@ def load(path: Path) -> Config:
 
 
 def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSession:
-    """A quiet local session that needs no network: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as `java.find`."""
+    """A quiet local session that needs no network: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as
+    `java.find`."""
     config = config or Spark()
     java.use()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -185,7 +188,8 @@ def start(spark: SparkSession, config: Config) -> StreamingQuery:
 
 
 def run(config: Config, stopping: threading.Event | None = None) -> Report:
-    """Run the job until `stopping`, or until all is read with available_now. Raises UStatusError with the reason if the query fails."""
+    """Run the job until `stopping`, or until all is read with available_now. Raises UStatusError with the reason if the
+    query fails."""
     stopping = stopping or threading.Event()
     spark = session(config.spark)
     try:

@@ -36,7 +36,8 @@ def plot(parquet_dir: Path | str, png: Path | str) -> None:
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)  # above, so that it hides nothing
+        # above, so that it hides nothing
+        axes.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.2, frameon=False)
     locator = dates.AutoDateLocator()  # type: ignore[no-untyped-call]
     panels[1].xaxis.set_major_locator(locator)
     panels[1].xaxis.set_major_formatter(dates.ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]

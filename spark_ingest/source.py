@@ -3,8 +3,8 @@
 driver:   latestOffset --Describe--> {log: seq}      partitions: ranges of seqs      commit --Poll(acked)--> history may forget
 tasks:    read(range)  --Poll(until)--> records --decode--> Arrow batches
 
-Spark writes start and end of a batch to its checkpoint before it reads; a range reads the same records whenever it is read. So a batch
-that was cut off is read again as it was, and the sink knows it by its number.
+Spark writes start and end of a batch to its checkpoint before it reads; a range reads the same records whenever it is
+read. So a batch that was cut off is read again as it was, and the sink knows it by its number.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FORMAT: Final = "uprotocol"
-IDLE_WAIT_MS: Final = 500  # Spark asks for news a hundred times a second; the answer waits for some, but not so long that a stop would
+# Spark asks for news a hundred times a second; the answer waits for some, but not so long that a stop would
+IDLE_WAIT_MS: Final = 500
 
 log = structlog.get_logger()
 
 
 class UProtocolDataSource(DataSource):
-    """`spark.readStream.format("uprotocol")` and `spark.read.format("uprotocol")`; the options are those of `client.Options`."""
+    """`spark.readStream.format("uprotocol")` and `spark.read.format("uprotocol")`; the options are those of
+    `client.Options`."""
 
     @classmethod
     def name(cls) -> str:
@@ -54,7 +56,8 @@ class UProtocolDataSource(DataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format known to `spark`. Spark finds it by itself where up-streamer is installed; this is for where it isn't on the path."""
+    """Make the format known to `spark`. Spark finds it by itself where up-streamer is installed; this is for where it
+    isn't on the path."""
     spark.dataSource.register(UProtocolDataSource)
 
 
@@ -81,20 +84,29 @@ class _Reader:
                 malformed += decoded.malformed
                 yield decoded.batch
         if malformed:
-            log.warning("some records could not be decoded; their values are null", range=str(partition.range), **malformed)
+            log.warning(
+                "some records could not be decoded; their values are null", range=str(partition.range), **malformed
+            )
 
     def _on_loss(self, loss: Loss) -> None:
         if self._options.fail_on_data_loss:
             raise UStatusError(
                 UCode.DATA_LOSS,
-                f"{loss}: the retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on with what there is",
+                f"{loss}: the retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on "
+                "with what there is",
             )
         log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
 
     def _plan(
-        self, history: History, start: Offset, logs: Iterable[LogState], limit_records: int | None, target: Offsets | None = None
+        self,
+        history: History,
+        start: Offset,
+        logs: Iterable[LogState],
+        limit_records: int | None,
+        target: Offsets | None = None,
     ) -> Offset:
-        """The end of a batch that begins at `start`. Tells of logs that are gone, or no longer what they were when `start` was written."""
+        """The end of a batch that begins at `start`. Tells of logs that are gone, or no longer what they were when
+        `start` was written."""
         for loss in offsets.lost(start, logs):
             self._on_loss(loss)
         seqs = offsets.advance(start.seqs, logs, limit_records, target)
@@ -153,7 +165,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return self._latest(Offset.of(start), limit).json()
 
     def _latest(self, start: Offset, limit: ReadLimit) -> Offset:
-        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), f"Spark gives the limit that it was told, or none; got {limit}"
+        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), (
+            f"Spark gives the limit that it was told, or none; got {limit}"
+        )
         limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         try:
             end = self._end(start, limit_records)
@@ -171,8 +185,8 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def _end(self, start: Offset, limit_records: int | None) -> Offset:
         end = self._plan(self._driver, start, self._describe(), limit_records, self._target)
         if self._acked is None or (end == start and self._acked != start):
-            # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the next. But it calls
-            # `commit` only when it begins the next, which may be never.
+            # All before `start` is in the sink: Spark finishes a batch, a restarted one too, before it asks for the
+            # next. But it calls `commit` only when it begins the next, which may be never.
             self._hold(start)
         return end
 
@@ -195,7 +209,9 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         except UStatusError as error:
             if not error.retryable:
                 raise
-            log.warning("the streamer is away; it keeps what was committed", authority=self._options.authority, error=str(error))
+            log.warning(
+                "the streamer is away; it keeps what was committed", authority=self._options.authority, error=str(error)
+            )
 
     def stop(self) -> None:
         if self._history is not None:

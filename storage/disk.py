@@ -1,4 +1,5 @@
-"""Everything that is written to a disk or read from it passes here: SQLite files, their locks, marks, small files that are replaced whole.
+"""Everything that is written to a disk or read from it passes here: SQLite files, their locks, marks, small files that
+are replaced whole.
 
 connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
 """
@@ -43,7 +44,8 @@ class Disk(Protocol):
     """All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log stays there."""
+        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
+        stays there."""
         ...
 
     def lock(self, path: Path) -> Lock:
@@ -117,7 +119,8 @@ class _FileLock:
         except BaseException:
             self.release()
             raise
-        with contextlib.suppress(OSError):  # a full disk must not keep us from reading; the number is for the message only
+        # a full disk must not keep us from reading; the number is for the message only
+        with contextlib.suppress(OSError):
             self._file.truncate(0)
             self._file.write(f"{os.getpid()}\n")
             self._file.flush()

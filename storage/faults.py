@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-FULL_BYTES: Final = 1 << 20  # a disk with less free is full: SQLite names other reasons where it can't make its small files
+# a disk with less free is full: SQLite names other reasons where it can't make its small files
+FULL_BYTES: Final = 1 << 20
 _FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -55,7 +56,8 @@ def disk_bytes(path: Path) -> int:
 
 
 def move_aside(path: Path, target: Path | None = None) -> Path:
-    """A damaged SQLite file and what belongs to it, to `target` or NAME.damaged-TIME: nothing is deleted. Returns the new name.
+    """A damaged SQLite file and what belongs to it, to `target` or NAME.damaged-TIME: nothing is deleted. Returns the
+    new name.
 
     Raises OSError.
     """

@@ -1,10 +1,12 @@
-"""The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and minute.
+"""The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and
+minute.
 
 structlog, stdlib logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no variables -> text | JSON
                                               first of its kind: at once  '-> held: counted, and told with the last of them when the
                                               (that costs the most)           minute is over, or at exit ----^
 
-A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since the line before.
+A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since
+the line before.
 """
 
 from __future__ import annotations
@@ -32,8 +34,22 @@ Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
 KINDS_MAX: Final = 1_000  # told apart; what is beyond them counts as one kind. Some 150 texts are ours
-KINDS_PER_TEXT_MAX: Final = 20  # ... of one text, whose fields may be of a stranger's making; enough for all endpoints of a gateway
-WHOM: Final = ("endpoint", "peer", "log", "authority", "broker", "part", "thread", "worker", "path", "note", "destination", "logger")
+# ... of one text, whose fields may be of a stranger's making; enough for all endpoints of a gateway
+KINDS_PER_TEXT_MAX: Final = 20
+WHOM: Final = (
+    "endpoint",
+    "peer",
+    "log",
+    "authority",
+    "broker",
+    "part",
+    "thread",
+    "worker",
+    "path",
+    "note",
+    "destination",
+    "logger",
+)
 VALUE_CHARACTERS_MAX: Final = 2_000
 TRACE_CHARACTERS_MAX: Final = 8_000
 FRAMES_MAX: Final = 30
@@ -91,7 +107,8 @@ def harmless(_: Any, __: str, event: Event) -> Event:
 
 
 def escaped(text: str, characters_max: int = VALUE_CHARACTERS_MAX) -> str:
-    """One line: what can't be printed (line ends, terminal sequences, marks that turn the direction of writing) as Python writes it."""
+    """One line: what can't be printed (line ends, terminal sequences, marks that turn the direction of writing) as
+    Python writes it."""
     if len(text) > characters_max:
         text = f"{text[:characters_max]}... ({len(text)} characters)"
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
@@ -104,8 +121,11 @@ def is_secret(name: str) -> bool:
 
 def trace(error: BaseException) -> str:
     """Where it was raised, without the values of variables: they hold payloads and passwords."""
-    lines = "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:].split("\n")
-    return "\n".join(f"    {escaped(line)}" for line in lines)  # indented, so that no message within looks like a line of the log
+    lines = (
+        "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:].split("\n")
+    )
+    # indented, so that no message within looks like a line of the log
+    return "\n".join(f"    {escaped(line)}" for line in lines)
 
 
 def _error(given: Any) -> BaseException | None:
@@ -146,10 +166,11 @@ class _Kind:
 
 
 class Repeats:
-    """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the others.
+    """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the
+    others.
 
-    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something is held. Any thread
-    may log.
+    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something
+    is held. Any thread may log.
     """
 
     def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -173,7 +194,8 @@ class Repeats:
             if kind is not None and now < kind.until:
                 kind.held += 1
                 if error := _error(event.pop("exc_info", None)):
-                    event.setdefault("error", repr(error))  # its frames, which hold messages, were shown with the first line
+                    # its frames, which hold messages, were shown with the first line
+                    event.setdefault("error", repr(error))
                 kind.method, kind.last = method, event
                 self._wait(kind.until - now)
                 raise structlog.DropEvent
@@ -253,13 +275,17 @@ class _Foreign(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
-        kind = f"{record.name}: {_NUMBERS.sub('#', text.partition(chr(10))[0])[:200]}"  # addresses and ports make no other kind
+        # addresses and ports make no other kind
+        kind = f"{record.name}: {_NUMBERS.sub('#', text.partition(chr(10))[0])[:200]}"
         level = "error" if record.levelno >= logging.ERROR else "warning"
         getattr(log, level)(text, logger=record.name, exc_info=record.exc_info, _kind=kind)
 
 
 def _uncaught(
-    kind: type[BaseException], error: BaseException | None, trace: TracebackType | None, thread: threading.Thread | None = None
+    kind: type[BaseException],
+    error: BaseException | None,
+    trace: TracebackType | None,
+    thread: threading.Thread | None = None,
 ) -> None:
     if error is None or issubclass(kind, KeyboardInterrupt | SystemExit):
         if thread is None and error is not None:

@@ -1,6 +1,7 @@
 """The mark: a small file beside the log that says up to where was committed, overwritten in place after each commit.
 
-SQLite cuts a damaged write-ahead log to its last whole commit, in silence; and a file that is gone says nothing. This is how we know.
+SQLite cuts a damaged write-ahead log to its last whole commit, in silence; and a file that is gone says nothing. This
+is how we know.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""What the core gets from outside: disk, threads, clocks and chance. A simulation hands in its own, and so replays any run from its seed.
+"""What the core gets from outside: disk, threads, clocks and chance. A simulation hands in its own, and so replays any
+run from its seed.
 
 Streamer.create(config, runtime) -> logs, uSubscription, dead letters, interest, back-offs
 
-Timers and sleeping are the event loop's. The time in messages and their ids come from uprotocol.uuid, which has a seam of its own.
+Timers and sleeping are the event loop's. The time in messages and their ids come from uprotocol.uuid, which has a seam
+of its own.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Worker(Protocol[J_contra]):
         """From `work` or `finish`: `call()` on the loop."""
 
     async def close(self) -> None:
-        """What waits is done, `finish` has run, and everything told has been called when this returns. May be called twice."""
+        """What waits is done, `finish` has run, and everything told has been called when this returns. May be called
+        twice."""
 
 
 class WorkerFactory(Protocol):
@@ -54,10 +55,13 @@ class WorkerFactory(Protocol):
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> Worker[J]:
-        """`work(batch)` is called with what has come, up to `batch_max` in the measure of `weigh` (jobs, by default); it must not raise.
+        """`work(batch)` is called with what has come, up to `batch_max` in the measure of `weigh` (jobs, by default);
+        it must not raise.
 
-        `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less each costs.
-        `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the last batch.
+        `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
+        each costs.
+        `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the
+        last batch.
         """
         ...
 

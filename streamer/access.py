@@ -4,7 +4,8 @@ caller -> inside this process: everything
        -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
        -> else: what came from its own network, and what the rules let go there
 
-Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew when the rules change.
+Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew
+when the rules change.
 """
 
 from __future__ import annotations
@@ -69,10 +70,14 @@ class Entry:
 class _Sight:
     """Of callers at one endpoint, under one entry or none."""
 
-    def __init__(self, key: Hashable, endpoint: Endpoint | None, entry: Entry, own: str, endpoints: Endpoints, rules: Rules) -> None:
+    def __init__(
+        self, key: Hashable, endpoint: Endpoint | None, entry: Entry, own: str, endpoints: Endpoints, rules: Rules
+    ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
-        self._allow, self._deny = (tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny))
+        self._allow, self._deny = (
+            tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny)
+        )
 
     @property
     def cost(self) -> int:
@@ -110,7 +115,11 @@ class Access:
     """
 
     def __init__(
-        self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry] = (), is_inside: Callable[[], bool] = lambda: False
+        self,
+        endpoints: Endpoints,
+        rules: Rules,
+        entries: Sequence[Entry] = (),
+        is_inside: Callable[[], bool] = lambda: False,
     ) -> None:
         self._endpoints, self._rules, self._entries, self._is_inside = endpoints, rules, entries, is_inside
         self._cached: dict[tuple[str, int, int], _Sight] = {}
@@ -138,7 +147,8 @@ class Access:
     def _made(self, caller: UUri) -> _Sight:
         endpoint = self._endpoints.owner(caller.authority_name)
         number, entry = next(
-            ((number, entry) for number, entry in enumerate(self._entries) if entry.names(caller, endpoint)), (-1, Entry())
+            ((number, entry) for number, entry in enumerate(self._entries) if entry.names(caller, endpoint)),
+            (-1, Entry()),
         )
         own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
         key = (self.version, endpoint.name if endpoint is not None else "", number, own)

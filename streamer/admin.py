@@ -1,4 +1,5 @@
-"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is), /vehicles. Plain HTTP/1.1, GET only.
+"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is), /vehicles. Plain
+HTTP/1.1, GET only.
 
 `notes` of /readyz are what a person may want to know though nothing is wrong.
 
@@ -29,7 +30,8 @@ LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every moni
 
 
 class Admin:
-    """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as text."""
+    """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as
+    text."""
 
     def __init__(
         self,
@@ -61,7 +63,8 @@ class Admin:
         except OSError as error:
             raise UStatusError(
                 UCode.UNAVAILABLE,
-                f"the admin port {self._host}:{self.port} can't be opened: {error.strerror}; is another streamer running?",
+                f"the admin port {self._host}:{self.port} can't be opened: {error.strerror}; is another streamer "
+                "running?",
             ) from None
         self.port = self._server.sockets[0].getsockname()[1]
 
@@ -109,9 +112,12 @@ class Admin:
                 yield _response("404 Not Found", "text/plain", b"there are /metrics, /healthz, /readyz and /vehicles\n")
 
     def _tell_vehicles(self) -> Iterator[bytes]:
-        """In slices, between which others have their turn. It is too long to be kept: who asks too often is told to wait."""
+        """In slices, between which others have their turn. It is too long to be kept: who asks too often is told to
+        wait."""
         if not self._may_work():
-            yield _response("503 Service Unavailable", "text/plain", b"all of it was told just now: ask again in some seconds\n")
+            yield _response(
+                "503 Service Unavailable", "text/plain", b"all of it was told just now: ask again in some seconds\n"
+            )
             return
         yield b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
         rest = iter(self._vehicles())
@@ -148,9 +154,16 @@ class Admin:
 
 
 def _cut(lines: list[str]) -> list[str]:
-    told = [line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..." for line in lines[:LINES_TOLD_MAX]]
+    told = [
+        line if len(line) <= LINE_CHARACTERS_MAX else line[:LINE_CHARACTERS_MAX] + "..."
+        for line in lines[:LINES_TOLD_MAX]
+    ]
     return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]
 
 
 def _response(status: str, type: str, body: bytes) -> bytes:
-    return f"HTTP/1.1 {status}\r\nContent-Type: {type}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+    return (
+        f"HTTP/1.1 {status}\r\nContent-Type: {type}\r\nContent-Length: {len(body)}\r\nConnection: "
+        "close\r\n\r\n".encode()
+        + body
+    )

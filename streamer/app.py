@@ -2,8 +2,8 @@
 
     logs -> endpoints -> hosted services -> interest -> ingress -> pumps -> ready
 
-An endpoint whose network is away at the start is tried again and again; the others don't notice. So are a disk that is full and a
-uSubscription store that can't be read.
+An endpoint whose network is away at the start is tried again and again; the others don't notice. So are a disk that is
+full and a uSubscription store that can't be read.
 """
 
 from __future__ import annotations
@@ -67,9 +67,11 @@ BACK_SOON_S: Final = 2.0  # ... who subscribes is answered only when it is, or a
 OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
 DRAIN_MS_MAX: Final = 200  # for each service inside to answer what it has begun, and the network to take it
 SERVICES_CLOSE_S: Final = 1.0  # for all of them together, and then ...
-ENDPOINTS_CLOSE_S: Final = 3.0  # ... for the networks to take it, side by side. 5 s in all: containers are killed after 10
+# ... for the networks to take it, side by side. 5 s in all: containers are killed after 10
+ENDPOINTS_CLOSE_S: Final = 3.0
 FILES_CLOSE_S: Final = 0.5  # for one file to be closed cleanly; the next start recovers one that was not
-PACE_OUTSIDE_PER_S: Final = 4_000  # messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
+# messages to a network off the vehicle: below what is taken there of one authority (UNITS_PER_S)
+PACE_OUTSIDE_PER_S: Final = 4_000
 REOPEN_MS_MAX: Final = 30_000  # between tries to open a log on a disk that is full
 
 log = structlog.get_logger()
@@ -109,7 +111,9 @@ def _transport(config: Config, section: EndpointSection) -> UTransport:
 class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
-    def __init__(self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL) -> None:
+    def __init__(
+        self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL
+    ) -> None:
         self.config, self.logs, self._runtime = config, logs, runtime
         self.limits = _limits(config)
         self.endpoints = endpoints_of(config, transports)
@@ -198,7 +202,9 @@ class Streamer:
             self.hosted,
             self.local,
             list(logs),
-            access=Access(self.endpoints, self.rules, [_entry(section) for section in config.access], hosting.is_inside),
+            access=Access(
+                self.endpoints, self.rules, [_entry(section) for section in config.access], hosting.is_inside
+            ),
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
@@ -208,7 +214,8 @@ class Streamer:
         self.admin = self._make_admin()
         self.ready = asyncio.Event()
         self._open: set[str] = set()  # endpoints whose transport has been opened
-        self._linked: set[str] = set()  # endpoints that have had a connection: who only listens may be alone for a while
+        # endpoints that have had a connection: who only listens may be alone for a while
+        self._linked: set[str] = set()
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._changed = asyncio.Event()
         self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
@@ -224,7 +231,8 @@ class Streamer:
             data_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can"
+                UCode.FAILED_PRECONDITION,
+                f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can",
             ) from None
         transports = transports_of(config)
         history = config.history
@@ -254,8 +262,16 @@ class Streamer:
             for stream, id in await durable.recent_ids(RECENT_IDS):
                 if not durable.knows_stream(stream):
                     continue  # of records that are damaged; whoever reads them learns of it
-                window.take(uuids.from_bytes(id).SerializeToString() + durable.stream(stream).source.SerializeToString())
-            return cls(config, transports, Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window, runtime)
+                window.take(
+                    uuids.from_bytes(id).SerializeToString() + durable.stream(stream).source.SerializeToString()
+                )
+            return cls(
+                config,
+                transports,
+                Logs(durable, volatile, patterns(history.volatile), patterns(history.record)),
+                window,
+                runtime,
+            )
         except BaseException:
             await durable.close()
             raise
@@ -315,7 +331,9 @@ class Streamer:
     def _make_admin(self) -> Admin | None:
         if self.config.streamer.admin is None:
             return None
-        return Admin(self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles)
+        return Admin(
+            self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles
+        )
 
     def _forget_streams(self, one: Log, streams: frozenset[int]) -> None:
         for ingress in (*self.ingresses.values(), self._entry):
@@ -397,7 +415,12 @@ class Streamer:
                 await endpoint.open()
             except UStatusError as error:
                 self._troubles[endpoint.name] = str(error)
-                log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=str(error), attempt=backoff)
+                log.error(
+                    "an endpoint can't be opened; trying again",
+                    endpoint=endpoint.name,
+                    error=str(error),
+                    attempt=backoff,
+                )
                 tried.set()
                 await backoff.wait()
             else:
@@ -440,7 +463,10 @@ class Streamer:
         self.hosted.unserved.is_settled = False
         await _within(SERVICES_CLOSE_S, "services", services())
         await asyncio.gather(
-            *(_within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close)) for endpoint in self.endpoints)
+            *(
+                _within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close))
+                for endpoint in self.endpoints
+            )
         )
         files = {"dead letters": self.dead_letters.close, **{f"{one.name} log": one.close for one in self.logs}}
         await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
@@ -488,7 +514,8 @@ class Streamer:
         """Make every ingress listen to what is needed now. Raises the first UStatusError, after all were tried."""
         topics = list(self.interest.topics())
         names = [endpoint.name for endpoint in self.endpoints if endpoint.name in self._open]
-        results = await asyncio.gather(*(self._sync_one(name, topics) for name in names))  # one that hangs holds up no other
+        # one that hangs holds up no other
+        results = await asyncio.gather(*(self._sync_one(name, topics) for name in names))
         errors = [error for error in results if error is not None]
         if errors:
             raise errors[0]
@@ -549,7 +576,8 @@ class Streamer:
         return not endpoint or authority in self.endpoints[endpoint].authorities
 
     async def _listen(self) -> None:
-        """Listen to what can be listened to now, and leave the rest to `_follow_interest`: one network that refuses stops nothing."""
+        """Listen to what can be listened to now, and leave the rest to `_follow_interest`: one network that refuses
+        stops nothing."""
         try:
             await self.sync()
         except UStatusError as error:
@@ -573,10 +601,13 @@ class Streamer:
     # Rules at run time
 
     async def add_rule(self, rule: Rule) -> None:
-        """Let messages pass. Raises ALREADY_EXISTS, NOT_FOUND (no such endpoint) or what a network answers; then nothing has changed."""
+        """Let messages pass. Raises ALREADY_EXISTS, NOT_FOUND (no such endpoint) or what a network answers; then
+        nothing has changed."""
         for name in (rule.ingress, rule.egress):
             if name not in self.ingresses:
-                raise UStatusError(UCode.NOT_FOUND, f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}")
+                raise UStatusError(
+                    UCode.NOT_FOUND, f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}"
+                )
         self.rules.add(rule)
         try:
             await self.sync()
@@ -610,23 +641,40 @@ class Streamer:
 
     def problems(self) -> list[str]:
         """What is wrong; empty: ready."""
-        problems = [f"{'endpoint ' * (name in self.ingresses)}{name}: {trouble}" for name, trouble in self._troubles.items()]
+        problems = [
+            f"{'endpoint ' * (name in self.ingresses)}{name}: {trouble}" for name, trouble in self._troubles.items()
+        ]
         for endpoint in self.endpoints:
-            if not self.is_connected(endpoint) and endpoint.name in self._linked and not endpoint.transport.only_listens:
+            if (
+                not self.is_connected(endpoint)
+                and endpoint.name in self._linked
+                and not endpoint.transport.only_listens
+            ):
                 problems.append(f"endpoint {endpoint.name}: its network is away")
             problems += [f"endpoint {endpoint.name}: {trouble}" for trouble in endpoint.troubles]
         problems += [f"endpoint {pump.peer.name}: {pump.trouble}" for pump in self.pumps if pump.trouble]
         problems += self.claims.problems()
-        problems += [f"uSubscription of {name} does not answer: its last known subscriptions serve" for name in self.interest.unhealthy]
-        problems += [f"the {'durable' if one.durable else 'volatile'} log refuses messages" for one in self.logs if not one.healthy]
+        problems += [
+            f"uSubscription of {name} does not answer: its last known subscriptions serve"
+            for name in self.interest.unhealthy
+        ]
+        problems += [
+            f"the {'durable' if one.durable else 'volatile'} log refuses messages"
+            for one in self.logs
+            if not one.healthy
+        ]
         problems += [_damage_problem(one) for one in self.logs if one.damage]
         if self.paused.trouble:
             problems.append(self.paused.trouble)
         if self.dead_letters.trouble:
             problems.append(f"dead letters: {self.dead_letters.trouble}")
         if self.usubscription is not None and self.usubscription.trouble is not None:
-            problems.append(f"uSubscription answers nobody, and the last known subscriptions serve: {self.usubscription.trouble}")
-        elif self.usubscription is not None and not self.usubscription.healthy and "usubscription" not in self._troubles:
+            problems.append(
+                f"uSubscription answers nobody, and the last known subscriptions serve: {self.usubscription.trouble}"
+            )
+        elif (
+            self.usubscription is not None and not self.usubscription.healthy and "usubscription" not in self._troubles
+        ):
             problems.append("the subscriptions can't be stored")
         if not self.ready.is_set():
             problems.append("starting")
@@ -635,7 +683,10 @@ class Streamer:
     def notes(self) -> list[str]:
         """What somebody may want to know though nothing is wrong."""
         held, idle = "what comes waits in the log", "which there is not (any more), so nothing waits"
-        paused = [f"paused: {one.topic} to {one.peer}; {held if self.paused.is_peer(one.peer) else idle}" for one in sorted(self.paused)]
+        paused = [
+            f"paused: {one.topic} to {one.peer}; {held if self.paused.is_peer(one.peer) else idle}"
+            for one in sorted(self.paused)
+        ]
         return [*self.endpoints.notes(), *self.ledger.notes(), *paused]
 
     def topics_of(self, authority: str) -> int:
@@ -663,7 +714,8 @@ class Streamer:
                 for e in self.endpoints
             },
             "logs": {
-                "durable" if one.durable else "volatile": {"newest_seq": one.newest_seq, "bytes": one.stored_bytes} for one in self.logs
+                "durable" if one.durable else "volatile": {"newest_seq": one.newest_seq, "bytes": one.stored_bytes}
+                for one in self.logs
             },
             "dead_letters": self.dead_letters.total,
             "problems": self.problems(),
@@ -693,7 +745,8 @@ def _damage_problem(one: Log) -> str:
     newest: Damage = one.damage[-1]
     return (
         f"the {one.name} log has {len(one.damage)} damages that nobody has acknowledged, at the last {newest.kind}"
-        f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer history acknowledge'"
+        f"{f' ({newest.detail})' if newest.detail else ''}; see 'up-streamer history verify', then 'up-streamer "
+        "history acknowledge'"
     )
 
 
@@ -715,12 +768,15 @@ def _limits(config: Config) -> Limits:
 
 
 def _entry(section: AccessSection) -> Entry:
-    callers, allow, deny = ([Pattern.parse(text) for text in texts] for texts in (section.callers, section.allow, section.deny))
+    callers, allow, deny = (
+        [Pattern.parse(text) for text in texts] for texts in (section.callers, section.allow, section.deny)
+    )
     return Entry(section.endpoint or "", callers, allow, deny)
 
 
 async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: asyncio.Event | None = None) -> None:
-    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong for good."""
+    """Run a streamer until `stopping` is set or the task is cancelled. Raises UStatusError for what the world has wrong
+    for good."""
     stopping = stopping or asyncio.Event()
     streamer = await _create(config, stopping)
     if streamer is None:
@@ -753,7 +809,8 @@ async def serve(config: Config, on_ready: Callable[[Streamer], None], stopping: 
 
 
 async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
-    """The streamer, as soon as the disk lets it be; None if `stopping` comes first. The admin port says meanwhile what is wrong."""
+    """The streamer, as soon as the disk lets it be; None if `stopping` comes first. The admin port says meanwhile what
+    is wrong."""
     backoff = Backoff(1_000, REOPEN_MS_MAX)
     told = ""
     while not stopping.is_set():

@@ -108,7 +108,8 @@ class Aside:
             self.due_at = self._time() + self._backoff.next_ms() / 1000
 
     def due(self) -> list[Item]:
-        """The first of each stream, if it is time to try them; then `put_back` follows for what did not get through, and `release`."""
+        """The first of each stream, if it is time to try them; then `put_back` follows for what did not get through,
+        and `release`."""
         if not self._queues or self._time() < self.due_at:
             return []
         found = []

@@ -1,8 +1,10 @@
-"""Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not configured.
+"""Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not
+configured.
 
     watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit --> problems: told before it ends
 
-Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends nobody's claim.
+Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends
+nobody's claim.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ class Unclaimed:
 class Claims:
     """Owns the cursors of endpoints that are not configured; the pumps own theirs."""
 
-    def __init__(self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, is_connected: Callable[[Endpoint], bool]) -> None:
+    def __init__(
+        self, pumps: Sequence[Pump], logs: Sequence[Log], limit_ms: int, is_connected: Callable[[Endpoint], bool]
+    ) -> None:
         self._pumps, self._logs, self._limit_ms, self._is_connected = pumps, logs, limit_ms, is_connected
         self.unclaimed: list[Unclaimed] = []
 
@@ -94,7 +98,9 @@ class Claims:
             await asyncio.sleep(WATCH_S)
             now = loop.time()
             for endpoint in {pump.peer.name: pump.peer for pump in self._pumps}.values():
-                away[endpoint.name] = 0 if self._is_connected(endpoint) else away[endpoint.name] + int((now - seen) * 1000)
+                away[endpoint.name] = (
+                    0 if self._is_connected(endpoint) else away[endpoint.name] + int((now - seen) * 1000)
+                )
             seen = now
             if now - saved >= SAVE_S:
                 self.passed(int((now - saved) * 1000), away)
@@ -121,13 +127,16 @@ class Claims:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield (
                 f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: "
-                f"give an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
+                "give an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer "
+                "cursors'; "
                 f"{self._end(waits.absent_ms)} them"
             )
 
     def _end(self, absent_ms: int) -> str:
         left_ms = self._limit_ms - absent_ms
-        return f"in {left_ms / 3_600_000:.1f} h retention by age may take" if left_ms > 0 else "retention by age may take"
+        return (
+            f"in {left_ms / 3_600_000:.1f} h retention by age may take" if left_ms > 0 else "retention by age may take"
+        )
 
 
 def _owner(name: str) -> str:

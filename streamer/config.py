@@ -103,7 +103,8 @@ class _Section(BaseModel):
 
 
 class Incoherent(ValueError):
-    """What does not fit together though each part is right by itself: what is wrong, and the key to be changed, for each."""
+    """What does not fit together though each part is right by itself: what is wrong, and the key to be changed, for
+    each."""
 
     def __init__(self, mistakes: Sequence[tuple[str, Location]]) -> None:
         super().__init__("; ".join(what for what, _ in mistakes))
@@ -115,18 +116,24 @@ class StreamerSection(_Section):
 
     authority: Authority | None = Field(
         default=None,
-        description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead letter topic "
+        description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead "
+        "letter topic "
         "`up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
     )
-    data_dir: Path = Field(default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest")
+    data_dir: Path = Field(
+        default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest"
+    )
     admin: Annotated[str, AfterValidator(_host_port)] | None = Field(
-        default=None, description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"
+        default=None,
+        description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; "
+        "port 0 is any free one",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="what is logged, and all that is worse; the log goes to standard error"
     )
     log_format: Literal["text", "json"] = Field(
-        default="text", description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds"
+        default="text",
+        description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds",
     )
 
 
@@ -135,23 +142,27 @@ class EndpointSection(_Section):
 
     name: str = Field(
         pattern=NAME,
-        description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and "
+        description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename "
+        "an endpoint, and "
         "its backlog waits under the old name: see below",
     )
     transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
     authorities: list[AuthorityPattern] = Field(
         min_length=1,
-        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the fleet '
+        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other '
+        "endpoint names (the fleet "
         "side of a cloud gateway). An authority has one network",
     )
     suffix: Suffix | None = Field(
         default=None,
-        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique as '
+        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our '
+        "names are unique as "
         "they are. See [names.md](names.md)",
     )
     usubscription: Literal["embedded", "remote", "none"] | None = Field(
         default=None,
-        description="`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each named authority is "
+        description="`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each "
+        "named authority is "
         'asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere',
     )
     settings: dict[str, Any] = Field(default={}, description="the transport's own, see there")
@@ -166,38 +177,50 @@ class RuleSection(_Section):
     to: str = Field(description="name of the endpoint where they may leave")
     allow: list[Pattern] = Field(
         default=[],
-        description="patterns; of publishes and notifications the source counts, of requests and responses the method. None: all",
+        description="patterns; of publishes and notifications the source counts, of requests and responses the "
+        "method. None: all",
     )
-    deny: list[Pattern] = Field(default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED")
+    deny: list[Pattern] = Field(
+        default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"
+    )
     delivery: Literal["standard"] = Field(default="standard", description="the only one so far")
 
 
 class AccessSection(_Section):
-    """Who reads what of the history. A caller reads what came from its own network and what the rules let go there, unless an entry names
-    it: then what matches `allow` (none given: what it would read without the entry) and not `deny`; the first entry that names it counts.
+    """Who reads what of the history. A caller reads what came from its own network and what the rules let go there,
+    unless an entry names
+    it: then what matches `allow` (none given: what it would read without the entry) and not `deny`; the first entry
+    that names it counts.
     """
 
     endpoint: str | None = Field(default=None, description="callers on this endpoint; without it, on any")
     callers: list[WidePattern] = Field(
-        default=[], description="patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all"
+        default=[],
+        description="patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all",
     )
     allow: list[WidePattern] = Field(
         default=[],
-        description="patterns of topics that these callers read, and no other ones, whatever the rules say. None: what the rules say. "
+        description="patterns of topics that these callers read, and no other ones, whatever the rules say. None: "
+        "what the rules say. "
         "A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family",
     )
     deny: list[WidePattern] = Field(
-        default=[], description="patterns of topics that they don't read; stronger than `allow`. The topic is as if it weren't there"
+        default=[],
+        description="patterns of topics that they don't read; stronger than `allow`. The topic is as if "
+        "it weren't there",
     )
 
 
 class HistorySection(_Section):
     """What is kept, where, and how long."""
 
-    record: list[Pattern] = Field(default=[], description="patterns of topics that are kept whether or not somebody subscribed")
+    record: list[Pattern] = Field(
+        default=[], description="patterns of topics that are kept whether or not somebody subscribed"
+    )
     volatile: list[Pattern] = Field(
         default=[],
-        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. They do not survive a "
+        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. "
+        "They do not survive a "
         "restart",
     )
     retention_hours: float = Field(
@@ -208,7 +231,10 @@ class HistorySection(_Section):
         description="older records are deleted, unless an endpoint has not had them yet",
     )
     retention_mib: int = Field(
-        default=1024, ge=1, le=MIB_MAX, description="of the durable log on disk, all its files together; stronger than every cursor"
+        default=1024,
+        ge=1,
+        le=MIB_MAX,
+        description="of the durable log on disk, all its files together; stronger than every cursor",
     )
     volatile_mib: int = Field(  # less would not hold what is under way between two networks
         default=64, ge=8, le=MIB_MAX, description="of the volatile log in memory"
@@ -218,8 +244,10 @@ class HistorySection(_Section):
         gt=0,
         le=HOURS_MAX,
         allow_inf_nan=False,
-        description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never against "
-        "`retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine tenths are over",
+        description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never "
+        "against "
+        "`retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when "
+        "nine tenths are over",
     )
 
     @property
@@ -231,35 +259,45 @@ class USubscriptionSection(_Section):
     """Who is asked what somebody wants."""
 
     static_file: Path | None = Field(
-        default=None, description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services"
+        default=None,
+        description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services",
     )
     answers_for: list[AuthorityPattern] | None = Field(
         default=None,
-        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families "
+        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without "
+        "it, the families "
         "(`*.x`) at home",
     )
     reset: Literal["linked", "all", "off"] = Field(
         default="linked",
-        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority ends what it shares "
-        "with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification has it; for networks "
+        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another "
+        "authority ends what it shares "
+        "with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification "
+        "has it; for networks "
         "on which nobody else can speak as entity 0. `off`: nothing. What is not allowed is PERMISSION_DENIED. See "
         "[security.md](security.md)",
     )
     refresh_s: float = Field(
-        default=60, ge=1, description="how often a service is asked again, in seconds, though its notifications are followed"
+        default=60,
+        ge=1,
+        description="how often a service is asked again, in seconds, though its notifications are followed",
     )
 
 
 class EgressSection(_Section):
     """How hard a peer is tried."""
 
-    retry_min_ms: int = Field(default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter")
+    retry_min_ms: int = Field(
+        default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter"
+    )
     retry_max_ms: int = Field(default=10_000, ge=1, description="longest pause; a network that returns ends it")
     messages_per_s: int | None = Field(
         default=None,
         ge=1,
-        description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority "
-        "(`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for others",
+        description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of "
+        "one authority "
+        "(`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes "
+        "for others",
     )
 
 
@@ -269,19 +307,22 @@ class ExpressSection(_Section):
     messages_max: int = Field(
         default=4_096,
         ge=1,
-        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it "
+        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; "
+        "beyond it "
         "RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
     )
 
 
 class LimitsSection(_Section):
-    """How much there may be of everything: the memory that is given, and what one message and one authority may take of it."""
+    """How much there may be of everything: the memory that is given, and what one message and one authority may take of
+    it."""
 
     memory_mib: int = Field(
         default=MEMORY_MIB,
         ge=32,
         le=MIB_MAX,
-        description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits: "
+        description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. "
+        "What fits: "
         "[security.md](security.md)",
     )
     message_bytes_max: int = Field(
@@ -293,8 +334,10 @@ class LimitsSection(_Section):
     authority_messages_per_s: int = Field(
         default=UNITS_PER_S,
         ge=1,
-        description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the "
-        "streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB. Authorities "
+        description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some "
+        "seconds while the "
+        "streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for "
+        "each KiB. Authorities "
         "that an endpoint names have no such limit",
     )
 
@@ -303,7 +346,8 @@ class DispatchSection(_Section):
     """Who may stop and start dispatching."""
 
     control: list[Pattern] = Field(
-        default=[], description="patterns of callers that may Pause and Resume; the command line of this machine may always"
+        default=[],
+        description="patterns of callers that may Pause and Resume; the command line of this machine may always",
     )
 
 
@@ -344,7 +388,10 @@ class Config(_Section):
 
     def _mistakes_of_home(self, authorities: list[str]) -> Iterator[tuple[str, Location]]:
         if all(map(uris.is_pattern, authorities)):
-            yield "at least one endpoint must name an authority: the streamer lives there", ("endpoint", 0, "authorities")
+            yield (
+                "at least one endpoint must name an authority: the streamer lives there",
+                ("endpoint", 0, "authorities"),
+            )
         elif self.authority not in authorities:
             what = f"streamer.authority {self.authority!r} is not an authority of any endpoint; known are {', '.join(authorities)}"
             yield what, ("streamer", "authority")
@@ -392,7 +439,8 @@ class Config(_Section):
 
     @property
     def answers_for(self) -> frozenset[str]:
-        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no other one."""
+        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no
+        other one."""
         if self.usubscription_of(self.home) != "embedded":
             return frozenset()
         if self.usubscription.answers_for is not None:
@@ -422,7 +470,8 @@ class Config(_Section):
 
 
 def load(path: Path) -> Config:
-    """Read and check `path`, settings of the transports included. Raises UStatusError(INVALID_ARGUMENT) with one line per mistake."""
+    """Read and check `path`, settings of the transports included. Raises UStatusError(INVALID_ARGUMENT) with one line
+    per mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -470,7 +519,9 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
         try:
             plugins.configure(transport, settings)
         except UStatusError as error:
-            mistakes.append((line_of(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}"))
+            mistakes.append(
+                (line_of(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}")
+            )
         except ValidationError as error:
             for one in error.errors(include_url=False):
                 mistakes += _explain(text, (*where, *one["loc"]), one)
@@ -478,7 +529,8 @@ def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
 
 
 def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
-    """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is wrong."""
+    """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is
+    wrong."""
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, Incoherent):
         return [(line_of(text, (*location, *at)), what) for what, at in cause.mistakes]

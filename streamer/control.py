@@ -47,7 +47,9 @@ log = structlog.get_logger()
 class Control:
     """Pause, Resume and ListPaused of core.ustreamer, for callers that match one of `allowed`; nobody else may."""
 
-    def __init__(self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int) -> None:
+    def __init__(
+        self, transport: UTransport, local: LocalUriProvider, paused: Paused, allowed: Sequence[UUri], drain_ms_max: int
+    ) -> None:
         self._paused, own = paused, local.get_authority()
         self._allowed = [uris.with_authority(pattern, own) for pattern in allowed]
         self._server = InMemoryRpcServer(transport, local, check=self._check, drain_ms_max=drain_ms_max)
@@ -69,7 +71,8 @@ class Control:
         source = request.attributes.source
         if not any(uris.matches(pattern, source) for pattern in self._allowed):
             raise UStatusError(
-                UCode.PERMISSION_DENIED, f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it"
+                UCode.PERMISSION_DENIED,
+                f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it",
             )
 
     async def _pause(self, request: UMessage) -> wire.PauseResponse:
@@ -92,7 +95,8 @@ class Control:
 
 
 class ControlSocket:
-    """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command line its way only."""
+    """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command
+    line its way only."""
 
     def __init__(
         self,
@@ -101,8 +105,8 @@ class ControlSocket:
         release: Callable[[str], str],
         vehicles: Callable[[int], list[dict[str, Any]]] = lambda _: [],
     ) -> None:
-        """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND. `vehicles(count)`: what the source
-        authorities send, those that send most.
+        """`release` takes a consumer's name from its owner and says who that was; raises NOT_FOUND. `vehicles(count)`:
+        what the source authorities send, those that send most.
         """
         self._folder, self._paused, self._release, self._vehicles = folder, paused, release, vehicles
         self._server: asyncio.Server | None = None
@@ -111,7 +115,11 @@ class ControlSocket:
         try:
             self._server = await asyncio.start_unix_server(self._serve, sock=self._socket(), limit=LINE_BYTES_MAX)
         except OSError as error:
-            log.warning("the command line can't reach this streamer: no socket can be made", folder=str(self._folder), why=str(error))
+            log.warning(
+                "the command line can't reach this streamer: no socket can be made",
+                folder=str(self._folder),
+                why=str(error),
+            )
 
     async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
@@ -123,7 +131,8 @@ class ControlSocket:
         made = socket.socket(socket.AF_UNIX)
         try:
             with contextlib.suppress(FileNotFoundError):
-                (self._folder / SOCKET).unlink()  # of a process that was killed: the log's lock says that there is no other
+                # of a process that was killed: the log's lock says that there is no other
+                (self._folder / SOCKET).unlink()
             with _address(self._folder) as address:
                 made.bind(address)
             (self._folder / SOCKET).chmod(0o600)  # before it listens, so that nobody else gets in between
@@ -154,7 +163,10 @@ class ControlSocket:
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer, consumer = asked["do"], *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
+            what, topic, peer, consumer = (
+                asked["do"],
+                *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer")),
+            )
             count = int(asked.get("count", 0))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
@@ -191,14 +203,16 @@ Change = Callable[[list[Pause]], list[Pause]]
 def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
     """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
 
-    `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs and does not answer.
+    `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs
+    and does not answer.
     """
     answer = call(folder, {"do": do, "topic": topic, "peer": peer})
     return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
 def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no streamer runs."""
+    """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no
+    streamer runs."""
     answer = call(folder, {"do": "vehicles", "count": count})
     if answer is None:
         raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")
@@ -237,7 +251,9 @@ def _ask_file(folder: Path, do: str, topic: str, peer: str, own: str) -> list[Pa
         lock = REAL_DISK.lock(folder / LOG_LOCK)
     except InUseError as error:
         raise UStatusError(
-            UCode.UNAVAILABLE, f"the streamer runs as process {error}, and there is no {SOCKET} in {folder}: see its log, or stop it first"
+            UCode.UNAVAILABLE,
+            f"the streamer runs as process {error}, and there is no {SOCKET} in {folder}: see its "
+            "log, or stop it first",
         ) from None
     try:
         change = pauses.added if do == "pause" else pauses.removed

@@ -1,11 +1,12 @@
-"""Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter topic.
+"""Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter
+topic.
 
 add -> how many of this kind in this minute? -> queue -> one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
          few: whole  more: without payload                '-- damaged: moved aside; newer, in use, no room: not stored, told,
          a flood: counted only                                published all the same
 
-Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives way, so that
-the flood of one pushes out its own letters and not those of the others.
+Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
+way, so that the flood of one pushes out its own letters and not those of the others.
 """
 
 from __future__ import annotations
@@ -43,21 +44,26 @@ STORED_MAX: Final = 10_000  # letters kept: they are for a person to look at, th
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
 FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them it is written anew at the next start
 WAL_BYTES_MAX: Final = 4 << 20  # of the write-ahead log, once it was emptied
-WAL_HELD_BYTES_MAX: Final = 32 << 20  # ... while somebody reads the file, so that it can't be: beyond it nothing is stored
+# ... while somebody reads the file, so that it can't be: beyond it nothing is stored
+WAL_HELD_BYTES_MAX: Final = 32 << 20
 DISK_BYTES_MAX: Final = 128 << 20  # what all files of the store stay below: the bounds above, and what SQLite adds
 QUEUED_MAX: Final = 2_000  # letters not yet stored
 QUEUED_BYTES_MAX: Final = 8 << 20  # of their messages
-TOLD_PER_MINUTE: Final = 1_000  # letters of one authority, code and kind of reason; more are counted only: a person reads no more
-WHOLE_BYTES_PER_MINUTE: Final = 16 << 20  # ... of which so much is kept with payload; more would wear a disk and fill a network
+# letters of one authority, code and kind of reason; more are counted only: a person reads no more
+TOLD_PER_MINUTE: Final = 1_000
+# ... of which so much is kept with payload; more would wear a disk and fill a network
+WHOLE_BYTES_PER_MINUTE: Final = 16 << 20
 REASON_CHARACTERS_MAX: Final = 1_000  # it may be a network's words, or name an address of somebody's making
 ENVELOPE_BYTES: Final = 4_096  # what a published letter has beside the message: reason, endpoint, time
 OPEN_AGAIN_S: Final = 5.0  # between two tries to open a store that can't be opened, while letters come
 SCHEMA_VERSION: Final = 1
 APPLICATION_ID: Final = 0x7570_646C  # "updl": tells dead letters from any other SQLite file
 BATCH_MAX: Final = 256  # letters per transaction
-BATCH_SHARE: Final = 4  # ... and the fourth part of the queue's bytes: each is there several times while it is stored and published
+# ... and the fourth part of the queue's bytes: each is there several times while it is stored and published
+BATCH_SHARE: Final = 4
 
-_VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")  # of a reason: names and numbers, which make no other kind of it
+# of a reason: names and numbers, which make no other kind of it
+_VARIABLE: Final = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
 
 log = structlog.get_logger()
 
@@ -102,8 +108,8 @@ class Store:
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         """A damaged file is moved aside, and a new one starts: `moved_to`.
 
-        Raises UStatusError: FAILED_PRECONDITION (no such file, or of a newer program), ALREADY_EXISTS (in use), RESOURCE_EXHAUSTED (the
-        disk is full), UNAVAILABLE (I/O). Nothing is changed then.
+        Raises UStatusError: FAILED_PRECONDITION (no such file, or of a newer program), ALREADY_EXISTS (in use),
+        RESOURCE_EXHAUSTED (the disk is full), UNAVAILABLE (I/O). Nothing is changed then.
         """
         self.path, self.moved_to = path, Path()
         self._lock: Lock | None = None
@@ -121,13 +127,17 @@ class Store:
             self.close()
             if read_only or is_damage(error):
                 raise self._cannot(UCode.FAILED_PRECONDITION, str(error)) from None
-            raise self._cannot(UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE, str(error)) from None
+            raise self._cannot(
+                UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE, str(error)
+            ) from None
         except UStatusError:
             self.close()
             raise
 
     def _cannot(self, code: UCode.ValueType, why: str) -> UStatusError:
-        return UStatusError(code, f"the dead letter store {self.path} can't be opened ({why}): check it, or move it away")
+        return UStatusError(
+            code, f"the dead letter store {self.path} can't be opened ({why}): check it, or move it away"
+        )
 
     def _open(self, disk: Disk) -> None:
         self._lock = disk.lock(Path(f"{self.path}.lock"))
@@ -138,12 +148,15 @@ class Store:
                 raise
             self._end_connection()
             self.moved_to = move_aside(self.path)
-            log.error("the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error))
+            log.error(
+                "the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error)
+            )
             self._check(disk)
 
     def _check(self, disk: Disk) -> None:
         if self.path.exists() and self.path.stat().st_size:
-            db = disk.connect(self.path, read_only=True)  # what is not ours is not touched, nor is its write-ahead log moved into it
+            # what is not ours is not touched, nor is its write-ahead log moved into it
+            db = disk.connect(self.path, read_only=True)
             try:
                 self._require_ours(db)
             finally:
@@ -157,7 +170,8 @@ class Store:
         db.execute("begin immediate")
         try:
             db.execute(
-                "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
+                "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code "
+                "integer, reason text,"
                 " endpoint text, message blob)"
             )
             db.execute(f"pragma application_id={APPLICATION_ID}")  # version 0.1.0 had neither
@@ -173,7 +187,8 @@ class Store:
         """A file that was large once gives back its room."""
         ((pages,), (size,)) = (db.execute(f"pragma {name}").fetchone() for name in ("freelist_count", "page_size"))
         if pages * size > FREE_BYTES_MAX:
-            with contextlib.suppress(sqlite3.OperationalError):  # no room for the copy, or somebody reads: the next start tries again
+            # no room for the copy, or somebody reads: the next start tries again
+            with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("vacuum")
 
     def _require_ours(self, db: sqlite3.Connection) -> None:
@@ -183,7 +198,10 @@ class Store:
         if tables and "letter" not in tables:
             raise self._cannot(UCode.FAILED_PRECONDITION, "it is a SQLite file, but holds no dead letters")
         if version > SCHEMA_VERSION or application not in (0, APPLICATION_ID):
-            raise self._cannot(UCode.FAILED_PRECONDITION, f"it is of a newer program, format {version}; this one knows {SCHEMA_VERSION}")
+            raise self._cannot(
+                UCode.FAILED_PRECONDITION,
+                f"it is of a newer program, format {version}; this one knows {SCHEMA_VERSION}",
+            )
 
     def write(self, letters: Sequence[Row]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
@@ -199,7 +217,8 @@ class Store:
             gone.add(self._letters.give_way())
         db.execute("begin immediate")
         try:
-            db.executemany("delete from letter where number = ?", ((number,) for number in gone))  # first: its pages are used again
+            # first: its pages are used again
+            db.executemany("delete from letter where number = ?", ((number,) for number in gone))
             db.executemany(
                 "insert into letter(number, time_ms, code, reason, endpoint, message) values(?,?,?,?,?,?)",
                 [(number, *letter) for number, letter in fresh.items() if number not in gone],
@@ -214,7 +233,9 @@ class Store:
     def _recount(self, db: sqlite3.Connection) -> None:
         """Whose letters there are. Raises sqlite3.Error."""
         self._letters = Shares(STORED_MAX, STORED_BYTES_MAX)
-        for number, data in db.execute("select number, coalesce(cast(message as blob), x'') from letter order by number"):
+        for number, data in db.execute(
+            "select number, coalesce(cast(message as blob), x'') from letter order by number"
+        ):
             self._letters.add(_authority_of(data), number, len(data))
 
     def _require_short_wal(self, db: sqlite3.Connection) -> None:
@@ -232,7 +253,9 @@ class Store:
         finally:
             db.execute(f"pragma busy_timeout={waits_ms}")
         if is_busy:
-            raise sqlite3.OperationalError(f"somebody has been reading {self.path} for so long that its write-ahead log is full")
+            raise sqlite3.OperationalError(
+                f"somebody has been reading {self.path} for so long that its write-ahead log is full"
+            )
 
     def _roll_back(self, db: sqlite3.Connection) -> None:
         if db.in_transaction:  # a full disk may have ended it already
@@ -244,7 +267,8 @@ class Store:
         assert self._db is not None, "it is open"
         try:
             rows = self._db.execute(
-                "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?", (newest,)
+                "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?",
+                (newest,),
             ).fetchall()
             return [
                 Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
@@ -345,7 +369,9 @@ class DeadLetters:
     ) -> None:
         """`bytes_max`: of what is not stored yet; `message_bytes_max`: of the payload that networks take."""
         if path.is_dir():
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened: it is a folder, not a file")
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened: it is a folder, not a file"
+            )
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
@@ -367,11 +393,15 @@ class DeadLetters:
 
     def __repr__(self) -> str:
         return (
-            f"DeadLetters(total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}, trouble={self.trouble})"
+            f"DeadLetters(total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}, "
+            f"trouble={self.trouble})"
         )
 
-    def add(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False) -> None:
-        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not parsed for that.
+    def add(
+        self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False
+    ) -> None:
+        """Keep `message`, or count it where its authority has too many letters of that kind; an encoded one is not
+        parsed for that.
 
         `is_withheld`: the rules deny it, so its payload is not published.
         """
@@ -387,17 +417,25 @@ class DeadLetters:
             self.limited += 1
             if self._limits_told_at + PERIOD_S <= self._monotonic():
                 self._limits_told_at = self._monotonic()
-                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind, "counted_only": self.limited}
+                told = {
+                    "authority": source.authority_name,
+                    "code": code_name(code),
+                    "reason": kind,
+                    "counted_only": self.limited,
+                }
                 log.warning("too many dead letters within a minute: for the rest of it they are counted only", **told)
             return
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:
             reason += (
-                f" (without its payload of {size - attributes_of(message).ByteSize()} bytes: more than is kept of one kind in a minute)"
+                f" (without its payload of {size - attributes_of(message).ByteSize()} bytes: more than is kept of one "
+                "kind in a minute)"
             )
             message = _without_payload(message)
             size = size_of(message)
-        self._queue.add(source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message, is_withheld), size)
+        self._queue.add(
+            source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message, is_withheld), size
+        )
         while self._queue.is_over and len(self._queue) > 1:
             self._queue.give_way()
             self.lost += 1

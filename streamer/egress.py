@@ -1,4 +1,5 @@
-"""Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has confirmed.
+"""Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has
+confirmed.
 
     log -> read ahead (bounded) -> who wants it? -> priority classes -> send_batch -> confirmed: cursor
      ^                              |  sample period                       |-> UNAVAILABLE: again, in order, after a pause
@@ -42,7 +43,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-WINDOW_MESSAGES_MAX: Final = 2_000  # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
+# read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
+WINDOW_MESSAGES_MAX: Final = 2_000
 WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messages must not fill a small computer
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
@@ -50,15 +52,18 @@ BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per messag
 PLANS_MAX: Final = 32_768  # streams whose plan is kept, some 300 bytes each; then all are made anew
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
-PASSED_LETTERS_MAX: Final = 100  # dead letters of what retention took before the peer was back; beyond it only the range is told
-CONNECTED_WAIT_MS_MAX: Final = 500  # after a failure of a network that is there: it may be one stream's, and others should not wait long
+# dead letters of what retention took before the peer was back; beyond it only the range is told
+PASSED_LETTERS_MAX: Final = 100
+# after a failure of a network that is there: it may be one stream's, and others should not wait long
+CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 
 log = structlog.get_logger()
 
 
 GapCallback = Callable[[Endpoint, Log, int, int], None]
-_RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)  # plain numbers: an enum's attribute is looked up in Python at each use
+# plain numbers: an enum's attribute is looked up in Python at each use
+_RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)
 
 
 class Plan(NamedTuple):
@@ -77,7 +82,8 @@ SKIP: Final = Plan((), 0, False, False, False, False)
 
 @dataclass(slots=True)
 class Back:
-    """Parked topics that turned out to be wanted, read once more from the log up to `until`; then they are live again."""
+    """Parked topics that turned out to be wanted, read once more from the log up to `until`; then they are live
+    again."""
 
     targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it
     after: dict[int, int]  # by stream: from where
@@ -86,7 +92,8 @@ class Back:
 
 
 class Pump:
-    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and those of its parked topics."""
+    """Sends one log's records to one peer. Owns the cursor `egress:PEER` in that log, and those of its parked
+    topics."""
 
     def __init__(
         self,
@@ -117,7 +124,8 @@ class Pump:
         self._back: Back | None = None
         self.aside: Aside | None = None  # streams that don't get through though others do; made with the first one
         self._aside_backoff = backoff.sibling()
-        self._due_ms: dict[int, dict[str, int]] = {}  # by stream and authority: when the next message of a thinned topic is due
+        # by stream and authority: when the next message of a thinned topic is due
+        self._due_ms: dict[int, dict[str, int]] = {}
         self._sending: list[Item] = []
         self._wake = asyncio.Event()
         self._read = 0  # last seq read
@@ -126,9 +134,11 @@ class Pump:
         self.gaps = 0  # records that were lost to retention or damage before the peer got them
         self.trouble = ""  # why reading or sending does not go on
         self._flow, self._on_gap, self._pace = flow, on_gap, pace
-        self.absent_ms, self._absent_ms_max = 0, absent_ms_max  # how long the peer has been away, while the streamer ran
+        # how long the peer has been away, while the streamer ran
+        self.absent_ms, self._absent_ms_max = 0, absent_ms_max
         self._letters_left = PASSED_LETTERS_MAX
-        self._active_at = -math.inf  # loop time at which the peer last took something, or was given something after that
+        # loop time at which the peer last took something, or was given something after that
+        self._active_at = -math.inf
         self._failing = False  # the last batch was not taken whole
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
@@ -173,7 +183,8 @@ class Pump:
         self._wake.set()
 
     def begin(self) -> None:
-        """Find the place to go on from. Before anything is listened to: what is taken from then on may be for this peer."""
+        """Find the place to go on from. Before anything is listened to: what is taken from then on may be for this
+        peer."""
         stored = self.log.cursor_rows().get(self.name)
         if stored is not None:
             self.cursor, self.absent_ms = min(stored.seq, self.log.newest_seq), stored.absent_ms
@@ -299,7 +310,12 @@ class Pump:
 
     def _gap(self, after: int, before: int) -> None:
         self.gaps += before - after - 1
-        log.error("records were lost to retention or damage before the peer got them", peer=self.peer.name, after=after, before=before)
+        log.error(
+            "records were lost to retention or damage before the peer got them",
+            peer=self.peer.name,
+            after=after,
+            before=before,
+        )
         self._on_gap(self.peer, self.log, after, before)
 
     def _plan_all(self, streams: list[int]) -> bool:
@@ -327,10 +343,16 @@ class Pump:
         targets, is_open = self._wanted(stream_id)
         parked = self.parking.get(stream_id)
         if parked is None and (due := self._due_ms.get(stream_id)):  # of who wants it no more nothing is kept
-            self._due_ms[stream_id] = {target.authority: due[target.authority] for target in targets if target.authority in due}
+            self._due_ms[stream_id] = {
+                target.authority: due[target.authority] for target in targets if target.authority in due
+            }
         if parked is not None:
             targets = tuple(target for target in targets if target.authority in parked.served)
-        elif is_open and not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
+        elif (
+            is_open
+            and not self.peer.needs_sink
+            and any(target.period_ms is None and not target.since for target in targets)
+        ):
             is_open = False  # the peer's network gets each message anyway
         return self._plan_for(stream_id, targets, park=is_open and parked is None)
 
@@ -354,7 +376,9 @@ class Pump:
             if seq <= plan.since or not plan.targets:
                 continue
             if plan.as_is:
-                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append((seq, message, stream))
+                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append(
+                    (seq, message, stream)
+                )
                 taken += 1
                 size += len(message.payload)
                 continue
@@ -379,11 +403,13 @@ class Pump:
         return [_without_sink(message)] if plan.drop_sink else [message]
 
     def _is_due(self, stream: int, target: Target, created_ms: int) -> bool:
-        """At most one message per period and subscribing authority (sample_period; measured by the publisher's clock)."""
+        """At most one message per period and subscribing authority (sample_period; measured by the publisher's
+        clock)."""
         if target.period_ms is None:
             return True
         due = self._due_ms.setdefault(stream, {})
-        if 0 < due.get(target.authority, 0) - created_ms <= target.period_ms:  # further ahead: the clock jumped back, start anew
+        # further ahead: the clock jumped back, start anew
+        if 0 < due.get(target.authority, 0) - created_ms <= target.period_ms:
             return False
         due[target.authority] = created_ms + target.period_ms
         return True
@@ -413,7 +439,9 @@ class Pump:
         """Those who want what was parked and have not had it."""
         if parked.whole and not self.peer.needs_sink:
             return ()
-        return tuple(target for target in targets if target.authority not in parked.served and target.since < self._read)
+        return tuple(
+            target for target in targets if target.authority not in parked.served and target.since < self._read
+        )
 
     def _is_read_back(self, stream: int) -> bool:
         return self._back is not None and stream in self._back.targets
@@ -431,7 +459,11 @@ class Pump:
         assert back is not None
         if back.place < back.until:
             found = await self.log.scan(
-                back.place, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=back.targets.keys(), until=back.until
+                back.place,
+                max_records=READ_MESSAGES_MAX,
+                max_bytes=READ_BYTES_MAX,
+                streams=back.targets.keys(),
+                until=back.until,
             )
             for after, before in found.gaps:
                 self._gap(after, before)
@@ -468,7 +500,8 @@ class Pump:
     # What is paused
 
     def _hold_back(self, fresh: frozenset[Pause]) -> None:
-        """What was paused just now waits in the log from its first record on that has not left, whatever of it was read already.
+        """What was paused just now waits in the log from its first record on that has not left, whatever of it was read
+        already.
 
         No batch is in flight here, so all that is not in these queues has left, or was never read.
         """
@@ -480,7 +513,9 @@ class Pump:
             source = self.log.stream(stream).source
             return any(paused.concerns(pause, peer, source) for pause in fresh)
 
-        waiting = {item[2] for queue in self._lanes for item in queue} | (aside.known_streams if aside is not None else set())
+        waiting = {item[2] for queue in self._lanes for item in queue} | (
+            aside.known_streams if aside is not None else set()
+        )
         candidates = waiting.union(self.parking, back.targets if back is not None else ())
         held = self._fitting({stream for stream in candidates if is_held(stream)})
         first: dict[int, int] = {}  # by stream
@@ -506,11 +541,16 @@ class Pump:
         return max(parked.after, back.place) if now and back is not None else self._read
 
     def _fitting(self, held: set[int]) -> set[int]:
-        """Those of `held` for which there are cursors: what was read of the others leaves, since else it would be lost."""
+        """Those of `held` for which there are cursors: what was read of the others leaves, since else it would be
+        lost."""
         fresh = [stream for stream in held if self.parking.get(stream) is None]
         beyond = fresh[max(self.parking.room, 0) :]
         if beyond:
-            log.warning("too many topics are paused: what was read of some leaves all the same", peer=self.peer.name, topics=len(beyond))
+            log.warning(
+                "too many topics are paused: what was read of some leaves all the same",
+                peer=self.peer.name,
+                topics=len(beyond),
+            )
         return held.difference(beyond)
 
     def _take_out(self, streams: set[int]) -> list[Item]:
@@ -540,7 +580,8 @@ class Pump:
     # What retention took
 
     def _passed(self, passed: Passed) -> None:
-        """Retention has deleted records that this peer may not have had: told one by one while they are few, beyond that as one range."""
+        """Retention has deleted records that this peer may not have had: told one by one while they are few, beyond
+        that as one range."""
         lost = told = 0
         for chunk in passed.chunks:
             for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
@@ -550,7 +591,11 @@ class Pump:
                 if self._letters_left > 0:
                     self._letters_left -= 1
                     told += 1
-                    self._dead((seq, message, stream), UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+                    self._dead(
+                        (seq, message, stream),
+                        UCode.RESOURCE_EXHAUSTED,
+                        "the log had to delete it before the peer was back",
+                    )
         last = passed.before - 1
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
         if lost > told or last > max(seen, self._read):
@@ -569,7 +614,11 @@ class Pump:
     def _still_wants(self, stream: int, seq: int) -> bool:
         parked = self.parking.get(stream)
         if parked is not None:
-            place = max(parked.after, self._back.place) if self._back is not None and stream in self._back.targets else parked.after
+            place = (
+                max(parked.after, self._back.place)
+                if self._back is not None and stream in self._back.targets
+                else parked.after
+            )
             return seq > place
         if seq <= self._read:
             return False  # it waits in memory, or has left
@@ -612,8 +661,12 @@ class Pump:
             self.aside = Aside(self._aside_backoff, asyncio.get_running_loop().time)
         if self.aside is not None:
             keys = [key_of(item[1]) for item in again]
-            self.aside.put_back(item for item, key in zip(again, keys, strict=True) if key in stuck or key in self.aside)
-            again = [item for item, key in zip(again, keys, strict=True) if key not in self.aside] + self.aside.release()
+            self.aside.put_back(
+                item for item, key in zip(again, keys, strict=True) if key in stuck or key in self.aside
+            )
+            again = [
+                item for item, key in zip(again, keys, strict=True) if key not in self.aside
+            ] + self.aside.release()
             again.sort(key=itemgetter(0))  # the first that waits is the oldest, by which the cursor goes
         for item in reversed(again):
             self._lanes[lane(item[1].attributes)].appendleft(item)

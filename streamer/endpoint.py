@@ -22,8 +22,10 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-AUTHORITIES_CACHED_MAX: Final = 65_536  # owners that were looked up; thousands of vehicles fit, a flood of made-up names does not grow it
-TRIES_ALONE: Final = 3  # of a message at which a transport fails: it may have been the moment's fault, not the message's
+# owners that were looked up; thousands of vehicles fit, a flood of made-up names does not grow it
+AUTHORITIES_CACHED_MAX: Final = 65_536
+# of a message at which a transport fails: it may have been the moment's fault, not the message's
+TRIES_ALONE: Final = 3
 
 T = TypeVar("T")
 log = structlog.get_logger()
@@ -36,13 +38,15 @@ class FaultError(UStatusError):
 class Endpoint:
     """One network. Counters say what passed: `received`, `forwarded` messages, `dropped` by reason.
 
-    Out there our authority NAME is called NAME.suffix. A `suffix` of "" says that it needs none, None that nobody has thought of it.
+    Out there our authority NAME is called NAME.suffix. A `suffix` of "" says that it needs none, None that nobody has
+    thought of it.
 
-    A plugin that raises anything but UStatusError has a fault: it is counted in `faults` and told by `fault` until the next call goes
-    well, and the call answers UNAVAILABLE, so that it is tried again.
+    A plugin that raises anything but UStatusError has a fault: it is counted in `faults` and told by `fault` until the
+    next call goes well, and the call answers UNAVAILABLE, so that it is tried again.
     """
 
-    names: Names | None = None  # set by `Endpoints`: what our other authorities are called out there, if not as they are inside
+    # set by `Endpoints`: what our other authorities are called out there, if not as they are inside
+    names: Names | None = None
 
     def __init__(self, name: str, authorities: Iterable[str], transport: UTransport, suffix: str | None = None) -> None:
         self.name, self.suffix = name, suffix
@@ -60,7 +64,8 @@ class Endpoint:
 
     @property
     def only_authority(self) -> str:
-        """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody knows whom."""
+        """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody
+        knows whom."""
         first, *others = self.authorities
         return "" if others or first.startswith(uris.WILDCARD_AUTHORITY) else first
 
@@ -77,10 +82,14 @@ class Endpoint:
     async def close(self) -> None:
         await self._guarded(self.transport.close)
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._guarded(self.transport.unregister_listener, *self._filters(source_filter, listener, sink_filter))
 
     def _filters(self, source: UUri, listener: UListener, sink: UUri | None) -> tuple[UUri, UListener, UUri | None]:
@@ -97,7 +106,8 @@ class Endpoint:
     async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
         """As UTransport.send_batch; never raises.
 
-        Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is INTERNAL, for good.
+        Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
+        INTERNAL, for good.
         """
         try:
             return await self._send(messages)
@@ -159,7 +169,13 @@ class Endpoint:
         self.faults += 1
         self.fault = f"its transport has a fault: {why}"
         if self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
-            log.error("a transport has a fault; trying again", endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
+            log.error(
+                "a transport has a fault; trying again",
+                endpoint=self.name,
+                faults=self.faults,
+                why=self.fault,
+                exc_info=error,
+            )
         return FaultError(UCode.UNAVAILABLE, self.fault)
 
     @property
@@ -190,11 +206,18 @@ class Endpoints:
         """What may go wrong with names, in plain sentences."""
         notes = [f"endpoint {endpoint.name}: {note}" for endpoint in self for note in endpoint.twins.notes()]
         for outside in self:
-            inside = {authority for other in self if other is not outside and not other.suffix for authority in other.authorities}
+            inside = {
+                authority
+                for other in self
+                if other is not outside and not other.suffix
+                for authority in other.authorities
+            }
             if outside.needs_sink and (names := untold(outside.suffix, inside)):
                 notes.append(
-                    f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our {', '.join(names)}; "
-                    f'set suffix = "VIN" ({names[0]} is then {names[0]}.VIN there), or suffix = "" if no other gateway has such names'
+                    f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our "
+                    f"{', '.join(names)}; "
+                    f'set suffix = "VIN" ({names[0]} is then {names[0]}.VIN there), or suffix = "" if no other '
+                    "gateway has such names"
                 )
         return notes
 

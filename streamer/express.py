@@ -4,10 +4,12 @@ ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
              +--------- fail ----------+--> a request's originator gets a response that says why, and it is a dead letter
 
-A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is told at once.
+A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is
+told at once.
 
 A queue is bounded in messages and bytes. So that one who floods a stalled peer leaves room for the others,
-- a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a quarter,
+- a caller (the uEntity that is the source of a request, or the sink of a response: it has caused both) has at most a
+  quarter,
 - the uEntities of one source authority together have at most a half, since their numbers may be made up,
 - our own answers have a room of their own: whoever is refused is told.
 What is being sent counts until the network has taken it.
@@ -43,7 +45,8 @@ ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter 
 class Entry(NamedTuple):
     message: UMessage
     size: int
-    accounts: tuple[Hashable, Hashable] | None  # whose it is: its caller's, and the authority's that sends it; None: our answer
+    # whose it is: its caller's, and the authority's that sends it; None: our answer
+    accounts: tuple[Hashable, Hashable] | None
 
 
 def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
@@ -88,13 +91,17 @@ class Express:
             return
         drop, limit = full
         peer.dropped[drop] += 1
-        self.fail(message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer)
+        self.fail(
+            message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer
+        )
 
-    def fail(self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint, *, is_withheld: bool = False) -> None:
+    def fail(
+        self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint, *, is_withheld: bool = False
+    ) -> None:
         """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
 
-        Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network that is
-        away for a day would push out those that nobody else knows of.
+        Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network
+        that is away for a day would push out those that nobody else knows of.
         """
         attributes = attributes_of(message)
         is_request = attributes.type == attrs.REQUEST
@@ -201,7 +208,9 @@ class ExpressLane:
             while queue and len(batch) < BATCH_MAX and room > 0:
                 entry = queue.popleft()
                 if attrs.is_expired(entry.message.attributes, now):
-                    self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
+                    self._end(
+                        entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it"
+                    )
                 else:
                     batch.append(entry)
                     room -= entry.size
@@ -233,7 +242,9 @@ class ExpressLane:
                 elif status.code in RETRYABLE and not is_nobody_listening(status):
                     again.append(entry)  # the ttl is looked at when it is its turn again
                 else:
-                    self._end(entry, status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}")
+                    self._end(
+                        entry, status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}"
+                    )
             if again:
                 self._put_back(again)
                 await self._backoff.wait(self._soonest_expiry_ms())
@@ -243,5 +254,10 @@ class ExpressLane:
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""
         now = self._now_ms()
-        ends = [end - now for queue in self._classes for entry in queue if (end := attrs.expires_ms(entry.message.attributes)) is not None]
+        ends = [
+            end - now
+            for queue in self._classes
+            for entry in queue
+            if (end := attrs.expires_ms(entry.message.attributes)) is not None
+        ]
         return max(min(ends) + 1, 0) if ends else None

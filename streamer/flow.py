@@ -2,12 +2,13 @@
 
     ingress -> append: at once, or when its turn has come -> log -> pumps -> moved
 
-A volatile log can't wait for its readers, so the senders do: what has arrived is not confirmed until a pump has caught up. A durable log
-can, since its readers fall back to the disk, but taking in must not starve sending of the processor: with `patience_s` the senders are held
-for so long at a time, with a share of records in between, which leaves them HELD_RECORDS / patience_s at the least.
+A volatile log can't wait for its readers, so the senders do: what has arrived is not confirmed until a pump has caught
+up. A durable log can, since its readers fall back to the disk, but taking in must not starve sending of the processor:
+with `patience_s` the senders are held for so long at a time, with a share of records in between, which leaves them
+HELD_RECORDS / patience_s at the least.
 
-Only peers that take messages hold up the senders: one that is away or stuck reads the disk later, or loses the oldest records of a ring
-(counted gaps); and one that keeps up shows that the others are merely slow.
+Only peers that take messages hold up the senders: one that is away or stuck reads the disk later, or loses the oldest
+records of a ring (counted gaps); and one that keeps up shows that the others are merely slow.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
-LAG_RECORDS_MAX: Final = 8_192  # some 4 MiB of small messages, well inside the smallest ring; a tenth of a second of the fastest network
+# some 4 MiB of small messages, well inside the smallest ring; a tenth of a second of the fastest network
+LAG_RECORDS_MAX: Final = 8_192
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
 DURABLE_PATIENCE_S: Final = 0.01  # ten times what a batch needs to be sent
-HELD_RECORDS: Final = 512  # from one hold to the next: 50,000 a second and more still come in, faster than any peer but Zenoh takes them
+# from one hold to the next: 50,000 a second and more still come in, faster than any peer but Zenoh takes them
+HELD_RECORDS: Final = 512
 
 
 class Follower(Protocol):
@@ -47,7 +50,8 @@ class Flow:
         self.followers: Sequence[Follower] = ()
         self._patience_s = patience_s
         self._credit = 0  # records until the next hold
-        self._queue: deque[tuple[int, Append, asyncio.Future[int]]] = deque()  # bounded by what the inboxes hand over unconfirmed
+        # bounded by what the inboxes hand over unconfirmed
+        self._queue: deque[tuple[int, Append, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
         self._opened: asyncio.Future[None] | None = None
         self._recheck: asyncio.TimerHandle | None = None

@@ -95,7 +95,8 @@ class Held:
             self._trying = None
 
     def _give_up(self, error: UStatusError) -> None:
-        """On all that waits: whatever is among it came first. The log has still to take something before it is trusted again."""
+        """On all that waits: whatever is among it came first. The log has still to take something before it is trusted
+        again."""
         waiting, self._waiting = self._waiting, deque()
         for _, _, answer in waiting:
             if not answer.done():

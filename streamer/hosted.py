@@ -4,8 +4,8 @@
     ingress (of any endpoint) -> deliver -> service
                                     '-> a method that there is not: UNIMPLEMENTED (UNAVAILABLE while services come and go)
 
-A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other networks reach
-it by the ordinary walk, and nothing else in the streamer treats it specially.
+A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other
+networks reach it by the ordinary walk, and nothing else in the streamer treats it specially.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
 def is_inside() -> bool:
-    """True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
+    """True while a hosted service handles what another one in this process has sent: nobody on a network can claim
+    that."""
     return _inside.get()
 
 
@@ -45,7 +46,8 @@ class Walk(Protocol):
 
 
 class HostedTransport(UTransport):
-    """The networks as seen by services inside the streamer. `walk` and `entities_changed` are set by the composition root."""
+    """The networks as seen by services inside the streamer. `walk` and `entities_changed` are set by the composition
+    root."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
@@ -70,16 +72,21 @@ class HostedTransport(UTransport):
         """Filters of what is for services in this process; a family of authorities needs one for all of them."""
         also = {uris.WILDCARD_AUTHORITY if uris.is_pattern(authority) else authority for authority in self._also}
         sinks = [uris.pattern(self.authority, entity) for entity in self._entities]
-        return sinks + [uris.pattern(authority, USUBSCRIPTION) for authority in sorted(also) if USUBSCRIPTION in self._entities]
+        return sinks + [
+            uris.pattern(authority, USUBSCRIPTION) for authority in sorted(also) if USUBSCRIPTION in self._entities
+        ]
 
     def owns(self, sink: UUri) -> bool:
         if sink.ue_id not in self._entities:
             return False
-        return sink.authority_name == self.authority or (sink.ue_id == USUBSCRIPTION and uris.is_one_of(sink.authority_name, self._also))
+        return sink.authority_name == self.authority or (
+            sink.ue_id == USUBSCRIPTION and uris.is_one_of(sink.authority_name, self._also)
+        )
 
     def deliver(self, messages: Sequence[UMessage], *, inside: bool = False) -> Awaitable[None] | None:
         """What has come for hosted services, from a network unless it is from `inside`."""
-        token = _inside.set(inside)  # told anew each time: whoever calls may itself have been called from somewhere else
+        # told anew each time: whoever calls may itself have been called from somewhere else
+        token = _inside.set(inside)
         try:
             for message in messages:
                 if message.attributes.type == attrs.REQUEST and not self._table.wants(message):
@@ -101,12 +108,15 @@ class HostedTransport(UTransport):
         return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Behind a Notification or Publish that was not taken, no other one to the same destination leaves: that would be out of order."""
+        """Behind a Notification or Publish that was not taken, no other one to the same destination leaves: that would
+        be out of order."""
         statuses: list[UStatus] = []
         stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
         for message in messages:
             attributes = message.attributes
-            destination = attributes.sink.authority_name if attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH) else None
+            destination = (
+                attributes.sink.authority_name if attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH) else None
+            )
             if destination in stopped:
                 statuses.append(stopped[destination])
                 continue
@@ -130,7 +140,9 @@ class HostedTransport(UTransport):
             await self._home.send(message)
         elif self.owns(attributes.sink):
             taken = self.deliver([message], inside=True)
-        elif (network := self._endpoints.owner(attributes.sink.authority_name)) is not None and network is self._network(attributes.source):
+        elif (
+            network := self._endpoints.owner(attributes.sink.authority_name)
+        ) is not None and network is self._network(attributes.source):
             await network.send(message)
             return
         else:
@@ -141,7 +153,9 @@ class HostedTransport(UTransport):
     def _network(self, source: UUri) -> Endpoint | None:
         return self._home if source.authority_name == self.authority else self._endpoints.owner(source.authority_name)
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         if sink_filter is None:
             await self._home.register_listener(source_filter, listener)
             return
@@ -153,7 +167,9 @@ class HostedTransport(UTransport):
         if count == 0:
             await self.entities_changed()
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         if sink_filter is None:
             await self._home.unregister_listener(source_filter, listener)
             return
@@ -186,8 +202,12 @@ class _Toward(UTransport):
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return await self._hosted.send_batch(messages)
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._hosted.register_listener(source_filter, listener, sink_filter)
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._hosted.unregister_listener(source_filter, listener, sink_filter)

@@ -38,9 +38,11 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) whose way is known; the cache starts anew when it is full
-COMES_AGAIN_S: Final = 5.0  # within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
+# within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
+COMES_AGAIN_S: Final = 5.0
 TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
-WINDOW_IDS_MAX: Final = 131_072  # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
+# ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
+WINDOW_IDS_MAX: Final = 131_072
 
 log = structlog.get_logger()
 
@@ -64,15 +66,16 @@ class Route:
     reason: str = ""  # of DROP; empty: none of our business, not counted
     source: bytes = b""  # as it is on the wire
     is_answer: bool = False  # a response
-    inside: Callable[[Carried], Carried] | None = None  # gives a message the addresses that it has inside; None: it has them
+    # gives a message the addresses that it has inside; None: it has them
+    inside: Callable[[Carried], Carried] | None = None
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
     found_no_room: bool = False  # as one more topic
 
 
 class IdWindow:
-    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as they are
-    on the wire: what somebody else sends under a foreign id must not keep out the real message.
+    """The ids taken lately, in two generations, so that forgetting is cheap. A key is an id and its source, both as
+    they are on the wire: what somebody else sends under a foreign id must not keep out the real message.
     """
 
     def __init__(self, ids_max: int = WINDOW_IDS_MAX) -> None:
@@ -150,13 +153,15 @@ class Ingress:
         self._ledger, self._bytes_max = ledger, message_bytes_max
         self._routes: dict[Any, Route] = {}
         self._tell_full_at = 0.0  # loop time
-        self._refused: dict[str, Account] = {}  # by what the network calls them: nothing of theirs is read until the next turn
+        # by what the network calls them: nothing of theirs is read until the next turn
+        self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
         can_repeat = trusted or Capability.ACK in endpoint.transport.capabilities
         self._held = {} if can_repeat else {one: Held(one) for one in logs}
-        self._comes_again: tuple[bytes, float] | None = None  # the id that nothing may overtake, and until when (loop time)
+        # the id that nothing may overtake, and until when (loop time)
+        self._comes_again: tuple[bytes, float] | None = None
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
@@ -169,7 +174,8 @@ class Ingress:
         return self.on_receive_batch([message])
 
     def on_receive_batch(self, messages: Sequence[Carried]) -> Awaitable[None] | None:
-        """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is committed."""
+        """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is
+        committed."""
         endpoint, routes, take = self.endpoint, self._routes, self._window.take
         endpoint.received += len(messages)
         version = self._view.version
@@ -219,7 +225,8 @@ class Ingress:
                 future.add_done_callback(self._in_flight.discard)
         if duplicates:
             endpoint.dropped["duplicate"] += duplicates
-            pending.extend(self._in_flight.difference(pending))  # the first copy may be in any of them, and is not safe yet
+            # the first copy may be in any of them, and is not safe yet
+            pending.extend(self._in_flight.difference(pending))
         if not pending:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
@@ -236,15 +243,23 @@ class Ingress:
     def _append(self, target: Log, streams: list[int], batch: list[Carried]) -> asyncio.Future[int]:
         if self._comes_again is not None and self._is_ahead(batch):
             future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            future.set_exception(UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first"))
+            future.set_exception(
+                UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first")
+            )
         else:
-            future = self._held[target].append(streams, batch) if target in self._held else target.append(streams, batch)
+            future = (
+                self._held[target].append(streams, batch) if target in self._held else target.append(streams, batch)
+            )
 
         def settle(done: asyncio.Future[int]) -> None:
             if done.cancelled() or done.exception() is None:
                 return
             self.endpoint.dropped["refused"] += len(batch)  # not acknowledged: whoever can will send it again
-            if self._comes_again is None and not self._trusted and Capability.ACK in self.endpoint.transport.capabilities:
+            if (
+                self._comes_again is None
+                and not self._trusted
+                and Capability.ACK in self.endpoint.transport.capabilities
+            ):
                 self._comes_again = (_id(batch[0]), asyncio.get_running_loop().time() + COMES_AGAIN_S)
             for message in batch:
                 self._window.forget(_id(message) + message.attributes.source.SerializeToString())
@@ -277,7 +292,8 @@ class Ingress:
             self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
     def _refuse_unread(self, account: Account, authority: str) -> None:
-        """Until the next turn of the ledger its messages need not even be read. `authority`: as the network names it."""
+        """Until the next turn of the ledger its messages need not even be read. `authority`: as the network names
+        it."""
         refused = self.endpoint.transport.refused
         if refused is not None and authority not in self._refused:
             self._refused[authority] = account
@@ -302,8 +318,13 @@ class Ingress:
         self._routes.clear()
 
     def forget_streams(self, target: Log, streams: frozenset[int]) -> None:
-        """`target` knows these numbers no more: what comes next for one of them is decided anew, and what found no room before."""
-        gone = [key for key, route in self._routes.items() if (route.stream in streams and route.log is target) or route.found_no_room]
+        """`target` knows these numbers no more: what comes next for one of them is decided anew, and what found no room
+        before."""
+        gone = [
+            key
+            for key, route in self._routes.items()
+            if (route.stream in streams and route.log is target) or route.found_no_room
+        ]
         for key in gone:
             del self._routes[key]
 
@@ -359,7 +380,11 @@ class Ingress:
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
             return Route(version, Lane.DROP, reason="inside_name")  # every vehicle has one: it may mean any of them
         if not self._trusted and self._endpoints.owner(source.authority_name) is not self.endpoint:
-            log.warning("dropped: the source's authority is not of this network", endpoint=self.endpoint.name, source=uris.format(source))
+            log.warning(
+                "dropped: the source's authority is not of this network",
+                endpoint=self.endpoint.name,
+                source=uris.format(source),
+            )
             return Route(version, Lane.DROP, reason="spoofed")
         if sink is not None:
             return self._decide_addressed(attributes.type, source, sink, version)
@@ -392,13 +417,14 @@ class Ingress:
     async def sync(self, topics: Sequence[UUri], *, all_publishes: bool = False) -> None:
         """Listen to what rules, interest, recording and hosted services need, and to nothing else.
 
-        `topics` are those of the interest; `all_publishes`: a uSubscription can't name them, so listen to every publish.
-        Raises the first UStatusError after everything else was tried.
+        `topics` are those of the interest; `all_publishes`: a uSubscription can't name them, so listen to every
+        publish. Raises the first UStatusError after everything else was tried.
         """
         async with self._sync_lock:
             wanted = self._wanted(topics, all_publishes)
             errors: list[UStatusError] = []
-            for key in [key for key in self._registered if key not in wanted]:  # in a fixed order, so that a run can be replayed
+            # in a fixed order, so that a run can be replayed
+            for key in [key for key in self._registered if key not in wanted]:
                 source, sink = self._registered.pop(key)
                 try:
                     await self.endpoint.unregister_listener(source, self, sink)
@@ -433,7 +459,10 @@ class Ingress:
             if self._view.leaves(self.endpoint, topic):
                 sources.append(topic)
         for source in sources:
-            if not any(other is not source and uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
+            if not any(
+                other is not source and uris.key(other) != uris.key(source) and uris.matches(other, source)
+                for other in wide
+            ):
                 wanted[uris.key(source), None] = (source, None)
         return wanted
 
@@ -446,7 +475,9 @@ class Ingress:
         """`pattern`, limited to the authorities that live here."""
         if pattern.authority_name == uris.WILDCARD_AUTHORITY and any(map(uris.is_pattern, self.endpoint.authorities)):
             return [pattern]
-        authorities = self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
+        authorities = (
+            self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
+        )
         return [
             uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
             for authority in authorities

@@ -6,8 +6,9 @@ ingress, per message: account.messages, .bytes, .left -= its units --below 0--> 
 Pressure: how much of its time the loop's thread is busy, or waits for a processor -------------------'
 run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
 
-An account is found once per route, not per message. Authorities that the configuration names have no quota: who wrote them down has
-decided. Those that only a pattern names (a fleet) have one each, so that one vehicle's flood is that vehicle's trouble.
+An account is found once per route, not per message. Authorities that the configuration names have no quota: who wrote
+them down has decided. Those that only a pattern names (a fleet) have one each, so that one vehicle's flood is that
+vehicle's trouble.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
 SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
 BEHIND: Final = 0.8  # of its time the thread is busy: beyond that what arrives begins to wait
-RELAXED_S: Final = 5.0  # the streamer counts as behind for so long after it was: a flood that is dropped makes it idle at once
+# the streamer counts as behind for so long after it was: a flood that is dropped makes it idle at once
+RELAXED_S: Final = 5.0
 TOP: Final = 20  # authorities with metrics of their own
 TOLD_S: Final = 60.0  # between two lines about one authority
 OTHERS: Final = "others"
@@ -113,7 +115,8 @@ class Pressure:
 
 
 class Ledger:
-    """All accounts, at most `accounts_max`; those that were quiet for longest make room, and what they had goes to the others'."""
+    """All accounts, at most `accounts_max`; those that were quiet for longest make room, and what they had goes to the
+    others'."""
 
     def __init__(
         self,
@@ -125,18 +128,21 @@ class Ledger:
         now_ms: Callable[[], int],
         pressure: Pressure,
     ) -> None:
-        """`is_named(authority, endpoint)`: that endpoint names it, and not just a pattern. `now`: loop time, seconds."""
+        """`is_named(authority, endpoint)`: that endpoint names it, and not just a pattern. `now`: loop time,
+        seconds."""
         assert accounts_max > 1, "an account makes room for another one"
         self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
         self._now, self._now_ms = now, now_ms
         self._burst = int(units_per_s * BURST_S)
-        self._accounts: dict[tuple[str, str], Account] = {}  # who claims a foreign name somewhere costs its owner elsewhere nothing
+        # who claims a foreign name somewhere costs its owner elsewhere nothing
+        self._accounts: dict[tuple[str, str], Account] = {}
         self._pressure = pressure
         self._place = 0  # where the next slice begins
         self._snapshot: list[Account] = []
         self._top: list[Account] = []
         self._rising: list[Account] = []  # the top of the slices so far
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # all that is not, or was not then, at the top; never falls
+        # all that is not, or was not then, at the top; never falls
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)
         self.on_evicted: Callable[[], None] = lambda: None  # whoever holds an account has to ask for it again
         self.on_turn: Callable[[], None] = lambda: None  # so often, those who were refused may send again
 
@@ -267,7 +273,8 @@ class Ledger:
         late = [one for one in self._top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
-            f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or KiB) a second while "
+            f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "
+            "KiB) a second while "
             f"the streamer is behind: {one.dropped} were dropped; see limits.authority_messages_per_s"
             for one in over
         ]

@@ -3,8 +3,9 @@
 inside: ecu1 --leave--> ecu1.vin123 outside        in source and sink, and in what core.usubscription and core.ustreamer carry
 inside: ecu1 <-arrive-- ecu1.vin123 outside        ecu1 alone means nobody of ours out there
 
-Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle's name, which only the gateway knows: everything inside it
-(rules, log, subscriptions, history) goes by the inside names, so a vehicle's own uEntities never learn of the others.
+Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle's name, which only the gateway knows:
+everything inside it (rules, log, subscriptions, history) goes by the inside names, so a vehicle's own uEntities never
+learn of the others.
 """
 
 from __future__ import annotations
@@ -60,7 +61,11 @@ _V4_METHODS: Final[dict[int, tuple[type[Message], type[Message]]]] = {  # the sp
 CARRIED: Final[dict[Key, type[Message]]] = {
     **dict(_described(ustreamer_pb2.DESCRIPTOR.services_by_name["uStreamer"])),
     **dict(_described(v3.DESCRIPTOR.services_by_name["uSubscription"])),
-    **{(0, 4, number, is_response): types[is_response] for number, types in _V4_METHODS.items() for is_response in (False, True)},
+    **{
+        (0, 4, number, is_response): types[is_response]
+        for number, types in _V4_METHODS.items()
+        for is_response in (False, True)
+    },
     (0, 4, 0x8000, False): v4.Subscription,
 }
 """What the core services carry, all of which may have addresses in it."""
@@ -117,7 +122,9 @@ class Names:
 def _readdressed(attributes: UAttributes, rename: Rename) -> Readdressed | None:
     """None if the addresses stay as they are."""
     source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
-    if rename(source.authority_name) == source.authority_name and (sink is None or rename(sink.authority_name) == sink.authority_name):
+    if rename(source.authority_name) == source.authority_name and (
+        sink is None or rename(sink.authority_name) == sink.authority_name
+    ):
         return None
     return Readdressed(_renamed(source, rename), None if sink is None else _renamed(sink, rename))
 
@@ -157,7 +164,10 @@ def _translated(readdressed: Readdressed | None, message: Carried, rename: Renam
 def _payload(kind: type[Message], format: int, payload: bytes, rename: Rename, depth: int) -> bytes:
     """The payload under other names; as it is, if it is not what it should be: that is for its receiver to say."""
     message, wrapper = kind(), AnyMessage()
-    wrapped = format in (UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY)
+    wrapped = format in (
+        UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED,
+        UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY,
+    )
     try:
         if wrapped:
             wrapper.ParseFromString(payload)
@@ -213,7 +223,8 @@ def _inner(message: UMessage, rename: Rename, depth: int) -> UMessage:
 
 
 class Twins:
-    """Two hosts that go by one name, told by two answers to one request: nobody else on a network says who sent what."""
+    """Two hosts that go by one name, told by two answers to one request: nobody else on a network says who sent
+    what."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
@@ -265,10 +276,15 @@ def mistakes(suffix: str, inside: set[str], outside: set[str]) -> list[str]:
         if name.endswith(f".{suffix}"):
             found.append(f"authority {name!r} ends in .{suffix} already: name it without, or leave the suffix away")
         elif f"{name}.{suffix}" in outside:
-            found.append(f"authority {name!r} is called {name}.{suffix!s} there, and that is somebody else's name on that network")
+            found.append(
+                f"authority {name!r} is called {name}.{suffix!s} there, and that is somebody else's name on "
+                "that network"
+            )
         elif len(name) + len(suffix) + 1 > uris.AUTHORITY_LENGTH_MAX:
             found.append(f"authority {name!r} and its suffix are longer than {uris.AUTHORITY_LENGTH_MAX} characters")
         elif name.startswith("["):
             found.append(f"authority {name!r} is an IP address, which takes no suffix: give the host a name")
     families = [pattern for pattern in uris.owners(f"x.{suffix}") if uris.is_family(pattern) and pattern in outside]
-    return found + [f"{pattern} belongs to that network, and our own names end in .{suffix} there" for pattern in families]
+    return found + [
+        f"{pattern} belongs to that network, and our own names end in .{suffix} there" for pattern in families
+    ]

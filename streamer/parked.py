@@ -19,7 +19,8 @@ from history.log import Log
 from streamer.view import Target
 
 PARKED_PREFIX: Final = "parked:"
-PARKED_MAX: Final = 5_000  # topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+# topics of one peer; each has a row of the log's file. Beyond it the peer waits, and nothing is lost
+PARKED_MAX: Final = 5_000
 CURSORS_RESERVED: Final = 2_000  # for peers and consumers
 
 
@@ -83,7 +84,9 @@ class Parking:
         """From here on `targets` get its messages as they come."""
         parked, targets = self._topics[stream], tuple(targets)
         parked.served |= {target.authority for target in targets}
-        parked.whole = parked.whole or any(target.period_ms is None and target.since <= parked.after for target in targets)
+        parked.whole = parked.whole or any(
+            target.period_ms is None and target.since <= parked.after for target in targets
+        )
 
     def move(self, stream: int, after: int) -> None:
         parked = self._topics[stream]

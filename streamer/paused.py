@@ -39,12 +39,16 @@ class Pause(NamedTuple):
 def read(path: Path) -> list[Pause]:
     """What is paused as the file has it; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
     try:
-        found = [Pause(uris.format(uris.parse(topic)), str(peer)) for topic, peer in json.loads(path.read_text(encoding="utf-8"))]
+        found = [
+            Pause(uris.format(uris.parse(topic)), str(peer))
+            for topic, peer in json.loads(path.read_text(encoding="utf-8"))
+        ]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
         raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again"
+            UCode.FAILED_PRECONDITION,
+            f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again",
         ) from None
     return found[:PAUSES_MAX]
 
@@ -54,7 +58,9 @@ def write(path: Path, pauses: Iterable[Pause], disk: Disk = REAL_DISK) -> None:
     try:
         disk.replace_text(path, json.dumps(sorted(pauses), indent=0) + "\n")
     except OSError as error:
-        raise UStatusError(UCode.UNAVAILABLE, f"nothing has changed, because {path} can't be written: {error.strerror}") from None
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"nothing has changed, because {path} can't be written: {error.strerror}"
+        ) from None
 
 
 def pattern_of(topic: UUri, own: str) -> UUri:
@@ -62,7 +68,9 @@ def pattern_of(topic: UUri, own: str) -> UUri:
     uris.validate(topic)
     topic = uris.with_authority(topic, own)
     if topic.resource_id != uris.WILDCARD_RESOURCE and not uris.is_topic(topic):
-        raise invalid(f"topics are paused, with a resource of 8000 to FFFE, or FFFF for all of them; got {uris.format(topic)}")
+        raise invalid(
+            f"topics are paused, with a resource of 8000 to FFFE, or FFFF for all of them; got {uris.format(topic)}"
+        )
     return topic
 
 
@@ -70,12 +78,15 @@ def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
     """Raises RESOURCE_EXHAUSTED."""
     those = set(pauses) | {Pause(uris.format(topic), peer)}
     if len(those) > PAUSES_MAX:
-        raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern")
+        raise UStatusError(
+            UCode.RESOURCE_EXHAUSTED, f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
+        )
     return sorted(those)
 
 
 def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Without those toward `peer` that `topic` is, or covers. Raises NOT_FOUND if there is none, naming what holds the topic."""
+    """Without those toward `peer` that `topic` is, or covers. Raises NOT_FOUND if there is none, naming what holds the
+    topic."""
     before = sorted(pauses)
     after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
     if len(after) == len(before):
@@ -118,7 +129,10 @@ class Paused:
 
     def holds(self, peer: Endpoint, authority: str, source: UUri) -> bool:
         """True if what comes from `source` does not go to `authority` at `peer` now."""
-        return any(pause.peer in (peer.name, authority) and uris.matches(topic, source) for pause, topic in self._patterns.items())
+        return any(
+            pause.peer in (peer.name, authority) and uris.matches(topic, source)
+            for pause, topic in self._patterns.items()
+        )
 
     def concerns(self, pause: Pause, peer: Endpoint, source: UUri) -> bool:
         """True if `pause` may hold something from `source` that is for somebody at `peer`."""
@@ -141,7 +155,8 @@ class Paused:
             known = ", ".join(endpoint.name for endpoint in self._endpoints)
             raise UStatusError(
                 UCode.NOT_FOUND,
-                f"a peer is an endpoint or an authority behind one, and {peer[:PEER_LENGTH_MAX]!r} is none; endpoints are {known}",
+                f"a peer is an endpoint or an authority behind one, and {peer[:PEER_LENGTH_MAX]!r} is none; endpoints "
+                f"are {known}",
             )
         async with self._turn:
             await self._change(added(self, pattern, peer))

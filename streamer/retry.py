@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Waits between min and max, twice as long each time; `wake` ends a wait early, for instance when a network is back."""
+    """Waits between min and max, twice as long each time; `wake` ends a wait early, for instance when a network is
+    back."""
 
     def __init__(self, min_ms: int, max_ms: int, rng: random.Random | None = None) -> None:
         self._min_ms, self._max_ms = min_ms, max_ms

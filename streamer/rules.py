@@ -45,7 +45,10 @@ class Rules:
     def add(self, rule: Rule) -> None:
         """Raises ALREADY_EXISTS if there is one between the two endpoints."""
         if (rule.ingress, rule.egress) in self._rules:
-            raise UStatusError(UCode.ALREADY_EXISTS, f"there is a rule from {rule.ingress!r} to {rule.egress!r} already: remove it first")
+            raise UStatusError(
+                UCode.ALREADY_EXISTS,
+                f"there is a rule from {rule.ingress!r} to {rule.egress!r} already: remove it first",
+            )
         self._rules[rule.ingress, rule.egress] = rule
         self.version += 1
 

@@ -1,4 +1,5 @@
-"""Room that several authorities share: whoever has most of it gives way. And how often a thing of one kind may happen in a minute.
+"""Room that several authorities share: whoever has most of it gives way. And how often a thing of one kind may happen
+in a minute.
 
 add(owner, item, size) -> is it over? -> give_way: the oldest item of the owner with the most       take: the owners in turn
 happened(kind, size)   -> whole? told? counted only?
@@ -119,7 +120,9 @@ class PerMinute:
             kind = None
         count, bytes = self._kinds.get(kind, (0, 0))
         is_told = count < self._count_max and self._told < ALL * self._count_max
-        is_whole = is_told and (not bytes or bytes + size <= self._bytes_max) and self._bytes + size <= ALL * self._bytes_max
+        is_whole = (
+            is_told and (not bytes or bytes + size <= self._bytes_max) and self._bytes + size <= ALL * self._bytes_max
+        )
         self._kinds[kind] = count + is_told, bytes + size * is_whole
         self._told += is_told
         self._bytes += size * is_whole

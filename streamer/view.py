@@ -37,7 +37,8 @@ class Leg(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not answered yet.
+    """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not
+    answered yet.
 
     Or it has to go there later: it is paused.
     """
@@ -57,7 +58,9 @@ Version = tuple[int, ...]
 class View:
     """Pure. `logs` gives the positions of subscriptions (usubscription_client.table.Positions) their order."""
 
-    def __init__(self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused | None = None) -> None:
+    def __init__(
+        self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused | None = None
+    ) -> None:
         self._endpoints, self._rules, self._interest, self._paused = endpoints, rules, interest, paused
         self._places = {log: place for place, log in enumerate(logs)}
 

@@ -1,4 +1,5 @@
-"""What tests of every area share: a real broker, data directories of older versions, and the watch over skipped proofs."""
+"""What tests of every area share: a real broker, data directories of older versions, and the watch over skipped
+proofs."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ OLD: Path = Path(__file__).parent / "fixtures" / "data-0.1.0"  # made by that ve
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.pluginmanager.has_plugin(spec_coverage.PLUGIN_NAME):  # it is, where tools/spec_coverage.py runs the tests
+    # it is, where tools/spec_coverage.py runs the tests
+    if not config.pluginmanager.has_plugin(spec_coverage.PLUGIN_NAME):
         config.pluginmanager.register(spec_coverage.proofs(), spec_coverage.PLUGIN_NAME)
 
 
@@ -70,7 +72,8 @@ def own_broker(make_broker: MakeBroker) -> Broker:
 
 @pytest.fixture
 def old_data(tmp_path: Path) -> OldData:
-    """`old_data("stopped")`: a data_dir as version 0.1.0 left it; "killed": as kill -9 left it, half of it in write-ahead logs."""
+    """`old_data("stopped")`: a data_dir as version 0.1.0 left it; "killed": as kill -9 left it, half of it in
+    write-ahead logs."""
 
     def unpack(name: str) -> Path:
         folder = tmp_path / name

@@ -30,8 +30,16 @@ def test_the_tables_are_up_to_date(tool: ModuleType, capsys: pytest.CaptureFixtu
 
 def test_every_transport_and_section_has_a_table(tool: ModuleType) -> None:
     wanted = set(tool.wanted())
-    assert {"transports.zenoh_config:ZenohConfig", "transports.mqtt5.config:Mqtt5Config", "transports.dds_config:DdsConfig"} < wanted
-    assert {"transports.local:LocalConfig", "streamer.config:EndpointSection", "streamer.config:ExpressSection"} < wanted
+    assert {
+        "transports.zenoh.config:ZenohConfig",
+        "transports.mqtt5.config:Mqtt5Config",
+        "transports.dds.config:DdsConfig",
+    } < wanted
+    assert {
+        "transports.local:LocalConfig",
+        "streamer.config:EndpointSection",
+        "streamer.config:ExpressSection",
+    } < wanted
 
 
 class Inner(BaseModel):
@@ -70,7 +78,9 @@ def test_a_model_without_a_table_is_named(
 ) -> None:
     for page in sorted((ROOT / "docs").glob("*.md")):
         text = page.read_text()
-        (tmp_path / page.name).write_text(text.replace("<!-- settings: streamer.config:ExpressSection -->", "<!-- nothing -->"))
+        (tmp_path / page.name).write_text(
+            text.replace("<!-- settings: streamer.config:ExpressSection -->", "<!-- nothing -->")
+        )
     monkeypatch.setattr(tool, "DOCS", tmp_path)
     assert tool.main(["--check"]) == 1
     assert "no page has a table of streamer.config:ExpressSection" in capsys.readouterr().err
@@ -87,7 +97,9 @@ def test_a_stale_table_is_told_and_made_anew(
     for page in sorted((ROOT / "docs").glob("*.md")):
         (tmp_path / page.name).write_text(page.read_text())
     right = (tmp_path / "configuration.md").read_text()
-    (tmp_path / "configuration.md").write_text(right.replace("| 1024 | of the durable log", "| 1023 | of the durable log"))
+    (tmp_path / "configuration.md").write_text(
+        right.replace("| 1024 | of the durable log", "| 1023 | of the durable log")
+    )
     assert (tmp_path / "configuration.md").read_text() != right
     monkeypatch.setattr(tool, "DOCS", tmp_path)
     assert tool.main(["--check"]) == 1

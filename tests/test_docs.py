@@ -18,7 +18,16 @@ HERE = Path(__file__).resolve()
 READINGS = ROOT / "docs" / "readings.md"
 SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
 FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "bench", "chaos", "simulation", ".github")
-PRODUCT = ("uprotocol", "storage", "transports", "history", "usubscription", "usubscription_client", "streamer", "spark_ingest")
+PRODUCT = (
+    "uprotocol",
+    "storage",
+    "transports",
+    "history",
+    "usubscription",
+    "usubscription_client",
+    "streamer",
+    "spark_ingest",
+)
 TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
 NUMBER = re.compile(r"\b[A-Z]-[0-9]+\b")
 ROW = re.compile(r"^\| ([A-Z]-[0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
@@ -83,9 +92,12 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(there), f"{page.name} links to {target}, and there is no such heading"
 
 
-@pytest.mark.parametrize("page", [page for page in pages() if page not in SKIPPED], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [page for page in pages() if page not in SKIPPED], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_files_that_are_named_are_there(page: Path) -> None:
-    """Names with a folder of ours before them, as code or in the text. (DDS topics and keys of Zenoh begin with uprotocol/, too.)"""
+    """Names with a folder of ours before them, as code or in the text. (DDS topics and keys of Zenoh begin with
+    uprotocol/, too.)"""
     folders = "|".join(name for name in (*FOLDERS, *PRODUCT) if name != "uprotocol")
     text = page.read_text(encoding="utf-8")
     for name in set(re.findall(rf"(?<![\w/.-])((?:{folders})/[\w./-]*\w)", text)):
@@ -98,13 +110,14 @@ def test_every_page_is_in_the_readme() -> None:
 
 
 MIB, KIB = 1 << 20, 1 << 10
-# page, its words with # for the number (each # the next constant), how many units of the constant the number counts, and the constants
+# page, its words with # for the number (each # the next constant), how many units of the constant the number counts,
+# and the constants
 NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "more than # records behind", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
     ("architecture", "10 ms per # records", 1, ["streamer.flow:HELD_RECORDS"]),
     ("architecture", "can't send again, for up to # s", 1, ["streamer.held:HOLD_S"]),
-    ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh:CLOSE_S_MAX"]),
-    ("architecture", "takes up to # messages", 1, ["transports.zenoh:HELD_MESSAGES_MAX"]),
+    ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
+    ("architecture", "takes up to # messages", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.inbox:BYTES_MAX"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.held:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
@@ -144,7 +157,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "tried again after # s doubling to # s", 1_000, [
         "usubscription.telling:RETRY_FIRST_MS", "usubscription.telling:RETRY_MAX_MS",
     ]),
-    ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each answer up to #", 1, [
+    ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each "
+                      "answer up to #", 1, [
         "usubscription.lane:WINDOW_FIRST", "usubscription.lane:WINDOW_MAX",
     ]),
     ("usubscription", "with back-off (# s doubling to # s", 1_000, [
@@ -171,31 +185,31 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("mqtt5", "in order, after # ms to 1 s", 1, ["transports.mqtt5.intake:REDELIVERY_MS_MIN"]),
     ("mqtt5", "in order, after 5 ms to # s", 1_000, ["transports.mqtt5.intake:REDELIVERY_MS_MAX"]),
     ("zenoh", "the first batch waits until somebody is known to listen to its first key, for # s at most", 1, [
-        "transports.zenoh_sender:SETTLE_S_MAX",
+        "transports.zenoh.sender:SETTLE_S_MAX",
     ]),
-    ("zenoh", "# publishes and # MiB of large ones", 1, ["transports.zenoh:HELD_MESSAGES_MAX", "transports.zenoh:INBOX_BYTES_MAX/1048576"]),
+    ("zenoh", "# publishes and # MiB of large ones", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX", "transports.zenoh.transport:INBOX_BYTES_MAX/1048576"]),
     ("zenoh", "of requests and responses #", 1, ["transports.inbox:MESSAGES_MAX"]),
-    ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, ["transports.zenoh:CLOSE_S_MAX", "transports.zenoh:LEAVE_S_MAX"]),
-    ("zenoh", "is given # s after the last message", 1, ["transports.zenoh_sender:LINGER_S"]),
+    ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, ["transports.zenoh.transport:CLOSE_S_MAX", "transports.zenoh.transport:LEAVE_S_MAX"]),
+    ("zenoh", "is given # s after the last message", 1, ["transports.zenoh.sender:LINGER_S"]),
     ("zenoh", "publishers declared at once | #, each after # messages", 1, [
-        "transports.zenoh_sender:PUBLISHERS_MAX", "transports.zenoh_sender:PUTS_BEFORE_DECLARED",
+        "transports.zenoh.sender:PUBLISHERS_MAX", "transports.zenoh.sender:PUTS_BEFORE_DECLARED",
     ]),
     ("dds-mapping", "KEEP_ALL, # samples (up to #,", 1, [
-        "transports.dds_link:READER_SAMPLES_MIN", "transports.dds_link:READER_SAMPLES_MAX",
+        "transports.dds.link:READER_SAMPLES_MIN", "transports.dds.link:READER_SAMPLES_MAX",
     ]),
-    ("dds-mapping", "room in writers by # messages", 1, ["transports.dds_writers:WAITING_MESSAGES_MAX"]),
-    ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds_roll_call:SEEN_DEPTH"]),
-    ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds_mapping:LIFESPAN_MS_MIN"]),
+    ("dds-mapping", "room in writers by # messages", 1, ["transports.dds.writers:WAITING_MESSAGES_MAX"]),
+    ("dds-mapping", "TRANSIENT_LOCAL, KEEP_LAST # for the writer", 1, ["transports.dds.roll_call:SEEN_DEPTH"]),
+    ("dds-mapping", "at least #; infinite without ttl", 1, ["transports.dds.mapping:LIFESPAN_MS_MIN"]),
     ("dds-mapping", "nothing new for `discovery_quiet_ms` (#), after # s", 1, [
-        "transports.dds_config:DISCOVERY_QUIET_MS", "transports.dds:DISCOVERY_S_MAX",
+        "transports.dds.config:DISCOVERY_QUIET_MS", "transports.dds.transport:DISCOVERY_S_MAX",
     ]),
-    ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds:SEEN_S"]),
-    ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds:SEEN_S"]),
-    ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds_config:LEASE_MS"]),
-    ("dds-mapping", "at least every # s (Cyclone by itself", 1_000, ["transports.dds_config:ANNOUNCED_MS_MAX"]),
-    ("dds-mapping", "takes up to # samples at a time", 1, ["transports.dds_link:TAKE_SAMPLES_MAX"]),
-    ("dds-mapping", "may stand for up to # addresses", 1, ["transports.dds_config:ADDRESSES_PER_PEER_MAX"]),
-    ("dds-mapping", "or `HOST:PORT`; # at most", 1, ["transports.dds_config:PEERS_MAX"]),
+    ("dds-mapping", "announced the new reader, after # s at the latest", 1, ["transports.dds.transport:SEEN_S"]),
+    ("dds-mapping", "each of our listeners waits # s for it in vain", 1, ["transports.dds.transport:SEEN_S"]),
+    ("dds-mapping", "for its lease (`lease_ms`, # s)", 1_000, ["transports.dds.config:LEASE_MS"]),
+    ("dds-mapping", "at least every # s (Cyclone by itself", 1_000, ["transports.dds.config:ANNOUNCED_MS_MAX"]),
+    ("dds-mapping", "takes up to # samples at a time", 1, ["transports.dds.link:TAKE_SAMPLES_MAX"]),
+    ("dds-mapping", "may stand for up to # addresses", 1, ["transports.dds.config:ADDRESSES_PER_PEER_MAX"]),
+    ("dds-mapping", "or `HOST:PORT`; # at most", 1, ["transports.dds.config:PEERS_MAX"]),
 ]  # fmt: skip
 
 
@@ -206,7 +220,9 @@ def constant(name: str) -> float:
     return value / int(divisor or 1)
 
 
-@pytest.mark.parametrize(("page", "words", "unit", "names"), NUMBERS, ids=[f"{page}: {words[:40]}" for page, words, _, _ in NUMBERS])
+@pytest.mark.parametrize(
+    ("page", "words", "unit", "names"), NUMBERS, ids=[f"{page}: {words[:40]}" for page, words, _, _ in NUMBERS]
+)
 def test_a_number_is_the_codes(page: str, words: str, unit: float, names: list[str]) -> None:
     pattern = r"\s+".join(re.escape(word).replace(r"\#", r"([\d][\d,.]*\d|\d)") for word in words.split())
     found = re.search(pattern, (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
@@ -215,7 +231,9 @@ def test_a_number_is_the_codes(page: str, words: str, unit: float, names: list[s
 
 
 def test_the_pauses_between_two_tries_to_connect_are_the_codes() -> None:
-    said = "after {}, {}, {}, {}, then every {} ms".format(*importlib.import_module("transports.mqtt5.link").RECONNECT_MS)
+    said = "after {}, {}, {}, {}, then every {} ms".format(
+        *importlib.import_module("transports.mqtt5.link").RECONNECT_MS
+    )
 
     assert said in (ROOT / "docs" / "mqtt5.md").read_text(encoding="utf-8")
 
@@ -236,11 +254,15 @@ def test_every_metric_and_reason_is_in_the_page() -> None:
 
 def test_nobody_is_told_to_install_from_an_index_what_is_on_none() -> None:
     """A checkout or a wheel has a path; our bare name would be somebody else's package, if there ever is one."""
-    told = re.compile(r"""pip (?:install|wheel)(?![^\n]*--no-index)[^\n`]*?[ '"](up[-_]streamer)(?=[\['"\s`]|$)""", re.MULTILINE)
+    told = re.compile(
+        r"""pip (?:install|wheel)(?![^\n]*--no-index)[^\n`]*?[ '"](up[-_]streamer)(?=[\['"\s`]|$)""", re.MULTILINE
+    )
     assert told.search("pip install 'up-streamer[zenoh]'")
     assert told.search("pip install -U up-streamer")
     assert not told.search("pip install './up_streamer-0.1.0-py3-none-any.whl[zenoh]'")
-    files = [path for folder in ("deploy", "examples", *PRODUCT) for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files = [
+        path for folder in ("deploy", "examples", *PRODUCT) for path in (ROOT / folder).rglob("*") if path.is_file()
+    ]
     for path in {*pages(), *(one for one in files if one.suffix in TEXT or one.name in ("Dockerfile", "compose.yaml"))}:
         text = re.sub(r"\s*[\"']?\n\s*[\"']", "", path.read_text(encoding="utf-8"))  # a sentence of code over two lines
         assert not (found := told.search(text)), f"{path.relative_to(ROOT)}: {found and found[0]}"
@@ -253,7 +275,10 @@ def blocks(page: str) -> list[str]:
 HOME = '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
 EXAMPLES: list[tuple[str, str]] = [
     ("README.md", blocks("README.md")[0]),
-    ("docs/mqtt5.md", HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0])),
+    (
+        "docs/mqtt5.md",
+        HOME + textwrap.dedent(re.findall(r"(?:^    .*\n)+", (ROOT / "docs/mqtt5.md").read_text(), re.MULTILINE)[0]),
+    ),
     ("docs/dds-mapping.md", HOME.replace('"local"', '"dds"') + blocks("docs/dds-mapping.md")[0]),
     *[
         (path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8"))
@@ -269,7 +294,9 @@ def test_an_example_is_a_configuration(where: str, text: str) -> None:
 
 
 def test_the_example_of_the_service_is_one() -> None:
-    config = importlib.import_module("usubscription.__main__").validate(tomllib.loads(blocks("docs/usubscription.md")[0]), "the page")
+    config = importlib.import_module("usubscription.__main__").validate(
+        tomllib.loads(blocks("docs/usubscription.md")[0]), "the page"
+    )
     assert config.authority == "cloud"
 
 

@@ -1,4 +1,5 @@
-"""The programs of docs/history.md and docs/usubscription.md run as they stand, against the services that they speak to."""
+"""The programs of docs/history.md and docs/usubscription.md run as they stand, against the services that they speak
+to."""
 
 from __future__ import annotations
 
@@ -82,18 +83,37 @@ async def test_a_gapless_subscriber(transport: LocalTransport, tmp_path: Path, m
         heard.append(message.payload)
         raise Heard
 
-    names = {"GaplessSubscriber": GaplessSubscriber, "HistoryClient": HistoryClient, "uri": uris.uri, "topic": TOPIC, "handle": handle}
+    names = {
+        "GaplessSubscriber": GaplessSubscriber,
+        "HistoryClient": HistoryClient,
+        "uri": uris.uri,
+        "topic": TOPIC,
+        "handle": handle,
+    }
     async with InMemoryRpcClient(transport, LOCAL) as client:
         with pytest.raises(Heard):
             await run(snippet.replace('"gateway"', '"vehicle1"'), rpc_client=client, report=print, **names)
     assert heard == [b"kept"]
 
 
-async def test_a_subscription_and_one_with_a_past(transport: LocalTransport, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_subscription_and_one_with_a_past(
+    transport: LocalTransport, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls, since = snippets("usubscription.md")
     pattern, listener = uris.parse("//vehicle1/FFFFFFFF/FF/FFFF"), Listener()
-    names = {"USubscriptionClient": USubscriptionClient, "transport": transport, "local": LOCAL, "topic": TOPIC, "listener": listener}
+    names = {
+        "USubscriptionClient": USubscriptionClient,
+        "transport": transport,
+        "local": LOCAL,
+        "topic": TOPIC,
+        "listener": listener,
+    }
     assert (await run(calls, pattern=pattern, **names))["status"] is Status.SUBSCRIBED
-    more = {"InMemoryRpcClient": InMemoryRpcClient, "HistoryFeed": HistoryFeed, "HistoryClient": HistoryClient, "uris": uris}
+    more = {
+        "InMemoryRpcClient": InMemoryRpcClient,
+        "HistoryFeed": HistoryFeed,
+        "HistoryClient": HistoryClient,
+        "uris": uris,
+    }
     waits = "        " + "message = await listener.heard.get()\n"
     assert (await run(since + waits, **names, **more))["message"].payload == b"kept"

@@ -26,10 +26,20 @@ def test_a_mark_needs_a_known_id_and_where_there_are_several_texts_its_document(
     ]
     errors = tool.assign(rows, marks)
     assert [error.split(": ")[1] for error in errors] == [
-        *("test_document_too_many", "test_no_document", "test_of_what_is_out_of_scope", "test_unknown", "test_which_of_the_two"),
+        *(
+            "test_document_too_many",
+            "test_no_document",
+            "test_of_what_is_out_of_scope",
+            "test_unknown",
+            "test_which_of_the_two",
+        ),
     ]
     proven = {(row.id, row.doc) for row in rows if row.tests}
-    assert proven == {("dsn~uri-scheme~1", ""), ("req~usubscription-unsubscribe~1", "v3"), ("req~usubscription-subscribe~1", "v3-today")}
+    assert proven == {
+        ("dsn~uri-scheme~1", ""),
+        ("req~usubscription-unsubscribe~1", "v3"),
+        ("req~usubscription-subscribe~1", "v3-today"),
+    }
 
 
 def test_the_list_is_whole() -> None:
@@ -98,7 +108,19 @@ def run(path: Path, listed: list[str], *options: str, must_hold: bool = True) ->
     """A run of its own with the watch in it: its exit code, and what it found."""
     (path / "test_marked.py").write_text(MARKED)
     (path / "conftest.py").write_text(CONFTEST.replace("LISTED", repr(listed)).replace("MUST", repr(must_hold)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir", str(path), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-W",
+        "ignore",
+        "--rootdir",
+        str(path),
+        *options,
+    ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=path, env=environment, capture_output=True, text=True, timeout=100)
     assert "INTERNALERROR" not in done.stdout + done.stderr
@@ -115,7 +137,8 @@ def test_a_run_that_skips_a_proof_fails_unless_the_list_says_so(tmp_path: Path) 
 
 def test_a_run_that_passes_what_the_list_calls_skipped_fails(tmp_path: Path) -> None:
     wrong = [
-        f"test_marked.py::{name} passed, but tools/spec_skipped.txt says that it is skipped" for name in ("test_runs", "test_runs_in_part")
+        f"test_marked.py::{name} passed, but tools/spec_skipped.txt says that it is skipped"
+        for name in ("test_runs", "test_runs_in_part")
     ]
     assert run(tmp_path, [*SKIPPED, "test_runs", "test_runs_in_part"]) == (1, wrong)
 

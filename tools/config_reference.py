@@ -28,7 +28,12 @@ from pydantic_core import PydanticUndefined
 ROOT: Final = Path(__file__).resolve().parent.parent
 DOCS: Final = ROOT / "docs"
 CONFIG: Final = "streamer.config:Config"
-SERVICES: Final = ("usubscription.__main__:ServiceConfig", "spark_ingest.client:Options", "spark_ingest.pipeline:Trigger")  # of their own
+# of their own
+SERVICES: Final = (
+    "usubscription.__main__:ServiceConfig",
+    "spark_ingest.client:Options",
+    "spark_ingest.pipeline:Trigger",
+)
 TABLE: Final = re.compile(r"<!-- settings: (?P<name>[\w.]+:\w+) -->\n(?P<table>.*?)<!-- end -->", re.DOTALL)
 HEADER: Final = "| key | value | default | what |\n|---|---|---|---|\n"
 
@@ -64,7 +69,8 @@ def name_of(of: type[BaseModel]) -> str:
 
 
 def wanted() -> Iterator[str]:
-    """The models that need a table: each section of the configuration, what runs by itself, and each transport of ours."""
+    """The models that need a table: each section of the configuration, what runs by itself, and each transport of
+    ours."""
     yield from SERVICES
     for name, field in model(CONFIG).model_fields.items():
         sections = models_in(field.annotation)
@@ -90,7 +96,10 @@ def table(of: type[BaseModel], prefix: str = "") -> str:
     for name, field in of.model_fields.items():
         key = prefix + (field.alias or name)
         if not field.description:
-            raise Undocumented(f"{name_of(of)}: the field {name!r} needs a description: Field(description=..., ...), short, with its unit")
+            raise Undocumented(
+                f"{name_of(of)}: the field {name!r} needs a description: Field(description=..., ...), "
+                "short, with its unit"
+            )
         within = models_in(field.annotation)
         value = "table" if within else values(field)
         cells = (f"`{key}`", value, default(field, within=bool(within)), field.description)
@@ -102,7 +111,9 @@ def table(of: type[BaseModel], prefix: str = "") -> str:
 
 def values(field: FieldInfo) -> str:
     """What may be written: a kind of value, or the values, with their bounds."""
-    bounds = {name: getattr(one, name) for one in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(one, name)}
+    bounds = {
+        name: getattr(one, name) for one in field.metadata for name in ("ge", "gt", "le", "lt") if hasattr(one, name)
+    }
     low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
     said = [kind(field.annotation)]
     if "ge" in bounds and high is not None:
@@ -136,7 +147,9 @@ def kind(annotation: Any) -> str:
         return "table"
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return ", ".join(f"`{one.value}`" for one in annotation)
-    raise Undocumented(f"tools/config_reference.py has no words for values of the type {annotation}: add them to _TYPES")
+    raise Undocumented(
+        f"tools/config_reference.py has no words for values of the type {annotation}: add them to _TYPES"
+    )
 
 
 def default(field: FieldInfo, *, within: bool) -> str:
@@ -158,7 +171,9 @@ def default(field: FieldInfo, *, within: bool) -> str:
 
 def filled(text: str) -> str:
     """A page with its tables as they should be."""
-    return TABLE.sub(lambda found: f"<!-- settings: {found['name']} -->\n{HEADER}{table(model(found['name']))}<!-- end -->", text)
+    return TABLE.sub(
+        lambda found: f"<!-- settings: {found['name']} -->\n{HEADER}{table(model(found['name']))}<!-- end -->", text
+    )
 
 
 def main(arguments: list[str]) -> int:
@@ -168,7 +183,10 @@ def main(arguments: list[str]) -> int:
         shown = {found["name"] for text in pages.values() for found in TABLE.finditer(text)}
         for name in wanted():
             if name not in shown:
-                raise Undocumented(f"no page has a table of {name}: write <!-- settings: {name} --> and <!-- end --> in one of docs/*.md")
+                raise Undocumented(
+                    f"no page has a table of {name}: write <!-- settings: {name} --> and <!-- end --> "
+                    "in one of docs/*.md"
+                )
     except Undocumented as why:
         print(why, file=sys.stderr)
         return 1

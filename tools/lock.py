@@ -21,7 +21,16 @@ OPTIONS: Final = ("--universal", "--python-version", PYTHON, "--generate-hashes"
 
 
 def compile(output: str, *options: str) -> None:
-    command = [str(Path(sys.executable).parent / "uv"), "pip", "compile", "pyproject.toml", "--quiet", "--upgrade", *OPTIONS, *options]
+    command = [
+        str(Path(sys.executable).parent / "uv"),
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--quiet",
+        "--upgrade",
+        *OPTIONS,
+        *options,
+    ]
     subprocess.run([*command, "--custom-compile-command", "make lock", "--output-file", output], cwd=ROOT, check=True)
 
 

@@ -1,4 +1,5 @@
-"""Make sure that tests, the demo and benchmarks of a checkout have a mosquitto. No part of the wheel: that installs nothing.
+"""Make sure that tests, the demo and benchmarks of a checkout have a mosquitto. No part of the wheel: that installs
+nothing.
 
 there is one, or a container can run it -> done          root and apt -> install it -> done          else say what to install, exit 1
 """
@@ -19,7 +20,8 @@ def install() -> str | None:
     apt = shutil.which("apt-get")
     if apt is None or os.geteuid() != 0:
         return None
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # runlevel 1: the package starts no service
+    # runlevel 1: the package starts no service
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     command = [apt, "install", "-y", "-qq", "--no-install-recommends", "mosquitto"]
     for update_first in (False, True):
         if update_first:
@@ -35,7 +37,10 @@ def main() -> int:
         try:
             broker.runner()
         except UStatusError as error:
-            print(f"{error.message} (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto)", file=sys.stderr)
+            print(
+                f"{error.message} (apt-get install mosquitto, dnf install mosquitto, brew install mosquitto)",
+                file=sys.stderr,
+            )
             return 1
     print(binary or f"container {broker.IMAGE}")
     return 0

@@ -15,13 +15,27 @@ SOURCES = ROOT / "uprotocol" / "proto"
 
 
 def generate(out: Path) -> list[Path]:
-    """Write the code for every .proto into `out`; the relative paths of what was written. Raises CalledProcessError if protoc complains."""
+    """Write the code for every .proto into `out`; the relative paths of what was written. Raises CalledProcessError if
+    protoc complains."""
     names = sorted(str(path.relative_to(SOURCES)) for path in SOURCES.rglob("*.proto"))
-    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(SOURCES), f"--python_out={out}", f"--mypy_out=quiet:{out}", *names]
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        "-I",
+        str(SOURCES),
+        f"--python_out={out}",
+        f"--mypy_out=quiet:{out}",
+        *names,
+    ]
     # protoc finds its plugin protoc-gen-mypy on PATH, where a virtual environment that isn't activated is not
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     subprocess.run(command, check=True, env={**os.environ, "PATH": path})
-    return [Path(name).with_suffix("").with_name(Path(name).stem + f"_pb2{end}") for name in names for end in (".py", ".pyi")]
+    return [
+        Path(name).with_suffix("").with_name(Path(name).stem + f"_pb2{end}")
+        for name in names
+        for end in (".py", ".pyi")
+    ]
 
 
 def main() -> None:

@@ -11,9 +11,10 @@ python tools/spec_coverage.py            write the page, and take from the list 
 python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't there (seconds)
 python tools/spec_coverage.py --run      run the marked tests, write the list of those that are skipped, then the page (minutes)
 
-Why a list: the page is checked on a fresh clone, before any test ran, and must be the same everywhere; so what is skipped is written down
-and committed. A run that counts (CI=true, where a missing broker is a failure, too) fails if a proof was skipped that the list does not
-name, or if one that it names has passed. So a green run says: what the page lists has run, and passed. Elsewhere a run only tells.
+Why a list: the page is checked on a fresh clone, before any test ran, and must be the same everywhere; so what is
+skipped is written down and committed. A run that counts (CI=true, where a missing broker is a failure, too) fails if a
+proof was skipped that the list does not name, or if one that it names has passed. So a green run says: what the page
+lists has run, and passed. Elsewhere a run only tells.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ OUT: Final = ROOT / "docs" / "spec-coverage.md"
 HEADER: Final = """# Coverage of the uProtocol specification
 
 Made by `make spec-coverage` from the marks of the tests and from tools/spec_ids.toml; don't edit it.
-Level: M must, S should, Y may, D definition or fact. Ids that begin with `local~` are this project's own, for sentences that have none.
-A test that is skipped proves nothing, and is not listed: each run in continuous integration holds this page to that.
-What the tests leave unproven of a requirement stands in the last column, and makes it "met in part"; empty: all of it is proven.
+Level: M must, S should, Y may, D definition or fact. Ids that begin with `local~` are this project's own, for sentences
+that have none. A test that is skipped proves nothing, and is not listed: each run in continuous integration holds this
+page to that. What the tests leave unproven of a requirement stands in the last column, and makes it "met in part";
+empty: all of it is proven.
 """
 SKIPPED_HEADER: Final = (
-    "# Marked tests of which every case is skipped, so that their marks prove nothing. Made by tools/spec_coverage.py --run.\n"
+    "# Marked tests of which every case is skipped, so that their marks prove nothing. Made by tools/spec_coverage.py "
+    "--run.\n"
 )
 PLUGIN_NAME: Final = "spec_proofs"  # by which pytest knows that `Proofs` is there
 NO_TEST: Final = "no test proves it yet"
 TOLD_MAX: Final = 20  # lines: without a broker there are hundreds
-OTHERS: Final = ("transports/mutants/",)  # transports that are no product, made to try the conformance suite: they prove nothing of one
+# transports that are no product, made to try the conformance suite: they prove nothing of one
+OTHERS: Final = ("transports/mutants/",)
 
 
 class Mark(NamedTuple):
@@ -96,7 +100,8 @@ class Requirement:
         return "<br>".join([*([self.by] if self.by else []), *proofs])
 
 
-# -- what ran -------------------------------------------------------------------------------------------------------------------------
+# -- what ran
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def test_of(nodeid: str) -> str:
@@ -105,7 +110,11 @@ def test_of(nodeid: str) -> str:
 
 
 def listed_as_skipped() -> set[str]:
-    return {line for line in SKIPPED.read_text().splitlines() if line and not line.startswith("#")} if SKIPPED.exists() else set()
+    return (
+        {line for line in SKIPPED.read_text().splitlines() if line and not line.startswith("#")}
+        if SKIPPED.exists()
+        else set()
+    )
 
 
 def proves(item: pytest.Item) -> bool:
@@ -118,7 +127,8 @@ def write_skipped(tests: Collection[str]) -> None:
 
 
 class Proofs:
-    """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is told."""
+    """A pytest plugin that compares what was skipped with the list. `must_hold`: a difference fails the run; else it is
+    told."""
 
     __name__ = PLUGIN_NAME
 
@@ -131,7 +141,9 @@ class Proofs:
     @property
     def skipped(self) -> list[str]:
         """Marked tests of which every case was skipped, sorted."""
-        return sorted(test for test, outcomes in self._outcomes.items() if outcomes == {"skipped"} and test not in self._partly)
+        return sorted(
+            test for test, outcomes in self._outcomes.items() if outcomes == {"skipped"} and test not in self._partly
+        )
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         self._partly |= {test_of(item.nodeid) for item in items}
@@ -169,16 +181,20 @@ def proofs() -> Proofs:
 
 
 def run() -> None:
-    """Run the marked tests, and write which of them are skipped. Exits if one fails, as those do here that lack a broker."""
+    """Run the marked tests, and write which of them are skipped. Exits if one fails, as those do here that lack a
+    broker."""
     os.environ["CI"] = "true"
     told = Proofs((), must_hold=False)
-    code = pytest.main(["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[told])
+    code = pytest.main(
+        ["-q", "-m", "spec", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[told]
+    )
     if code != pytest.ExitCode.OK:
         sys.exit("a marked test fails, so nothing was written")
     write_skipped(told.skipped)
 
 
-# -- what is marked -------------------------------------------------------------------------------------------------------------------
+# -- what is marked
+# -------------------------------------------------------------------------------------------------------------------
 
 
 class Collected:
@@ -200,7 +216,9 @@ class Collected:
             self.tests.add(test)
             if test not in self._skipped:
                 marks = item.iter_markers("spec")
-                self.marks.extend(Mark(id, mark.kwargs.get("doc", ""), file, name) for mark in marks for id in mark.args)
+                self.marks.extend(
+                    Mark(id, mark.kwargs.get("doc", ""), file, name) for mark in marks for id in mark.args
+                )
 
 
 def collect(skipped: Collection[str]) -> Collected:
@@ -208,7 +226,8 @@ def collect(skipped: Collection[str]) -> Collected:
     collected, said = Collected(skipped), io.StringIO()
     with contextlib.redirect_stdout(said):
         code = pytest.main(
-            ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")], plugins=[collected]
+            ["--collect-only", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(ROOT / "tests")],
+            plugins=[collected],
         )
     if code != pytest.ExitCode.OK:
         sys.exit(f"{said.getvalue()}\nthe tests can't be collected, so their marks are not known")
@@ -244,12 +263,17 @@ def assign(rows: list[Requirement], marks: Sequence[Mark]) -> list[str]:
             row.tests.add((file, test))
             continue
         docs = [row.doc for row in rows if row.id == id]
-        wanted = f"its document is one of {', '.join(docs)}, not {doc or 'none'}" if docs else "tools/spec_ids.toml has no such id"
+        wanted = (
+            f"its document is one of {', '.join(docs)}, not {doc or 'none'}"
+            if docs
+            else "tools/spec_ids.toml has no such id"
+        )
         errors.add(f"tests/{file}.py: {test}: {id}: {'it is said to be out of scope' if row is not None else wanted}")
     return sorted(errors)
 
 
-# -- the page -------------------------------------------------------------------------------------------------------------------------
+# -- the page
+# ----------------------------------------------------------------------------------------------------------------------
 
 STATES: Final = ("met", "met in part", "not met", "out of scope")
 
@@ -285,7 +309,10 @@ def main() -> None:
     errors, gone = assign(rows, collected.marks), skipped - collected.tests
     text = render(rows)
     if "--check" in sys.argv[1:]:
-        errors += [f"tools/spec_skipped.txt: {test}: no marked test has that name: run make spec-coverage" for test in sorted(gone)]
+        errors += [
+            f"tools/spec_skipped.txt: {test}: no marked test has that name: run make spec-coverage"
+            for test in sorted(gone)
+        ]
         if not OUT.exists() or OUT.read_text() != text:
             errors.append(f"{OUT.relative_to(ROOT)} is stale: run make spec-coverage")
     else:

@@ -12,6 +12,7 @@ import uprotocol
 
 if getattr(uprotocol, "OF", None) != "up-streamer":
     raise ImportError(
-        f"'uprotocol' is not the package of up-streamer but another one, most likely of up-python ({uprotocol.__file__}): each brings one "
+        "'uprotocol' is not the package of up-streamer but another one, most likely of up-python "
+        f"({uprotocol.__file__}): each brings one "
         "of that name, so use a virtual environment for each"
     )

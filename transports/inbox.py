@@ -5,8 +5,9 @@ task on the loop: await put_on_loop(item, size)             up to BATCH_MAX     
                   both wait while full, by messages or bytes, and whoever waits reads nothing
                   both answer False for an item of more than `item_bytes_max`: it is counted as dropped, and not taken
 
-A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must pass meanwhile,
-give them an inbox of their own, and let the one for publishes grow while its consumer holds what it has (`held_messages_max`).
+A network that reads a link with one thread stops reading everything once a publish waits for room. Where requests must
+pass meanwhile, give them an inbox of their own, and let the one for publishes grow while its consumer holds what it has
+(`held_messages_max`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import structlog
 
 T = TypeVar("T")
 
-MESSAGES_MAX: Final = 8_192  # waiting or being taken; some 50 ms of the fastest network measured: more only hides a stall
+# waiting or being taken; some 50 ms of the fastest network measured: more only hides a stall
+MESSAGES_MAX: Final = 8_192
 BYTES_MAX: Final = 64 << 20  # of large items that wait or are being taken: what a small gateway can spare
-SMALL_BYTES: Final = 1_024  # up to this size the number of messages bounds the bytes, and counting would cost each message
+# up to this size the number of messages bounds the bytes, and counting would cost each message
+SMALL_BYTES: Final = 1_024
 HELD_S: Final = 0.1  # what is being taken for longer is held on purpose (a full disk), and is no matter of speed
 BATCH_MAX: Final = 512  # messages handed over at once; beyond it the cost per message no longer falls
 
@@ -40,14 +43,16 @@ log = structlog.get_logger()
 class Inbox(Generic[T]):
     """One per network connection. `put` may be called from any thread but the loop's; all else happens on the loop.
 
-    `deliver(items)` may return an awaitable; the next batch does not wait for it, but `taken(items, error)` is called in the order of
-    arrival, with None when the awaitable completed and with the exception when it failed (the network must not be told then).
+    `deliver(items)` may return an awaitable; the next batch does not wait for it, but `taken(items, error)` is called
+    in the order of arrival, with None when the awaitable completed and with the exception when it failed (the network
+    must not be told then).
 
-    What has more than `item_bytes_max` (a transport's `wire_bytes_max`) is not taken: it is counted in `dropped["too_large"]`, and if your
-    network waits for an acknowledgement, give it one.
+    What has more than `item_bytes_max` (a transport's `wire_bytes_max`) is not taken: it is counted in
+    `dropped["too_large"]`, and if your network waits for an acknowledgement, give it one.
 
-    Bounds: `messages_max`, waiting or being taken; `held_messages_max` instead, once the oldest batch has been held for HELD_S (default:
-    the same); and `bytes_max` of items over SMALL_BYTES, beyond which the one item that passes the bound still comes in.
+    Bounds: `messages_max`, waiting or being taken; `held_messages_max` instead, once the oldest batch has been held for
+    HELD_S (default: the same); and `bytes_max` of items over SMALL_BYTES, beyond which the one item that passes the
+    bound still comes in.
     """
 
     def __init__(
@@ -110,14 +115,16 @@ class Inbox(Generic[T]):
         return False
 
     async def put_on_loop(self, item: T, size_bytes: int = 0) -> bool:
-        """The same for a task on the loop. Returns without a switch of tasks where there is room; each task's order is kept."""
+        """The same for a task on the loop. Returns without a switch of tasks where there is room; each task's order is
+        kept."""
         if size_bytes > self._item_bytes_max:
             return self._refuse(size_bytes)
         while self._is_full() and not self._closed:
             self._waiting = True
             room: asyncio.Future[None] = self._loop.create_future()
             self._waiters.add(room)
-            again = self._loop.call_later(HELD_S, _wake, room)  # as a thread does: nobody tells that the oldest batch is held by now
+            # as a thread does: nobody tells that the oldest batch is held by now
+            again = self._loop.call_later(HELD_S, _wake, room)
             try:
                 await room
             finally:
@@ -223,7 +230,9 @@ class Inbox(Generic[T]):
         if self._taken is not None:
             self._taken(batch, error)
         elif error is not None:
-            log.error("a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error))
+            log.error(
+                "a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error)
+            )
         self._make_room(batch)
 
     async def drained(self) -> None:

@@ -28,11 +28,13 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-LISTENERS_MAX: Final = 100_000  # of one transport: a streamer has one per topic of interest, and memory is some 1 KB each
+# of one transport: a streamer has one per topic of interest, and memory is some 1 KB each
+LISTENERS_MAX: Final = 100_000
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
-ROUTES_CACHED_MAX: Final = 32_768  # (source, sink) pairs whose listeners are known; the cache starts anew when it is full
+# (source, sink) pairs whose listeners are known; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768
 
 log = structlog.get_logger()
 
@@ -64,13 +66,16 @@ class Filter:
         """Without sink filter only messages without sink match; a message without sink matches no sink filter."""
         if (self.sink is None) != (sink is None):
             return False
-        return uris.matches(self.source, source) and (self.sink is None or sink is None or uris.matches(self.sink, sink))
+        return uris.matches(self.source, source) and (
+            self.sink is None or sink is None or uris.matches(self.sink, sink)
+        )
 
 
 class _Known(NamedTuple):
     """What is the same for all messages of a stamp."""
 
-    by_filter: dict[int, list[UListener]]  # by the identity of the Filter, which is quicker than its hash; of None: those of all, once
+    # by the identity of the Filter, which is quicker than its hash; of None: those of all, once
+    by_filter: dict[int, list[UListener]]
     stamp: Stamp
 
 
@@ -80,7 +85,8 @@ _Shares = dict[int, tuple[UListener, list[Carried]]]  # by the identity of the l
 class ListenerTable:
     """Who gets what. Lives on the event loop.
 
-    `dropped` counts by reason what was thrown away on the way in; `mended` counts, by field, what was taken without a field that was wrong.
+    `dropped` counts by reason what was thrown away on the way in; `mended` counts, by field, what was taken without a
+    field that was wrong.
     """
 
     def __init__(
@@ -113,9 +119,13 @@ class ListenerTable:
         if any(known is listener for known in listeners):
             return None
         if self._size >= self._listeners_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._listeners_max} listeners are registered, which is the limit")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{self._listeners_max} listeners are registered, which is the limit"
+            )
         if len(listeners) >= self._per_filter_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._per_filter_max} listeners have this filter, which is the limit")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{self._per_filter_max} listeners have this filter, which is the limit"
+            )
         self._table[filter] = [*listeners, listener]
         self._size += 1
         self._forget()
@@ -128,7 +138,8 @@ class ListenerTable:
         rest = [known for known in listeners if known is not listener]
         if len(rest) == len(listeners):
             raise UStatusError(
-                UCode.NOT_FOUND, f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
+                UCode.NOT_FOUND,
+                f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already",
             )
         self._size -= 1
         self._forget()
@@ -150,8 +161,9 @@ class ListenerTable:
     def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
         """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
 
-        `only` limits it to the listeners of one filter, the very object that `add` answered. What is invalid or expired is dropped and
-        counted. The awaitable, if any, completes when every listener has taken its share; it raises if one has not.
+        `only` limits it to the listeners of one filter, the very object that `add` answered. What is invalid or expired
+        is dropped and counted. The awaitable, if any, completes when every listener has taken its share; it raises if
+        one has not.
         """
         shares: _Shares = {}
         now = self._now_ms()
@@ -178,20 +190,23 @@ class ListenerTable:
     ) -> Awaitable[None] | None:
         """The same for networks that bring the attributes encoded: (filter, payload, UAttributes).
 
-        `complete(place, attributes)` is called for what came at that place in `arrived` if source or sink has no authority: the network
-        may say beside the message, in a key or a topic, which host that is.
+        `complete(place, attributes)` is called for what came at that place in `arrived` if source or sink has no
+        authority: the network may say beside the message, in a key or a topic, which host that is.
 
-        The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands for all.
+        The filter is for networks that deliver once for each, and is the very object that `add` answered; None stands
+        for all.
 
-        A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless a listener wants
-        that: one with a true `takes_encoded` gets them as EncodedMessage. The same message twice in a row, for overlapping filters,
-        reaches a listener of both once.
+        A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless
+        a listener wants
+        that: one with a true `takes_encoded` gets them as EncodedMessage. The same message twice in a row, for
+        overlapping filters, reaches a listener of both once.
         """
         shares: _Shares = {}
         now, stamped = self._now_ms(), self._stamped
         last: Carried | None = None
         last_encoded = last_payload = b""
-        reached: list[Filter | None] = []  # by which filters `last` has come: another one means the same message, one of them a new one
+        # by which filters `last` has come: another one means the same message, one of them a new one
+        reached: list[Filter | None] = []
         known: _Known | None = None
         for place, (filter, payload, encoded) in enumerate(arrived):
             if last is None or known is None or encoded != last_encoded or payload != last_payload or filter in reached:
@@ -273,7 +288,8 @@ class ListenerTable:
         return found
 
     def _mend(self, attributes: UAttributes) -> bool:
-        """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what it is."""
+        """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what
+        it is."""
         if attrs.has_valid_traceparent(attributes):
             return False
         traceparent = attributes.traceparent
@@ -288,12 +304,15 @@ class ListenerTable:
             self._told.add(source)
             text, shown = uris.format(attributes.source), traceparent[:TRACEPARENT_SHOWN_MAX]
             log.warning(
-                "taken without its traceparent, which is none of the W3C; told once for each source", source=text, traceparent=shown
+                "taken without its traceparent, which is none of the W3C; told once for each source",
+                source=text,
+                traceparent=shown,
             )
         return True
 
     def wants(self, message: UMessage) -> bool:
-        """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops that."""
+        """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops
+        that."""
         found = self._matching(message)
         return found is None or bool(found)
 
@@ -334,9 +353,13 @@ class ListenerTable:
         return found
 
     def _call(self, listener: UListener, carried: list[Carried]) -> list[Awaitable[None]]:
-        messages: list[Any] = carried if getattr(listener, "takes_encoded", False) else [decoded(message) for message in carried]
+        messages: list[Any] = (
+            carried if getattr(listener, "takes_encoded", False) else [decoded(message) for message in carried]
+        )
         batch = getattr(listener, "on_receive_batch", None)
-        calls = [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
+        calls = (
+            [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
+        )
         pending = []
         for call in calls:
             try:
@@ -344,7 +367,11 @@ class ListenerTable:
             except Exception:
                 self.failures += 1
                 if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
-                    log.exception("a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures)
+                    log.exception(
+                        "a listener failed; its message counts as taken",
+                        listener=repr(listener),
+                        failures=self.failures,
+                    )
             else:
                 if result is not None:
                     pending.append(result)

@@ -6,8 +6,8 @@ send_batch -> Outbox (valid?) -> LocalNetwork (Faults) -> every other member: qu
                                                           |-> wanted by no listener: kept for receive
                                                           '-> a named member that is away: its session keeps what its listeners want
 
-Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is built.
-A network lives on one event loop.
+Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is
+built. A network lives on one event loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-QUEUE_MESSAGES_MAX: Final = 8_192  # waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
+# waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
+QUEUE_MESSAGES_MAX: Final = 8_192
 QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
@@ -47,9 +48,11 @@ PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
 REDELIVERY_MS_MIN: Final = 5  # before the first redelivery; it doubles up to ...
 REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
-SESSION_MESSAGES_MAX: Final = 100_000  # kept for a named member that is away, as brokers are configured; some 50 MB of small ones
+# kept for a named member that is away, as brokers are configured; some 50 MB of small ones
+SESSION_MESSAGES_MAX: Final = 100_000
 SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
-UNCLAIMED_MS_MAX: Final = 30_000  # how long what a session has kept waits for the listener that wants it to be registered
+# how long what a session has kept waits for the listener that wants it to be registered
+UNCLAIMED_MS_MAX: Final = 30_000
 
 log = structlog.get_logger()
 
@@ -169,7 +172,8 @@ class LocalNetwork:
         return f"LocalNetwork({self.name!r}, members={len(self.members)}, faults={self.faults})"
 
     def set_faults(self, faults: Faults | None) -> None:
-        """From here on these go wrong; None: nothing does. What is late stays late, and what follows it on its stream behind it."""
+        """From here on these go wrong; None: nothing does. What is late stays late, and what follows it on its stream
+        behind it."""
         self.faults = faults
         self._random = random.Random(faults.seed if faults is not None else 0)
 
@@ -225,15 +229,24 @@ class LocalNetwork:
             return OK
         faults = self.faults or NO_FAULTS
         if self._strikes(faults.refuse):
-            return UStatus(code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)")
+            return UStatus(
+                code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)"
+            )
         if self._strikes(faults.fail_send):
-            return UStatus(code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again")
+            return UStatus(
+                code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again"
+            )
         for member in self.members:
             if member is not sender:
                 for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member._arrive(message)
+                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member._arrive(
+                        message
+                    )
         if self._strikes(faults.unsure_send):
-            return UStatus(code=UCode.UNAVAILABLE, message="whether the message was sent is unknown (a fault was asked for): try again")
+            return UStatus(
+                code=UCode.UNAVAILABLE,
+                message="whether the message was sent is unknown (a fault was asked for): try again",
+            )
         return OK
 
     def drops(self, sender: LocalTransport) -> bool:
@@ -261,7 +274,8 @@ class LocalNetwork:
         loop.call_at(due, self._release)
 
     def _release(self) -> None:
-        """One due message; there is one call for each, and the heap says which, so that equal times keep their order."""
+        """One due message; there is one call for each, and the heap says which, so that equal times keep their
+        order."""
         _, _, member, message = heapq.heappop(self._held)
         member._add_load(-1, -_size(message))
         self._deliver(member, message)
@@ -291,14 +305,24 @@ class LocalConfig(BaseModel):
         min_length=1,
         description="a name, for which the network keeps what its listeners want while it is away",
     )
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
 
 class LocalTransport(UTransport):
     """A member of a LocalNetwork. `disconnect` and `reconnect` break and mend its own connection."""
 
-    capabilities = Capability.PUSH | Capability.PULL | Capability.ACK | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    capabilities = (
+        Capability.PUSH
+        | Capability.PULL
+        | Capability.ACK
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+    )
 
     def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
         self.network = network if network is not None else LocalNetwork.named(config.network)
@@ -310,10 +334,13 @@ class LocalTransport(UTransport):
         self._resumed_until = 0.0  # loop time
         self._outbox = Outbox()
         self._table = ListenerTable(
-            local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            local.get_authority(),
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._queue = Kept()  # arrived, not handed over
-        self._taking: deque[tuple[list[UMessage], int, asyncio.Future[None]]] = deque()  # handed over, not yet taken; their bytes
+        # handed over, not yet taken; their bytes
+        self._taking: deque[tuple[list[UMessage], int, asyncio.Future[None]]] = deque()
         self._load = self._load_bytes = 0  # messages in _queue, in _taking, and late on the wire to us
         self._for_pull = Kept()
         self._open = self._connected = self._awake = False
@@ -321,7 +348,8 @@ class LocalTransport(UTransport):
         self._idle = asyncio.Event()  # nothing waits and nothing is being taken
         self._idle.set()
         self._connection_callbacks: list[ConnectionCallback] = []
-        self._context = contextvars.copy_context()  # what arrives is handed over in the owner's context, not in the sender's
+        # what arrives is handed over in the owner's context, not in the sender's
+        self._context = contextvars.copy_context()
 
     @classmethod
     def on(cls, network: LocalNetwork, local: LocalUriProvider) -> Self:
@@ -379,7 +407,8 @@ class LocalTransport(UTransport):
         self._idle.set()
 
     def abandon(self) -> None:
-        """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not taken."""
+        """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not
+        taken."""
         if self._open:
             self._open = self._connected = False
             self.network.members.remove(self)
@@ -394,15 +423,17 @@ class LocalTransport(UTransport):
         if self.session is not None:
             session = Session(list({*self._resumed.filters, *self._table.filters}))
             session.kept.extend(self._resumed.kept)
-            session.kept.extend(message for message in self._queue if any(_matches(filter, message) for filter in session.filters))
+            session.kept.extend(
+                message for message in self._queue if any(_matches(filter, message) for filter in session.filters)
+            )
             if (begun := self.network.sessions.get(self.session)) is not None:  # while we were closing
                 session.kept.extend(begun.kept)
             self.network.sessions[self.session] = session
             self._resumed = Session()
 
     def disconnect(self) -> None:
-        """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is missed, or kept by
-        the session."""
+        """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is
+        missed, or kept by the session."""
         if self._connected:
             self._connected = False
             self._go_back()
@@ -440,7 +471,8 @@ class LocalTransport(UTransport):
                 self.network.room.clear()
                 await self.network.room.wait()
                 now = self._outbox.now_ms()
-            message = attrs.completed(message, self.local.get_authority())  # no key and no topic could say it on arrival
+            # no key and no topic could say it on arrival
+            message = attrs.completed(message, self.local.get_authority())
             status = self.network.carry(self, message) if self._connected else self._away()
             if status.code == UCode.UNAVAILABLE:
                 return stopped(statuses, len(messages), status)
@@ -448,7 +480,11 @@ class LocalTransport(UTransport):
         return statuses
 
     def _away(self) -> UStatus:
-        why = "the connection is lost: try again when it is back" if self._open else "the transport is not open: call open first"
+        why = (
+            "the connection is lost: try again when it is back"
+            if self._open
+            else "the transport is not open: call open first"
+        )
         return UStatus(code=UCode.UNAVAILABLE, message=why)
 
     def _check_open(self) -> None:
@@ -467,15 +503,21 @@ class LocalTransport(UTransport):
             elif wanted.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None):
                 self._for_pull.remove(message)
                 return message
-        raise UStatusError(UCode.NOT_FOUND, f"nothing has arrived that matches {uris.format(source_filter)}: try again later")
+        raise UStatusError(
+            UCode.NOT_FOUND, f"nothing has arrived that matches {uris.format(source_filter)}: try again later"
+        )
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         added = self._table.add(source_filter, sink_filter, listener)
         if added is not None and self._resumed.filters:
             self._claim(added)
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         self._table.remove(source_filter, sink_filter, listener)
 
@@ -517,11 +559,14 @@ class LocalTransport(UTransport):
         if not self._awake:
             self._awake = True
             loop = asyncio.get_running_loop()
-            schedule: Callable[..., object] = functools.partial(loop.call_later, after_ms / 1000) if after_ms else loop.call_soon
+            schedule: Callable[..., object] = (
+                functools.partial(loop.call_later, after_ms / 1000) if after_ms else loop.call_soon
+            )
             schedule(self._hand_over, context=self._context)
 
     def _hand_over(self) -> None:
-        """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is behind."""
+        """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is
+        behind."""
         self._awake = False
         if not self._connected or not self._queue:
             return
@@ -553,7 +598,11 @@ class LocalTransport(UTransport):
             future = self._taking[0][2]
             error = asyncio.CancelledError() if future.cancelled() else future.exception()
             if error is not None:
-                log.warning("a listener did not take a batch: it gets it again", messages=len(self._taking[0][0]), error=repr(error))
+                log.warning(
+                    "a listener did not take a batch: it gets it again",
+                    messages=len(self._taking[0][0]),
+                    error=repr(error),
+                )
                 self._go_back()
                 self._wake(self._redelivery_ms)
                 self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
@@ -563,7 +612,8 @@ class LocalTransport(UTransport):
             self._took(len(batch), octets)
 
     def _go_back(self) -> None:
-        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in order."""
+        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in
+        order."""
         for batch, _, _ in reversed(self._taking):
             self._queue.push_back(batch)
         self._taking.clear()

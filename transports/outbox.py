@@ -20,7 +20,9 @@ ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) known to be valid; the
 
 Route = tuple[int, bytes, bytes | None]
 
-NOT_TRIED: Final = "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
+NOT_TRIED: Final = (
+    "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
+)
 
 
 class Outbox:
@@ -38,7 +40,8 @@ class Outbox:
         return (attributes.type, attributes.source.SerializeToString(), sink)
 
     def refusal(self, message: UMessage, now_ms: int, route: Route | None = None) -> UStatus | None:
-        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14). `route` if it is known already."""
+        """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14). `route` if it
+        is known already."""
         attributes = message.attributes
         route = route if route is not None else self.route(message)
         try:
@@ -55,23 +58,26 @@ class Outbox:
         if attributes.ttl and attrs.is_expired(attributes, now_ms):
             late_ms = now_ms - uuids.time_ms(attributes.id) - attributes.ttl
             return UStatus(
-                code=UCode.DEADLINE_EXCEEDED, message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent"
+                code=UCode.DEADLINE_EXCEEDED,
+                message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent",
             )
         return None
 
 
 def too_large(size: int, bytes_max: int) -> UStatus:
-    """The answer to a message of `size` bytes on the network, where its owner (`UTransport.wire_bytes_max`) allows fewer: it is that
-    message's own fault, which no later try mends."""
+    """The answer to a message of `size` bytes on the network, where its owner (`UTransport.wire_bytes_max`) allows
+    fewer: it is that message's own fault, which no later try mends."""
     return UStatus(
         code=UCode.INVALID_ARGUMENT,
-        message=f"a message has at most {bytes_max} bytes here, attributes and payload together, got {size}: send less, or raise "
+        message=f"a message has at most {bytes_max} bytes here, attributes and payload together, got {size}: send "
+        "less, or raise "
         "message_bytes_max at both ends",
     )
 
 
 def stopped(statuses: list[UStatus], count: int, why: UStatus) -> list[UStatus]:
-    """`statuses` filled up to `count`: the first missing one is `why`, those behind it were not tried (code as `why`)."""
+    """`statuses` filled up to `count`: the first missing one is `why`, those behind it were not tried (code as
+    `why`)."""
     assert why.code != UCode.OK, f"only a failure stops a batch, not {code_name(why.code)}"
     if len(statuses) < count:
         statuses.append(why)

@@ -31,12 +31,16 @@ _SHAPE: Final = 'PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTran
 
 
 class Unusable(UStatusError):
-    """A plugin that is installed does not work here: FAILED_PRECONDITION, with one line that names it, its package and what to do."""
+    """A plugin that is installed does not work here: FAILED_PRECONDITION, with one line that names it, its package and
+    what to do."""
 
     @classmethod
     def of(cls, point: EntryPoint, why: str) -> Self:
         package = _package(point)
-        return cls(UCode.FAILED_PRECONDITION, f"transport {point.name!r}{f' of the package {package}' if package else ''} {why}")
+        return cls(
+            UCode.FAILED_PRECONDITION,
+            f"transport {point.name!r}{f' of the package {package}' if package else ''} {why}",
+        )
 
 
 class NotMade(Unusable):
@@ -47,7 +51,8 @@ class NotMade(Unusable):
 class TransportPlugin:
     """A transport that can be configured by name.
 
-    `config` is a pydantic model with extra="forbid"; `create(config, local)` makes a closed transport and does no I/O: `open` does.
+    `config` is a pydantic model with extra="forbid"; `create(config, local)` makes a closed transport and does no I/O:
+    `open` does.
     """
 
     name: str
@@ -64,12 +69,14 @@ def names() -> dict[str, EntryPoint]:
 def load(name: str) -> TransportPlugin:
     """Import the plugin `name`.
 
-    Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is missing, its
-    import fails, or what the entry point names is no whole TransportPlugin.
+    Raises NOT_FOUND for an unknown name, and FAILED_PRECONDITION for one that can't be used: a module that it needs is
+    missing, its import fails, or what the entry point names is no whole TransportPlugin.
     """
     point = names().get(name)
     if point is None:
-        raise UStatusError(UCode.NOT_FOUND, f"there is no transport {name!r}; installed are {', '.join(sorted(names())) or 'none'}")
+        raise UStatusError(
+            UCode.NOT_FOUND, f"there is no transport {name!r}; installed are {', '.join(sorted(names())) or 'none'}"
+        )
     try:
         plugin = point.load()
     except ModuleNotFoundError as error:
@@ -83,7 +90,8 @@ def load(name: str) -> TransportPlugin:
 
 
 def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, BaseModel]:
-    """The plugin `name`, and its configuration. Raises as `load`, and pydantic's ValidationError for settings that don't fit."""
+    """The plugin `name`, and its configuration. Raises as `load`, and pydantic's ValidationError for settings that
+    don't fit."""
     plugin = load(name)
     try:
         return plugin, plugin.config.model_validate(dict(settings))
@@ -91,14 +99,16 @@ def configure(name: str, settings: Mapping[str, Any]) -> tuple[TransportPlugin, 
         raise
     except Exception as error:  # a validator of the plugin's
         point = names()[name]
-        raise Unusable.of(point, f"fails to check its settings: {_said(error)}; change them, or {_ask(point)}") from error
+        raise Unusable.of(
+            point, f"fails to check its settings: {_said(error)}; change them, or {_ask(point)}"
+        ) from error
 
 
 def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> UTransport:
     """A closed transport from its name and its settings.
 
-    Raises as `load`, INVALID_ARGUMENT for settings that don't fit, what UStatusError the plugin's constructor raises, and NotMade for
-    anything else that it does.
+    Raises as `load`, INVALID_ARGUMENT for settings that don't fit, what UStatusError the plugin's constructor raises,
+    and NotMade for anything else that it does.
     """
     try:
         plugin, config = configure(name, settings)
@@ -110,7 +120,9 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
         raise
     except Exception as error:
         point = names()[name]
-        raise NotMade.of(point, f"can't be made from its settings: {_said(error)}; change them, or {_ask(point)}") from error
+        raise NotMade.of(
+            point, f"can't be made from its settings: {_said(error)}; change them, or {_ask(point)}"
+        ) from error
     if not isinstance(transport, UTransport):
         point = names()[name]
         what = f"its create must answer a uprotocol.transport.UTransport, and answers {_shown(transport)}"
@@ -137,7 +149,8 @@ def _package(point: EntryPoint) -> str:
 
 
 def _remedy(point: EntryPoint, error: ModuleNotFoundError) -> str:
-    """What to install: what the extra of the plugin's name asks for. Not the extra itself: its package may be on no index."""
+    """What to install: what the extra of the plugin's name asks for. Not the extra itself: its package may be on no
+    index."""
     package = _package(point)
     needed: list[str] = []
     if point.dist is not None:
@@ -178,4 +191,6 @@ def explain(error: ValidationError) -> str:
     def what(one: Any) -> str:
         return "unknown key" if one["type"] == "extra_forbidden" else str(one["msg"]).removeprefix("Value error, ")
 
-    return "; ".join(f"{'.'.join(map(str, one['loc'])) or 'settings'}: {what(one)}" for one in error.errors(include_url=False))
+    return "; ".join(
+        f"{'.'.join(map(str, one['loc'])) or 'settings'}: {what(one)}" for one in error.errors(include_url=False)
+    )

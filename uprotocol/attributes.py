@@ -23,7 +23,8 @@ REQUEST: Final = UMessageType.UMESSAGE_TYPE_REQUEST
 RESPONSE: Final = UMessageType.UMESSAGE_TYPE_RESPONSE
 NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
-_CS1: Final = UPriority.UPRIORITY_CS1  # by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
+# by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
+_CS1: Final = UPriority.UPRIORITY_CS1
 _CS4: Final = UPriority.UPRIORITY_CS4
 PRIORITY_DEFAULT: Final = int(UPriority.UPRIORITY_CS1)
 PRIORITY_MAX: Final = int(UPriority.UPRIORITY_CS6)
@@ -31,7 +32,12 @@ ROUTES_KNOWN_MAX: Final = 8_192  # valid (type, source, sink) that need no secon
 
 _RPC: Final = frozenset((REQUEST, RESPONSE))
 _Reserved = Literal["permission_level", "token", "reqid", "commstatus"]
-_ONLY_OF: Final[dict[_Reserved, int]] = {"permission_level": REQUEST, "token": REQUEST, "reqid": RESPONSE, "commstatus": RESPONSE}
+_ONLY_OF: Final[dict[_Reserved, int]] = {
+    "permission_level": REQUEST,
+    "token": REQUEST,
+    "reqid": RESPONSE,
+    "commstatus": RESPONSE,
+}
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -59,7 +65,8 @@ def priority(attributes: UAttributes) -> UPriority.ValueType:
 
 
 def is_expired(attributes: UAttributes, now_ms: int) -> bool:
-    """Strictly after id time + ttl; a ttl of 0 never expires (dsn~up-attributes-ttl-timeout~1, dsn~up-attributes-ttl~1)."""
+    """Strictly after id time + ttl; a ttl of 0 never expires (dsn~up-attributes-ttl-timeout~1,
+    dsn~up-attributes-ttl~1)."""
     ttl = attributes.ttl
     return ttl > 0 and now_ms > (attributes.id.msb >> 16) + ttl
 
@@ -71,7 +78,8 @@ def expires_ms(attributes: UAttributes) -> int | None:
 
 
 def is_streamer_sink(sink: UUri) -> bool:
-    """The sink that only a streamer gives a publish: a named authority, all else wildcard (dsn~up-attributes-publish-sink~2)."""
+    """The sink that only a streamer gives a publish: a named authority, all else wildcard
+    (dsn~up-attributes-publish-sink~2)."""
     return (
         sink.authority_name not in ("", uris.WILDCARD_AUTHORITY)
         and sink.ue_id == uris.WILDCARD_ENTITY
@@ -90,7 +98,8 @@ def lacks_authority(attributes: UAttributes) -> bool:
 
 
 def complete(attributes: UAttributes, source_authority: str, sink_authority: str | None = None) -> None:
-    """Fill in what authorities are missing. Both mean the sender's host; a network that names the two apart gives the sink's, too."""
+    """Fill in what authorities are missing. Both mean the sender's host; a network that names the two apart gives the
+    sink's, too."""
     if attributes.HasField("source") and not attributes.source.authority_name:
         attributes.source.authority_name = source_authority
     if attributes.HasField("sink") and not attributes.sink.authority_name:
@@ -120,7 +129,9 @@ def validate(attributes: UAttributes) -> None:
 @functools.lru_cache(maxsize=ROUTES_KNOWN_MAX)
 def _validate_route_once(type: int, source: bytes | None, sink: bytes | None) -> None:
     """Valid addresses are remembered; what raises is not, so that junk can't fill the cache."""
-    validate_route(type, None if source is None else UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+    validate_route(
+        type, None if source is None else UUri.FromString(source), None if sink is None else UUri.FromString(sink)
+    )
 
 
 def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
@@ -134,10 +145,14 @@ def validate_route(type: int, source: UUri | None, sink: UUri | None) -> None:
     elif sink is not None:
         uris.validate(sink)
         if not is_streamer_sink(sink):
-            raise invalid(f"a publish has no sink, unless a streamer's //AUTHORITY/FFFFFFFF/FF/FFFF; got {uris.format(sink)}")
+            raise invalid(
+                f"a publish has no sink, unless a streamer's //AUTHORITY/FFFFFFFF/FF/FFFF; got {uris.format(sink)}"
+            )
 
 
-def _validate_address(type_name: str, part: str, address: UUri | None, expected: tuple[str, Callable[[UUri], bool]]) -> None:
+def _validate_address(
+    type_name: str, part: str, address: UUri | None, expected: tuple[str, Callable[[UUri], bool]]
+) -> None:
     words, holds = expected
     if address is None:
         raise invalid(f"a {type_name} needs a {part} whose resource is {words}, got none")
@@ -154,12 +169,18 @@ def validate_rest(attributes: UAttributes) -> None:
         given = uuids.format(attributes.id) if attributes.HasField("id") else "none"
         raise invalid(f"a message has an id, which is a UUID of version 7 with a time until the year 9999, got {given}")
     if not has_valid_traceparent(attributes):
-        raise invalid(f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}")
+        raise invalid(
+            f"traceparent is 00-TRACE_ID-PARENT_ID-FLAGS of the W3C Trace Context, got {attributes.traceparent!r}"
+        )
     if attributes.priority < 0 or attributes.payload_format < 0:  # what a later specification adds is not negative
-        raise invalid(f"priority and payload format are 0 or more, got {attributes.priority} and {attributes.payload_format}")
+        raise invalid(
+            f"priority and payload format are 0 or more, got {attributes.priority} and {attributes.payload_format}"
+        )
     type = attributes.type
     has = attributes.HasField
-    if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (type != REQUEST and (has("permission_level") or has("token"))):
+    if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (
+        type != REQUEST and (has("permission_level") or has("token"))
+    ):
         raise _foreign(attributes)
     if type in _RPC:
         _validate_rpc(attributes, type)
@@ -167,12 +188,17 @@ def validate_rest(attributes: UAttributes) -> None:
 
 def _foreign(attributes: UAttributes) -> UStatusError:
     """For one with an attribute that the specification has for another type alone (A-55)."""
-    name, only = next((name, only) for name, only in _ONLY_OF.items() if only != attributes.type and attributes.HasField(name))
-    return invalid(f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {attributes.type}, has it set")
+    name, only = next(
+        (name, only) for name, only in _ONLY_OF.items() if only != attributes.type and attributes.HasField(name)
+    )
+    return invalid(
+        f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {attributes.type}, has it set"
+    )
 
 
 def has_valid_traceparent(attributes: UAttributes) -> bool:
-    """None counts as valid (dsn~up-attributes-traceparent~1). One that isn't is an error to a sender; what arrives is taken without it."""
+    """None counts as valid (dsn~up-attributes-traceparent~1). One that isn't is an error to a sender; what arrives is
+    taken without it."""
     traceparent = attributes.traceparent
     return not traceparent or _TRACEPARENT.fullmatch(traceparent) is not None
 
@@ -185,7 +211,9 @@ def _validate_rpc(attributes: UAttributes, type: int) -> None:
     if not attributes.ttl:
         raise invalid("requests and responses need a ttl greater than 0 ms")
     if type == RESPONSE and not uuids.is_message_id(attributes.reqid):
-        raise invalid("a response names the id of its request (reqid), a UUID of version 7 with a time until the year 9999")
+        raise invalid(
+            "a response names the id of its request (reqid), a UUID of version 7 with a time until the year 9999"
+        )
     if type == RESPONSE and attributes.commstatus < 0:
         raise invalid(f"a commstatus is 0 or more, got {attributes.commstatus}")
 

@@ -3,8 +3,8 @@
 encoded UAttributes = 0A 12 09 msb 11 lsb | stamp          EncodedMessage(encoded, payload, Stamp)
                       the id: 20 bytes    | all the rest   .attributes and .decoded() parse it when somebody looks
 
-Messages of one stream share the stamp, so what is known of one (valid, its route, its priority) is known of all. Parsing, validating and
-building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
+Messages of one stream share the stamp, so what is known of one (valid, its route, its priority) is known of all.
+Parsing, validating and building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ def suffix(encoded: bytes) -> bytes | None:
     None as well for a time of the last years before 10000: whether that is a date yet is for `validate` to say (A-54).
     To remember what follows it for other messages, ask `shared_suffix`.
     """
-    if len(encoded) < _ID_SIZE or not encoded.startswith(_BEGIN) or encoded[11] != 0x11 or encoded[4] >> 4 != 7 or encoded[19] >> 6 != 2:
+    if (
+        len(encoded) < _ID_SIZE
+        or not encoded.startswith(_BEGIN)
+        or encoded[11] != 0x11
+        or encoded[4] >> 4 != 7
+        or encoded[19] >> 6 != 2
+    ):
         return None
     if encoded[10] >= _FAR_OFF:
         return None
@@ -40,7 +46,8 @@ def suffix(encoded: bytes) -> bytes | None:
 def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
     """The suffix of `encoded`, which are `attributes`, if other messages may have it; else None.
 
-    To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for another one.
+    To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for
+    another one.
     """
     mark = suffix(encoded)
     if mark is None or not is_shared(attributes) or UAttributes.FromString(mark).HasField("id"):
@@ -51,7 +58,8 @@ def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
 class Stamp:
     """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix.
 
-    It holds bytes, and no protobuf message: one that is kept keeps the whole message alive that it was part of, payload included.
+    It holds bytes, and no protobuf message: one that is kept keeps the whole message alive that it was part of, payload
+    included.
     """
 
     __slots__ = ("lane", "payload_format", "suffix", "ttl", "type")
@@ -157,7 +165,8 @@ def decoded(message: Carried) -> UMessage:
 
 
 class Readdressed:
-    """Gives the messages of one stream other addresses, without parsing each: what follows the id is worked out once."""
+    """Gives the messages of one stream other addresses, without parsing each: what follows the id is worked out
+    once."""
 
     __slots__ = ("_sink", "_source", "_stamp", "_suffix")
 
@@ -193,7 +202,8 @@ class Stamps:
         self._known: dict[bytes, Stamp] = {}
 
     def read(self, data: bytes) -> Carried:
-        """The message in `data`, a UMessage as this module or protobuf writes it; an EncodedMessage where that says the same.
+        """The message in `data`, a UMessage as this module or protobuf writes it; an EncodedMessage where that says the
+        same.
 
         Raises google.protobuf.message.DecodeError.
         """

@@ -57,7 +57,8 @@ class UPayload:
     def unpack(self, type: type[M]) -> M:
         """The protobuf message of `type` in this payload; no payload is an empty message.
 
-        Raises UStatusError(INVALID_ARGUMENT) if the format is not protobuf, the bytes don't parse, or the Any holds another type.
+        Raises UStatusError(INVALID_ARGUMENT) if the format is not protobuf, the bytes don't parse, or the Any holds
+        another type.
         """
         made = type()
         try:
@@ -169,5 +170,6 @@ class UMessageBuilder:
 
 
 def error_response(request: UAttributes, status: UStatus) -> UMessage:
-    """The response that tells the originator why: a UStatus, and its code as commstatus (dsn~service-error-model-error-response~1)."""
+    """The response that tells the originator why: a UStatus, and its code as commstatus
+    (dsn~service-error-model-error-response~1)."""
     return UMessageBuilder.response_for_request(request).with_commstatus(status.code).pack(status)

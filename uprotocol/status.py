@@ -18,7 +18,8 @@ RETRYABLE: Final = frozenset({UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED})
 """Codes after which the same message may be sent again; nothing else ever is."""
 
 FINAL: Final = frozenset({UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED, UCode.NOT_FOUND, UCode.UNIMPLEMENTED})
-"""Codes that are a "no" for good: whoever must get something done asks again after any other, those of a later specification included."""
+"""Codes that are a "no" for good: whoever must get something done asks again after any other, those of a later
+specification included."""
 
 _NOT_FOUND: Final = Any()
 _NOT_FOUND.Pack(UStatus(code=UCode.NOT_FOUND))
@@ -27,8 +28,8 @@ _NOT_FOUND.Pack(UStatus(code=UCode.NOT_FOUND))
 def nobody_listens(message: str) -> UStatus:
     """For a request of which the network says that nobody is there to take it (MQTT: No matching subscribers).
 
-    UNAVAILABLE, since the service may come back, with a detail of code NOT_FOUND: the network itself is well, so that whoever tries again
-    for the caller until a network is back can tell him at once instead (`is_nobody_listening`).
+    UNAVAILABLE, since the service may come back, with a detail of code NOT_FOUND: the network itself is well, so that
+    whoever tries again for the caller until a network is back can tell him at once instead (`is_nobody_listening`).
     """
     return UStatus(code=UCode.UNAVAILABLE, message=message, details=[_NOT_FOUND])
 

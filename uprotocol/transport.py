@@ -19,27 +19,31 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 MESSAGE_BYTES_MAX: Final = 1 << 20  # of a payload, unless the owner of a transport says otherwise
-ENVELOPE_BYTES_MAX: Final = 64 << 10  # what a network may carry beside it: attributes, properties, and the columns of a page of history
+# what a network may carry beside it: attributes, properties, and the columns of a page of history
+ENVELOPE_BYTES_MAX: Final = 64 << 10
 
 
 class Capability(enum.Flag):
-    """What a transport declares. What it does not declare answers its documented error, and the conformance suite checks that."""
+    """What a transport declares. What it does not declare answers its documented error, and the conformance suite
+    checks that."""
 
     NONE = 0
     PUSH = enum.auto()  # register_listener, unregister_listener; else UNIMPLEMENTED
     PULL = enum.auto()  # receive; else UNIMPLEMENTED
-    ACK = enum.auto()  # the network keeps a message until the listener's awaitable completed, and delivers it again otherwise
+    # the network keeps a message until the listener's awaitable completed, and delivers it again otherwise
+    ACK = enum.auto()
     PERSISTENT_SESSION = enum.auto()  # what arrives while we are away is delivered when we are back
     WILDCARD_SOURCE = enum.auto()  # (FFFF, none) and other source patterns without sink; else INVALID_ARGUMENT
-    PUBLISH_WITHOUT_SINK = enum.auto()  # else a publish needs the streamer's sink (MQTT off-vehicle); without it INVALID_ARGUMENT
+    # else a publish needs the streamer's sink (MQTT off-vehicle); without it INVALID_ARGUMENT
+    PUBLISH_WITHOUT_SINK = enum.auto()
 
 
 @runtime_checkable
 class UListener(Protocol):
     """Receives messages on the event loop, in arrival order.
 
-    A listener that also has `on_receive_batch(messages: Sequence[UMessage])` gets all that arrived together in one call of it instead.
-    Either may return an awaitable: the message counts as taken when it completes.
+    A listener that also has `on_receive_batch(messages: Sequence[UMessage])` gets all that arrived together in one call
+    of it instead. Either may return an awaitable: the message counts as taken when it completes.
     """
 
     def on_receive(self, message: UMessage) -> Awaitable[None] | None: ...
@@ -80,9 +84,9 @@ LossCallback = Callable[[str, int | None], None]
 class UTransport(abc.ABC):
     """A network that carries UMessages. All methods run on one event loop, and none blocks it.
 
-    Errors are UStatusError, and nothing else: whatever a library or the system raises is translated at the edge. UNAVAILABLE and
-    DEADLINE_EXCEEDED may be tried again; anything else never is. Only a cancellation goes through as it is, and after one in `open` the
-    transport is closed.
+    Errors are UStatusError, and nothing else: whatever a library or the system raises is translated at the edge.
+    UNAVAILABLE and DEADLINE_EXCEEDED may be tried again; anything else never is. Only a cancellation goes through as it
+    is, and after one in `open` the transport is closed.
     """
 
     capabilities: Capability = Capability.NONE
@@ -91,8 +95,9 @@ class UTransport(abc.ABC):
     only_listens: bool = False
     """Others come to it, and it goes to nobody: that nobody is there just now is no trouble."""
     message_bytes_max: int = MESSAGE_BYTES_MAX
-    """Set by the owner before `open`. What has more than ENVELOPE_BYTES_MAX beyond it, attributes and payload together, is not taken from
-    the network: the peer is told where the protocol can, and it is counted as dropped ("too_large"). Sent, it answers INVALID_ARGUMENT."""
+    """Set by the owner before `open`. What has more than ENVELOPE_BYTES_MAX beyond it, attributes and payload together,
+    is not taken from the network: the peer is told where the protocol can, and it is counted as dropped ("too_large").
+    Sent, it answers INVALID_ARGUMENT."""
 
     @property
     def wire_bytes_max(self) -> int:
@@ -100,18 +105,21 @@ class UTransport(abc.ABC):
         return self.message_bytes_max + ENVELOPE_BYTES_MAX
 
     refused: dict[str, int] | None = None
-    """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A transport that can tell an
-    authority without reading the message counts it here, and acknowledges it; one that can't leaves it to its listeners."""
+    """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A
+    transport that can tell an authority without reading the message counts it here, and acknowledges it; one that can't
+    leaves it to its listeners."""
 
     async def open(self) -> None:
-        """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it refuses us.
+        """Connect. Raises UNAVAILABLE if the network can't be reached, UNAUTHENTICATED or PERMISSION_DENIED if it
+        refuses us.
 
-        It may also return before there is a connection, and connect by itself later. After a failure it may be called again, and nothing
-        is left of the one that failed. On one that is open, or being opened, it changes nothing.
+        It may also return before there is a connection, and connect by itself later. After a failure it may be called
+        again, and nothing is left of the one that failed. On one that is open, or being opened, it changes nothing.
         """
 
     async def close(self) -> None:
-        """Drain and disconnect: what `send_batch` answered OK has left, or the log says otherwise. Raises nothing; may be called twice."""
+        """Drain and disconnect: what `send_batch` answered OK has left, or the log says otherwise. Raises nothing; may
+        be called twice."""
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -122,42 +130,50 @@ class UTransport(abc.ABC):
 
     @property
     def connected(self) -> bool:
-        """False before `open`, after `close`, and while the network is known to be away. One that can't know says True once it is open."""
+        """False before `open`, after `close`, and while the network is known to be away. One that can't know says True
+        once it is open."""
         return True
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         """`callback(connected)` once for each change of `connected`, which says the same by then; on the event loop.
 
-        The first connection is told like any other, whether it comes within `open` or later; so is the end by `close`. A callback that
-        is added while there is a connection hears of the next change: ask `connected`. What a callback raises harms nobody.
+        The first connection is told like any other, whether it comes within `open` or later; so is the end by `close`.
+        A callback that is added while there is a connection hears of the next change: ask `connected`. What a callback
+        raises harms nobody.
         """
 
     def on_loss(self, callback: LossCallback) -> None:
-        """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before `open`.
+        """`callback(text, messages)` when messages for us were lost in the network, on the event loop; called before
+        `open`.
 
-        `text` is one line: what happened, and where. `messages` is how many at most; None if nobody can know. Each loss is told once. A
-        network that loses nothing, or that can't tell, never calls.
+        `text` is one line: what happened, and where. `messages` is how many at most; None if nobody can know. Each loss
+        is told once. A network that loses nothing, or that can't tell, never calls.
         """
 
     def remember_in(self, file: str) -> None:
-        """Keep in `file` what the next process must know to tell of losses, and read what the last one has left; called before `open`.
+        """Keep in `file` what the next process must know to tell of losses, and read what the last one has left; called
+        before `open`.
 
-        The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to remember makes no file.
+        The folder of `file` is there. Without this call only losses within one process are told. Who has nothing to
+        remember makes no file.
         """
 
     @property
     def troubles(self) -> list[str]:
-        """What is wrong now though the network is there, in plain sentences that name the culprit; past losses are `on_loss`'s."""
+        """What is wrong now though the network is there, in plain sentences that name the culprit; past losses are
+        `on_loss`'s."""
         return []
 
     @abc.abstractmethod
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Send in order, also in the order of the calls; one status for each message, OK when the network has taken it (MQTT: PUBACK).
+        """Send in order, also in the order of the calls; one status for each message, OK when the network has taken it
+        (MQTT: PUBACK).
 
-        An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After a failure of the
-        network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so that a later try keeps the order. The
-        rest may be tried, where it is one receiver that does not take what is sent to it. A request that nobody is there to take answers
-        `status.nobody_listens`, where the network can tell: UNAVAILABLE too, but of that request alone.
+        An invalid message answers INVALID_ARGUMENT, an expired one DEADLINE_EXCEEDED, and neither stops the rest. After
+        a failure of the network (UNAVAILABLE) nothing behind it with the same source, sink and priority is tried, so
+        that a later try keeps the order. The rest may be tried, where it is one receiver that does not take what is
+        sent to it. A request that nobody is there to take answers `status.nobody_listens`, where the network can tell:
+        UNAVAILABLE too, but of that request alone.
         """
 
     async def send(self, message: UMessage) -> None:
@@ -167,19 +183,25 @@ class UTransport(abc.ABC):
             raise UStatusError.from_status(status)
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
-        """The oldest message that matches and has not expired. Raises NOT_FOUND, or UNIMPLEMENTED without Capability.PULL."""
+        """The oldest message that matches and has not expired. Raises NOT_FOUND, or UNIMPLEMENTED without
+        Capability.PULL."""
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by push only: use register_listener")
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         """Deliver what matches to `listener`. Without `sink_filter` only messages without sink match.
 
-        Doing it again changes nothing. Raises UNIMPLEMENTED without Capability.PUSH, INVALID_ARGUMENT for a pair of filters that the
-        specification does not list, RESOURCE_EXHAUSTED at a limit.
+        Doing it again changes nothing. Raises UNIMPLEMENTED without Capability.PUSH, INVALID_ARGUMENT for a pair of
+        filters that the specification does not list, RESOURCE_EXHAUSTED at a limit.
         """
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
-        """End what register_listener began. Raises UNIMPLEMENTED, INVALID_ARGUMENT, or NOT_FOUND if there is no such registration."""
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        """End what register_listener began. Raises UNIMPLEMENTED, INVALID_ARGUMENT, or NOT_FOUND if there is no such
+        registration."""
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
 
 
@@ -190,7 +212,15 @@ VALID_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M
 
 def _kind(uri: UUri) -> str:
     resource = uri.resource_id
-    return _W if resource == uris.WILDCARD_RESOURCE else _R if resource == 0 else _M if resource <= uris.RESOURCE_METHOD_MAX else _T
+    return (
+        _W
+        if resource == uris.WILDCARD_RESOURCE
+        else _R
+        if resource == 0
+        else _M
+        if resource <= uris.RESOURCE_METHOD_MAX
+        else _T
+    )
 
 
 def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:

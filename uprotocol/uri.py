@@ -44,21 +44,26 @@ def uri(authority: str = "", ue_id: int = 0, version: int = 1, resource: int = 0
 
 
 def pattern(
-    authority: str = WILDCARD_AUTHORITY, ue_id: int = WILDCARD_ENTITY, version: int = WILDCARD_VERSION, resource: int = WILDCARD_RESOURCE
+    authority: str = WILDCARD_AUTHORITY,
+    ue_id: int = WILDCARD_ENTITY,
+    version: int = WILDCARD_VERSION,
+    resource: int = WILDCARD_RESOURCE,
 ) -> UUri:
     """A UUri whose unnamed parts are wildcards."""
     return uri(authority, ue_id, version, resource)
 
 
-ANY: Final = UUri(authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WILDCARD_VERSION, resource_id=WILDCARD_RESOURCE)
+ANY: Final = UUri(
+    authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WILDCARD_VERSION, resource_id=WILDCARD_RESOURCE
+)
 """`//*/FFFFFFFF/FF/FFFF`; shared, so never change it."""
 
 
 def parse(text: str) -> UUri:
     """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
 
-    `up:///1/1/8000` is read as having no authority; what stands in brackets becomes lower-case, as RFC 3986 compares hosts.
-    Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
+    `up:///1/1/8000` is read as having no authority; what stands in brackets becomes lower-case, as RFC 3986 compares
+    hosts. Raises UStatusError(INVALID_ARGUMENT) with the reason (req~uri-serialization~1).
     """
     rest = text[3:] if text[:3].lower() == "up:" else text
     if "?" in rest or "#" in rest:
@@ -75,20 +80,23 @@ def parse(text: str) -> UUri:
         raise invalid(f"expected three path segments (ue_id, version, resource), got {len(segments)} in {text!r}")
     numbers = []
     for segment, (name, digits_max) in zip(segments, _SEGMENTS, strict=True):
-        if len(segment) > digits_max or not _DIGITS.fullmatch(segment):  # int(s, 16) alone would take '+1', '0x1', '1_0'
+        # int(s, 16) alone would take '+1', '0x1', '1_0'
+        if len(segment) > digits_max or not _DIGITS.fullmatch(segment):
             raise invalid(f"{name} {segment!r} in {text!r} is not a hexadecimal number of at most {digits_max} digits")
         numbers.append(int(segment, 16))
     return uri(authority, *numbers)  # which looks at the authority first: protobuf takes no half of a surrogate pair
 
 
 def format(uri: UUri) -> str:
-    """`up://authority/UE_ID/VERSION/RESOURCE`, upper-case hex without leading zeros; `up:/...` where there is no authority."""
+    """`up://authority/UE_ID/VERSION/RESOURCE`, upper-case hex without leading zeros; `up:/...` where there is no
+    authority."""
     authority = f"//{uri.authority_name}" if uri.authority_name else ""
     return f"up:{authority}/{uri.ue_id:X}/{uri.ue_version_major:X}/{uri.resource_id:X}"
 
 
 def validate(uri: UUri) -> None:
-    """Hold every number to its width and the authority to its grammar; wildcards are allowed. Raises INVALID_ARGUMENT."""
+    """Hold every number to its width and the authority to its grammar; wildcards are allowed. Raises
+    INVALID_ARGUMENT."""
     _validate(uri.authority_name, uri.ue_version_major, uri.resource_id)
 
 
@@ -102,7 +110,8 @@ def _validate(authority: str, version: int, resource: int) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def validate_authority(authority: str) -> None:
-    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IP-literal in brackets (dsn~uri-host-only~2)."""
+    """Empty, `*`, a name of lower-case letters, digits and `-._~`, an IPv4 address, or an IP-literal in brackets
+    (dsn~uri-host-only~2)."""
     if authority in ("", WILDCARD_AUTHORITY):
         return
     if len(authority) > AUTHORITY_LENGTH_MAX:
@@ -110,7 +119,10 @@ def validate_authority(authority: str) -> None:
     if authority.startswith("[") and authority.endswith("]"):
         _validate_ip_literal(authority)
     elif not _NAME.fullmatch(authority):
-        raise invalid(f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no port, no user)")
+        raise invalid(
+            f"authority {authority!r} may have lower-case letters, digits, '-', '.', '_' and '~' only (no "
+            "port, no user)"
+        )
 
 
 def _validate_ip_literal(authority: str) -> None:
@@ -120,14 +132,21 @@ def _validate_ip_literal(authority: str) -> None:
     try:
         ipaddress.IPv6Address(authority[1:-1])
     except ValueError as error:
-        raise invalid(f"authority {authority!r} is neither an IPv6 address ({error}) nor one of a later version, like [v1.x]") from None
+        raise invalid(
+            f"authority {authority!r} is neither an IPv6 address ({error}) nor one of a later version, like [v1.x]"
+        ) from None
     if "%" in authority:  # the library takes zones, RFC 3986 does not
         raise invalid(f"authority {authority!r} names a zone, which means nothing on another device")
 
 
 def is_ip_future(authority: str) -> bool:
-    """True for IPvFuture of RFC 3986 in its brackets. It may have characters that mean something to a network: `* + $ ! ( )`."""
-    return authority[:1] == "[" and authority[-1:] == "]" and _IP_FUTURE.fullmatch(authority, 1, len(authority) - 1) is not None
+    """True for IPvFuture of RFC 3986 in its brackets. It may have characters that mean something to a network: `* + $ !
+    ( )`."""
+    return (
+        authority[:1] == "["
+        and authority[-1:] == "]"
+        and _IP_FUTURE.fullmatch(authority, 1, len(authority) - 1) is not None
+    )
 
 
 def _lower_literal(authority: str) -> str:
@@ -135,7 +154,8 @@ def _lower_literal(authority: str) -> str:
 
 
 def owners(authority: str) -> Iterator[str]:
-    """Who may own `authority`, the nearest first: itself, `*.b.c` and `*.c` for a.b.c, `*`. Nobody owns "", which names no host."""
+    """Who may own `authority`, the nearest first: itself, `*.b.c` and `*.c` for a.b.c, `*`. Nobody owns "", which names
+    no host."""
     if not authority:
         return
     yield authority

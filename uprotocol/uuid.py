@@ -17,7 +17,8 @@ from uprotocol.status import invalid
 from uprotocol.v1.uuid_pb2 import UUID
 
 RANDOM_BLOCK_BYTES: Final = 2_048  # of 256 ids
-_TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}")  # version 7, variant 10
+# version 7, variant 10
+_TEXT = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-7[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}")
 _LOW = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION = 0x7000
 _VARIANT, _VARIANT_MASK = 0x8000_0000_0000_0000, 0xC000_0000_0000_0000
@@ -34,12 +35,15 @@ def now_ms() -> int:
 
 
 class _Pool:
-    """os.urandom, drawn in blocks: a system call for each id would cost more than all the rest of it. A forked child draws its own."""
+    """os.urandom, drawn in blocks: a system call for each id would cost more than all the rest of it. A forked child
+    draws its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._block, self._next = b"", 0
-        os.register_at_fork(before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child)
+        os.register_at_fork(
+            before=self._lock.acquire, after_in_parent=self._lock.release, after_in_child=self._in_child
+        )
 
     def __call__(self, count: int) -> bytes:
         with self._lock:
@@ -57,7 +61,8 @@ _pool = _Pool()
 
 
 class UUIDGenerator:
-    """Ids that rise within a process: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method 1).
+    """Ids that rise within a process: 48 bits of time, a 12-bit counter, 62 random bits (RFC 9562 section 6.2, method
+    1).
 
     More than 4,096 ids in a millisecond borrow from the next one, as the RFC allows.
     """
@@ -85,7 +90,8 @@ def new() -> UUID:
 
 @contextlib.contextmanager
 def simulated(time_ns: Callable[[], int], generate: Callable[[], UUID]) -> Iterator[None]:
-    """Within, `now_ms` and `new` of this process ask these instead: the seam for a simulation that replays a run from its seed."""
+    """Within, `now_ms` and `new` of this process ask these instead: the seam for a simulation that replays a run from
+    its seed."""
     global _time_ns, _generate
     before = _time_ns, _generate
     _time_ns, _generate = time_ns, generate
@@ -100,7 +106,8 @@ def is_v7(id: UUID) -> bool:
 
 
 def is_message_id(id: UUID) -> bool:
-    """True for a UUID of version 7 whose time is a date: 48 bits reach to the year 10889, where no ttl ever ends (A-54)."""
+    """True for a UUID of version 7 whose time is a date: 48 bits reach to the year 10889, where no ttl ever ends
+    (A-54)."""
     msb = id.msb
     return msb & 0xF000 == 0x7000 and msb <= MSB_MAX and id.lsb >> 62 == 0b10
 
@@ -116,7 +123,8 @@ def format(id: UUID) -> str:
 
 
 def parse(text: str) -> UUID:
-    """The id that `text` writes, in either case. Raises UStatusError(INVALID_ARGUMENT) if it is not a UUID of version 7."""
+    """The id that `text` writes, in either case. Raises UStatusError(INVALID_ARGUMENT) if it is not a UUID of version
+    7."""
     if not _TEXT.fullmatch(text):
         raise invalid(f"expected a UUID of version 7 like 01234567-89ab-7cde-8f01-23456789abcd, got {text!r}")
     number = int(text.replace("-", ""), 16)

@@ -1,4 +1,5 @@
-"""A uSubscription service as a process of its own: `python -m usubscription --authority cloud --store cloud.db --transport zenoh`.
+"""A uSubscription service as a process of its own: `python -m usubscription --authority cloud --store cloud.db
+--transport zenoh`.
 
 options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: stopped cleanly
 """
@@ -28,7 +29,8 @@ from usubscription.codec import ENTITY_TYPE
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
-SWITCH_INTERVAL_S: Final = 0.0002  # between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
+# between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
+SWITCH_INTERVAL_S: Final = 0.0002
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
 
 Ready = Callable[[dict[str, Any]], None]
@@ -45,12 +47,16 @@ class ServiceConfig(BaseModel):
     settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
     remote_majors: dict[str, int] = Field(
         default_factory=dict,
-        description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the link",
+        description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that "
+        "opened the link",
     )
-    remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes")
+    remote_timeout_ms: int = Field(
+        default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes"
+    )
     reset: MayReset = Field(
         default="linked",
-        description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one. "
+        description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares "
+        "with this one. "
         "`all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED",
     )
     log_format: logs.Format = Field(default="text", description="of the log, on standard error: `text` or `json`")
@@ -80,7 +86,8 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
 async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None = None) -> None:
     """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
 
-    With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what to do}.
+    With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what
+    to do}.
     """
     local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
     transport = create(config.transport, config.settings, local)
@@ -96,10 +103,15 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
         )
         await service.start()
         gc.collect()
-        gc.freeze()  # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
+        # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
+        gc.freeze()
         try:
             if ready is not None:
-                state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
+                state = {
+                    "ready": service.trouble is None,
+                    "service": "core.usubscription",
+                    "authority": config.authority,
+                }
                 trouble = {"trouble": service.trouble} if service.trouble is not None else {}
                 ready({**state, "transport": config.transport, **trouble})
             await stop.wait()
@@ -108,7 +120,8 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
 
 
 def run(config: ServiceConfig, ready: Ready | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is not."""
+    """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is
+    not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -136,20 +149,31 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     parser = argparse.ArgumentParser(
         prog="python -m usubscription",
         description="A uSubscription service (versions 3 and 4).",
-        epilog="Example: python -m usubscription --authority cloud --store cloud.db --transport mqtt5 --setting port=1883",
+        epilog="Example: python -m usubscription --authority cloud --store cloud.db --transport mqtt5 --setting "
+        "port=1883",
     )
     parser.add_argument("--config", type=Path, help="a TOML file with the keys authority, store, transport, [settings]")
     parser.add_argument("--authority")
     parser.add_argument("--store", help="SQLite file")
     parser.add_argument("--transport", help="zenoh, mqtt5, dds, local, or another that is installed")
-    parser.add_argument("--setting", action="append", default=[], metavar="KEY=VALUE", help="of the transport; VALUE as JSON, or as text")
+    parser.add_argument(
+        "--setting",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the transport; VALUE as JSON, or as text",
+    )
     parser.add_argument("--log-format", choices=get_args(logs.Format), help="of the log, on standard error")
     options = parser.parse_args(arguments)
     content: dict[str, Any] = {}
     if options.config is not None:
         content = load(options.config).model_dump(exclude_unset=True)
     content.update(
-        {key: value for key in ("authority", "store", "transport", "log_format") if (value := getattr(options, key)) is not None}
+        {
+            key: value
+            for key in ("authority", "store", "transport", "log_format")
+            if (value := getattr(options, key)) is not None
+        }
     )
     settings = dict(content.get("settings", {}))
     for setting in options.setting:

@@ -1,8 +1,10 @@
-"""What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a Reset.
+"""What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a
+Reset.
 
 start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links -> Notified | Lost | Orphaned
 
-A topic counts only if no command about it was under way from before the question until after its answer, so neither list is stale.
+A topic counts only if no command about it was under way from before the question until after its answer, so neither
+list is stale.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Stat
 from usubscription.store import Store
 
 AUDITS_AT_ONCE: Final = 16
-PARTNERS_A_ROUND_MAX: Final = 160  # services without links: if all of these are silent, those with links wait 100 s for their next turn
-UNKNOWN_MAX: Final = 20_000  # that a service may have of ours beside our links to it; more is a lie, or a store that was lost long ago
+# services without links: if all of these are silent, those with links wait 100 s for their next turn
+PARTNERS_A_ROUND_MAX: Final = 160
+# that a service may have of ours beside our links to it; more is a lie, or a store that was lost long ago
+UNKNOWN_MAX: Final = 20_000
 SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
 
 Fetch = Callable[[str, int, int], Awaitable[dict[Key, Status]]]
@@ -50,7 +54,8 @@ class Auditor:
         self._store, self._partners = store, partners
         self._fetch, self._busy, self._submit = fetch, busy, submit
         self._interval_ms, self._random = interval_ms, random
-        self._suspects: dict[Key, int] = {}  # and which suspicion it is, so that an answer ends none that came after the question
+        # and which suspicion it is, so that an answer ends none that came after the question
+        self._suspects: dict[Key, int] = {}
         self._suspicions = itertools.count()
         self._due: dict[Partner, None] = {}  # partners without links that have not had their turn, in order
         self._everybody = False
@@ -112,7 +117,8 @@ class Auditor:
         return asyncio.get_running_loop().time() + self._interval_ms / 1000 * (0.75 + self._random() / 2)
 
     async def _round(self, everybody: bool) -> None:
-        """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that follow at once."""
+        """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that
+        follow at once."""
         suspects = dict(self._suspects)
         links = await self._store.read(lambda reader: reader.links())
         settled = [(topic, link) for topic, link in links if link.command is None]
@@ -147,7 +153,11 @@ class Auditor:
         stable = {
             topic: link
             for topic, link in after.items()
-            if link.major == major and before.get(topic) == link and link.command is None and topic not in moving and not self._busy(topic)
+            if link.major == major
+            and before.get(topic) == link
+            and link.command is None
+            and topic not in moving
+            and not self._busy(topic)
         }
         self._compare(stable, theirs, suspects)
         if theirs is None:

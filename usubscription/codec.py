@@ -2,8 +2,8 @@
 
 payload --V3.subscribe / V4.subscribe--> state.Subscribe ...          Status, Change, rows --V3 / V4--> response and change messages
 
-Version 3 is read in all its published revisions (with and without subscriber, offset, before). The two differ in method numbers, status
-numbers and topic rules; the service sees neither.
+Version 3 is read in all its published revisions (with and without subscriber, offset, before). The two differ in method
+numbers, status numbers and topic rules; the service sees neither.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ class V3:
             raise _only_usubscription(request)
 
     def subscribed(self, topic: UUri, status: Status) -> v3.SubscriptionResponse:
-        return v3.SubscriptionResponse(topic=topic, status=v3.SubscriptionStatus(state=v3.SubscriptionStatus.State.ValueType(status)))
+        return v3.SubscriptionResponse(
+            topic=topic, status=v3.SubscriptionStatus(state=v3.SubscriptionStatus.State.ValueType(status))
+        )
 
     def unsubscribed(self) -> v3.UnsubscribeResponse:
         return v3.UnsubscribeResponse()
@@ -141,7 +143,9 @@ class V3:
     def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> v3.FetchSubscribersResponse:
         response = v3.FetchSubscribersResponse()
         rows = ((1, key) for key in subscribers)
-        left_out = _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page) is not None
+        left_out = (
+            _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page) is not None
+        )
         response.has_more_records = more or left_out
         return response
 
@@ -166,7 +170,9 @@ class V3:
         attributes = told.attributes
         expires_ms = _read_time(attributes.expire) if attributes.HasField("expire") else None
         status = _known_status(told.status.state)
-        return Row(uris.key(told.topic), uris.key(told.subscriber.uri), status, expires_ms, attributes.sample_period_ms or None)
+        return Row(
+            uris.key(told.topic), uris.key(told.subscriber.uri), status, expires_ms, attributes.sample_period_ms or None
+        )
 
     @staticmethod
     def _fill(made: v3.Update | v3.Subscription, row: Row | Change) -> None:
@@ -200,8 +206,11 @@ class V3:
         return _check_resource(topic, own)
 
     @staticmethod
-    def _subscriber(request: UMessage, asked: v3.SubscriptionRequest | v3.UnsubscribeRequest | v3.NotificationsRequest, own: str) -> Key:
-        """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other authorities (C-11)."""
+    def _subscriber(
+        request: UMessage, asked: v3.SubscriptionRequest | v3.UnsubscribeRequest | v3.NotificationsRequest, own: str
+    ) -> Key:
+        """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other
+        authorities (C-11)."""
         caller = caller_of(request, own)
         if not asked.HasField("subscriber") or not asked.subscriber.HasField("uri"):
             return caller
@@ -213,7 +222,14 @@ class V4:
     """Version 4."""
 
     major: Final = 4
-    methods: Final = {"subscribe": 1, "unsubscribe": 2, "fetch_subscriptions": 3, "register": 4, "unregister": 5, "reset": 6}
+    methods: Final = {
+        "subscribe": 1,
+        "unsubscribe": 2,
+        "fetch_subscriptions": 3,
+        "register": 4,
+        "unregister": 5,
+        "reset": 6,
+    }
 
     def subscribe(self, request: UMessage, own: str) -> tuple[Subscribe, UUri]:
         """What is asked, and the topic as it was passed, for the response."""
@@ -306,7 +322,13 @@ CODECS: Final[dict[int, V3 | V4]] = {3: V3_CODEC, 4: V4_CODEC}
 
 def read_subscription(told: v4.Subscription) -> Row:
     expires_ms = _read_time(told.expiration) if told.HasField("expiration") else None
-    return Row(uris.key(told.topic), uris.key(told.subscriber), _known_status(told.status - 1), expires_ms, told.sample_period or None)
+    return Row(
+        uris.key(told.topic),
+        uris.key(told.subscriber),
+        _known_status(told.status - 1),
+        expires_ms,
+        told.sample_period or None,
+    )
 
 
 def caller_of(request: UMessage, own: str) -> Key:
@@ -350,7 +372,9 @@ def _check_resource(topic: UUri, own: str) -> Key:
 
 def _only_usubscription(request: UMessage) -> UStatusError:
     source = uris.format(request.attributes.source)
-    return UStatusError(UCode.PERMISSION_DENIED, f"only another uSubscription service (entity 0) may reset this one, not {source}")
+    return UStatusError(
+        UCode.PERMISSION_DENIED, f"only another uSubscription service (entity 0) may reset this one, not {source}"
+    )
 
 
 def _read(request: UMessage, type: type[M]) -> M:

@@ -3,8 +3,9 @@
 apply([event, ...]) --one transaction--> state.step on what is stored --> records, links, outbox --commit--> [Outcome, ...]
 Reader: the committed state, for questions
 
-A change is stored in the outbox with those who are to be told, in the transaction that makes it, and leaves it once it was sent; a link
-carries the command that the remote service has not answered. So a crash between any two steps loses neither.
+A change is stored in the outbox with those who are to be told, in the transaction that makes it, and leaves it once it
+was sent; a link carries the command that the remote service has not answered. So a crash between any two steps loses
+neither.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe a
 REGISTRATIONS_MAX: Final = 200_000  # of topics: one per topic and streamer
 REGISTERED_FOR_ALL_MAX: Final = 1_000  # each gets every change there is
 DETAILS_BYTES_MAX: Final = 4_096  # of one subscription: each change of it carries them to everybody who is told
-OUTBOX_CHANGES_MAX: Final = 3_000_000  # changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+# changes waiting for the network, a Reset of a full store included; then the oldest are dropped
+OUTBOX_CHANGES_MAX: Final = 3_000_000
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
 HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
 OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
@@ -64,7 +66,8 @@ UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
 
 
-# -- events that are not about one topic ------------------------------------------------------------------------------------------
+# -- events that are not about one topic
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Bring topics whose authority this service answers for, or does not any more, to the right place: once after a start."""
+    """Bring topics whose authority this service answers for, or does not any more, to the right place: once after a
+    start."""
 
 
 StoreEvent = Settle | Event | Commanded | Probe | Register | Unregister | Reset | Sent | Hold | Released
@@ -176,7 +180,8 @@ class Database:
         self._handled: Handled | None = None  # None: to be read
         self.refused: Counter[str] = Counter()  # by the limit that was reached
         self.outbox_dropped = 0
-        self.lost_changes = 0  # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
+        # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
+        self.lost_changes = 0
         self._store_id = b""
         self._mark: Mark | None = None
         self._file: StoreFile | None = None
@@ -210,13 +215,16 @@ class Database:
         self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
         self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
         stored = db.execute(
-            """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?) FROM subscription s JOIN uri c ON c.id = s.subscriber
+            """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?) FROM subscription s JOIN uri c ON
+            c.id = s.subscriber
                GROUP BY s.subscriber""",
             (UNIT_BYTES,),
         )
         for authority, ue_id, count in stored:
             self.subscriptions.add((authority, ue_id), count)
-        registered = db.execute("SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client")
+        registered = db.execute(
+            "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
+        )
         for authority, ue_id, topic in registered:
             (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
 
@@ -231,7 +239,9 @@ class Database:
             self._mark = self._disk.mark(Path(f"{self.path}.mark"))
             marked = marks.unpack(self._mark.read(marks.SIZE))
         except (OSError, marks.BadMarkError) as error:
-            log.warning("the mark of the subscriptions can't be used, and begins anew", path=str(self.path), why=str(error))
+            log.warning(
+                "the mark of the subscriptions can't be used, and begins anew", path=str(self.path), why=str(error)
+            )
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
         if row is None:  # of an older program; or the name was lost with the write-ahead log, and then the mark has it
             row = ((os.urandom(16) if marked is None else marked.incarnation).hex(),)
@@ -243,7 +253,11 @@ class Database:
         if marked is not None and marked.incarnation == self._store_id and marked.seq > self._number:
             self.lost_changes = marked.seq - self._number
             self._number = marked.seq  # no number names two changes
-            log.error("changes of subscriptions are lost: the end of the store was damaged", path=str(self.path), changes=self.lost_changes)
+            log.error(
+                "changes of subscriptions are lost: the end of the store was damaged",
+                path=str(self.path),
+                changes=self.lost_changes,
+            )
         if self._mark is not None:
             with contextlib.suppress(OSError):
                 self._mark.begin(marks.pack(self._store_id, self._number))
@@ -261,13 +275,14 @@ class Database:
         if self._file is not None:
             self._file.close()
 
-    # -- applying ---------------------------------------------------------------------------------------------------------------------
+    # -- applying
+    # ------------------------------------------------------------------------------------------------------------------
 
     def apply(self, events: Iterable[StoreEvent], now_ms: int) -> list[Outcome | UStatusError]:
         """All of `events` in order, in one transaction: committed when this returns.
 
-        What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the disk fails; then
-        nothing of the batch is stored. DATA_LOSS: the file is damaged.
+        What one event may not do is its own UStatusError. Raises UStatusError (UNAVAILABLE, RESOURCE_EXHAUSTED) if the
+        disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         db = self._db
         assert db is not None, "open() comes first"
@@ -336,7 +351,9 @@ class Database:
         """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
         size = len(event.details)
         if size > DETAILS_BYTES_MAX:
-            return self._full("details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}")
+            return self._full(
+                "details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
+            )
         why = self.subscriptions.room(caller(event.subscriber), weight(size))
         if why is None or is_past(event.expires_ms, now_ms):
             return None
@@ -350,13 +367,19 @@ class Database:
         self.refused[reason] += 1
         return UStatusError(UCode.RESOURCE_EXHAUSTED, why)
 
-    def _command(self, db: sqlite3.Connection, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
-        """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks go back."""
+    def _command(
+        self, db: sqlite3.Connection, command: Subscribe | Unsubscribe, request: bytes, now_ms: int
+    ) -> Outcome | UStatusError:
+        """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks
+        go back."""
         if self._handled is None:
             self._handled = Handled(db)
         about = self._handled.about(command.subscriber, command.topic)
         if self._handled.is_past(request, about):
-            return UStatusError(UCode.ABORTED, "this request was handled before, and later ones about the topic since: it changes nothing")
+            return UStatusError(
+                UCode.ABORTED,
+                "this request was handled before, and later ones about the topic since: it changes nothing",
+            )
         done = self._apply(db, command, now_ms)
         if isinstance(done, Outcome):
             self._handled.add(request, about)
@@ -388,7 +411,8 @@ class Database:
     def _settle(self, db: sqlite3.Connection, now_ms: int) -> Outcome:
         """What it changes is in the outbox."""
         rows = db.execute(
-            """SELECT u.authority, u.ue_id, u.version, u.resource, l.topic IS NOT NULL FROM uri u LEFT JOIN link l ON l.topic = u.id
+            """SELECT u.authority, u.ue_id, u.version, u.resource, l.topic IS NOT NULL FROM uri u LEFT JOIN link l ON
+            l.topic = u.id
                WHERE l.topic IS NOT NULL OR EXISTS (SELECT 1 FROM subscription s WHERE s.topic = u.id)"""
         ).fetchall()
         for *topic, is_linked in rows:
@@ -397,7 +421,9 @@ class Database:
         db.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (" ".join(sorted(self._own)),))
         return Outcome()
 
-    def _keep(self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, known: Record | None) -> None:
+    def _keep(
+        self, db: sqlite3.Connection, topic: int, subscriber: Key, record: Record | None, known: Record | None
+    ) -> None:
         who = self._id(db, subscriber)
         had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
         self.subscriptions.add(caller(subscriber), has - had)
@@ -409,13 +435,15 @@ class Database:
         values = (int(status), major, expires_ms, period, details or None, bare, who, topic)
         if known is not None:
             db.execute(
-                """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?, bare = ?
+                """UPDATE subscription SET status = ?, major = ?, expires_ms = ?, sample_period_ms = ?, details = ?,
+                bare = ?
                    WHERE subscriber = ? AND topic = ?""",
                 values,
             )
         else:
             db.execute(
-                """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, bare, subscriber, topic)
+                """INSERT INTO subscription(status, major, expires_ms, sample_period_ms, details, bare, subscriber,
+                topic)
                    VALUES(?, ?, ?, ?, ?, ?, ?, ?)""",
                 values,
             )
@@ -432,7 +460,8 @@ class Database:
         else:
             db.execute("INSERT OR REPLACE INTO link VALUES(?, ?, ?, ?, ?, ?, ?)", (topic, *link))
 
-    # -- telling ----------------------------------------------------------------------------------------------------------------------
+    # -- telling
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _tell(self, db: sqlite3.Connection, topic: int, changes: Sequence[Change]) -> list[StoredChange]:
         if not changes:
@@ -454,7 +483,8 @@ class Database:
         return StoredChange(self._number, change, tuple(recipients))
 
     def _store_changes(self, db: sqlite3.Connection) -> None:
-        """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it again."""
+        """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it
+        again."""
         for start in range(0, len(self._telling), 2 * OUTBOX_ROWS_AT_ONCE):
             part = self._telling[start : start + 2 * OUTBOX_ROWS_AT_ONCE]
             db.execute(f"INSERT INTO outbox(id, change) VALUES {', '.join(['(?, ?)'] * (len(part) // 2))}", part)
@@ -463,7 +493,9 @@ class Database:
             self.outbox_dropped += max(dropped, 0)
         self._telling.clear()
 
-    def _hold(self, db: sqlite3.Connection, changes: Sequence[tuple[str, int, Change, Sequence[tuple[Key, int]]]]) -> None:
+    def _hold(
+        self, db: sqlite3.Connection, changes: Sequence[tuple[str, int, Change, Sequence[tuple[Key, int]]]]
+    ) -> None:
         """At the limit the destination that holds most loses its oldest."""
         fresh = {
             (destination, number): write_change(change, recipients)
@@ -480,7 +512,10 @@ class Database:
             self.outbox_dropped += self._let_go(db, oldest, (longest, max(1, self._outbox_max // 64)))
 
     def _is_held(self, db: sqlite3.Connection, destination: str, number: int) -> bool:
-        return db.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number)).fetchone() is not None
+        return (
+            db.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number)).fetchone()
+            is not None
+        )
 
     def _let_go(self, db: sqlite3.Connection, which: str, values: Sequence[Any]) -> int:
         """How many changes waited no longer for a destination."""
@@ -489,10 +524,13 @@ class Database:
         return db.execute(f"DELETE FROM held WHERE {which}", values).rowcount
 
     def _registered(self, db: sqlite3.Connection, topic: int) -> list[tuple[Key, int]]:
-        """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask the disk."""
+        """Clients to be told of changes of this topic. Nobody, as a rule, or one streamer for everything: so don't ask
+        the disk."""
         if self._clients is None:
             self._clients = {}
-            for at, client, major in db.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major").fetchall():
+            for at, client, major in db.execute(
+                "SELECT topic, client, major FROM registration ORDER BY topic, client, major"
+            ).fetchall():
                 self._clients.setdefault(at, []).append((self._key(db, client), major))
         return [*self._clients.get(0, ()), *self._clients.get(topic, ())]
 
@@ -505,7 +543,9 @@ class Database:
         self._clients = None
         quota = self._for_topics if topic else self._for_all
         if (why := quota.room(caller(event.client))) is not None:
-            db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
+            db.execute(
+                "DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major)
+            )
             self._unused.update((topic, client))
             return self._full("registrations", why)
         quota.add(caller(event.client), 1)
@@ -515,7 +555,9 @@ class Database:
         topic = 0 if event.topic is None else self._find(db, event.topic)
         client = self._find(db, event.client)
         if topic is not None and client is not None:
-            done = db.execute("DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major))
+            done = db.execute(
+                "DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, client, event.major)
+            )
             (self._for_topics if topic else self._for_all).add(caller(event.client), -done.rowcount)
             self._clients = None
             self._unused.update((topic, client))
@@ -523,9 +565,13 @@ class Database:
     def _reset(self, db: sqlite3.Connection) -> Outcome:
         """Everything goes, then everybody who was subscribed or registered is told."""
         self._store_changes(db)  # of earlier events of this batch
-        keys: dict[int, Key] = {row[0]: row[1:5] for row in db.execute("SELECT id, authority, ue_id, version, resource FROM uri")}
+        keys: dict[int, Key] = {
+            row[0]: row[1:5] for row in db.execute("SELECT id, authority, ue_id, version, resource FROM uri")
+        }
         registered: dict[int, list[tuple[Key, int]]] = {}
-        for topic, client, major in db.execute("SELECT topic, client, major FROM registration ORDER BY topic, client, major"):
+        for topic, client, major in db.execute(
+            "SELECT topic, client, major FROM registration ORDER BY topic, client, major"
+        ):
             registered.setdefault(topic, []).append((keys[client], major))
         for_all, told = registered.get(0, []), set[tuple[Key, int]]()
 
@@ -533,7 +579,9 @@ class Database:
             query = "SELECT topic, subscriber, major, expires_ms, sample_period_ms, details, bare FROM subscription ORDER BY seq"
             for topic, subscriber, major, expires_ms, period, details, bare in db.execute(query).fetchall():
                 ended = Status.UNSUBSCRIBED
-                change = Change(keys[topic], keys[subscriber], ended, major, expires_ms, period, details or b"", bool(bare))
+                change = Change(
+                    keys[topic], keys[subscriber], ended, major, expires_ms, period, details or b"", bool(bare)
+                )
                 recipients = [(change.subscriber, major)]
                 recipients += [client for client in (*for_all, *registered.get(topic, ())) if client != recipients[0]]
                 told.update(recipients)
@@ -561,7 +609,8 @@ class Database:
         return Outcome(many_changes=True)
 
     def _reset_shared(self, db: sqlite3.Connection, authority: str, now_ms: int) -> Outcome | UStatusError:
-        """What we have agreed with the service of `authority`, and what its clients have here; what others have is not its to end."""
+        """What we have agreed with the service of `authority`, and what its clients have here; what others have is not
+        its to end."""
         if uris.is_one_of(authority, self._own):
             return _denied(f"this is the uSubscription of {authority}: only another one may reset what it shares")
         topics, subscribed, registered = self._shared(db, authority)
@@ -584,10 +633,14 @@ class Database:
                 outcome.changes.append(self._note(change, [(client, major)]))
         return outcome
 
-    def _shared(self, db: sqlite3.Connection, authority: str) -> tuple[list[Key], list[tuple[Key, Key]], list[tuple[Key, int, Key | None]]]:
-        """Topics of `authority` that somebody has here; (topic, subscriber) of its clients elsewhere; their registrations."""
+    def _shared(
+        self, db: sqlite3.Connection, authority: str
+    ) -> tuple[list[Key], list[tuple[Key, Key]], list[tuple[Key, int, Key | None]]]:
+        """Topics of `authority` that somebody has here; (topic, subscriber) of its clients elsewhere; their
+        registrations."""
         topics = db.execute(
-            """SELECT authority, ue_id, version, resource FROM uri u WHERE authority = ? AND (EXISTS(SELECT 1 FROM link WHERE topic = u.id)
+            """SELECT authority, ue_id, version, resource FROM uri u WHERE authority = ? AND (EXISTS(SELECT 1 FROM link
+            WHERE topic = u.id)
                OR EXISTS(SELECT 1 FROM subscription WHERE topic = u.id)) ORDER BY id""",
             (authority,),
         ).fetchall()
@@ -605,15 +658,21 @@ class Database:
         return (
             topics,
             [(row[:4], row[4:]) for row in clients],
-            [(self._key(db, client), major, self._key(db, topic) if topic else None) for client, major, topic in registered],
+            [
+                (self._key(db, client), major, self._key(db, topic) if topic else None)
+                for client, major, topic in registered
+            ],
         )
 
-    # -- URIs -------------------------------------------------------------------------------------------------------------------------
+    # -- URIs
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _find(self, db: sqlite3.Connection, key: Key) -> int | None:
         known = self._ids.get(key)
         if known is None:
-            row = db.execute("SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?", key).fetchone()
+            row = db.execute(
+                "SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?", key
+            ).fetchone()
             if row is None:
                 return None
             known = row[0]
@@ -648,8 +707,8 @@ class Database:
         for id in self._unused - {0}:
             gone = db.execute(
                 """DELETE FROM uri WHERE id = ?1 AND NOT EXISTS(SELECT 1 FROM subscription WHERE topic = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM subscription WHERE subscriber = ?1) AND NOT EXISTS(SELECT 1 FROM link WHERE topic = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM registration WHERE topic = ?1)
+                   AND NOT EXISTS(SELECT 1 FROM subscription WHERE subscriber = ?1) AND NOT EXISTS(SELECT 1 FROM link
+                   WHERE topic = ?1) AND NOT EXISTS(SELECT 1 FROM registration WHERE topic = ?1)
                    AND NOT EXISTS(SELECT 1 FROM registration WHERE client = ?1)""",
                 (id,),
             )
@@ -675,7 +734,8 @@ class _StoredRecords:
         if who is None:
             return None
         row = self._db.execute(
-            "SELECT status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE subscriber = ? AND topic = ?",
+            "SELECT status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE subscriber = ? "
+            "AND topic = ?",
             (who, self._topic),
         ).fetchone()
         if row is None:
@@ -685,12 +745,15 @@ class _StoredRecords:
 
     def has_others(self, subscriber: Key, /) -> bool:
         who = self._database._find(self._db, subscriber)
-        row = self._db.execute("SELECT 1 FROM subscription WHERE topic = ? AND subscriber IS NOT ? LIMIT 1", (self._topic, who)).fetchone()
+        row = self._db.execute(
+            "SELECT 1 FROM subscription WHERE topic = ? AND subscriber IS NOT ? LIMIT 1", (self._topic, who)
+        ).fetchone()
         return row is not None
 
     def items(self) -> list[tuple[Key, Record]]:
         rows = self._db.execute(
-            "SELECT subscriber, status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE topic = ? ORDER BY seq",
+            "SELECT subscriber, status, major, expires_ms, sample_period_ms, details, bare FROM subscription WHERE "
+            "topic = ? ORDER BY seq",
             (self._topic,),
         ).fetchall()
         found = [(self._database._key(self._db, row[0]), _record(row[1:])) for row in rows]

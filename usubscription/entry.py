@@ -1,10 +1,11 @@
-"""Where Subscribe and Unsubscribe come in: in batches, without a task for each, since a fleet that reconnects sends thousands a second.
+"""Where Subscribe and Unsubscribe come in: in batches, without a task for each, since a fleet that reconnects sends
+thousands a second.
 
 arrived batch -> check, codec -> store.command -> one transaction -> answered -> responses -> one send_batch
                       '-> refused at once: commstatus and UStatus
 
-One listener takes both methods of both versions, through one filter (gate.py), and one queue leads to the store: so commands count in the
-order in which they arrive, and of those of one client about one topic the last one wins.
+One listener takes both methods of both versions, through one filter (gate.py), and one queue leads to the store: so
+commands count in the order in which they arrive, and of those of one client about one topic the last one wins.
 
 The other methods are served by InMemoryRpcServer; to callers there is no difference.
 """
@@ -55,8 +56,17 @@ class Asked:
 
     __slots__ = ("context", "entry", "method", "request", "tag", "waits", "weight", "who")
 
-    def __init__(self, entry: CommandEntry, method: Method, request: UAttributes, context: Any, who: Caller, weight: int) -> None:
-        self.entry, self.method, self.request, self.context, self.who, self.weight = entry, method, request, context, who, weight
+    def __init__(
+        self, entry: CommandEntry, method: Method, request: UAttributes, context: Any, who: Caller, weight: int
+    ) -> None:
+        self.entry, self.method, self.request, self.context, self.who, self.weight = (
+            entry,
+            method,
+            request,
+            context,
+            who,
+            weight,
+        )
         self.tag: Tag = (request.id.msb, request.id.lsb)
         self.waits = True
 
@@ -76,7 +86,12 @@ class CommandEntry:
     """Subscribe and Unsubscribe of all versions. `requests` counts by the methods' names."""
 
     def __init__(
-        self, answers: AnswersFirst, store: Store, methods: Sequence[Method], check: RequestCheck | None, own: Collection[str] = ()
+        self,
+        answers: AnswersFirst,
+        store: Store,
+        methods: Sequence[Method],
+        check: RequestCheck | None,
+        own: Collection[str] = (),
     ) -> None:
         """`own`: the authorities of the service, whose share of what may wait is larger."""
         self._answers, self._store, self._check = answers, store, check

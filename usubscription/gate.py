@@ -3,7 +3,8 @@
 network -> //AUTHORITY/0/FF/FFFF -> Gate -> by version and resource -> methods, responses to own calls, notifications
                                                                     '-> a method that there is not: UNIMPLEMENTED
 
-Networks keep the order of what comes through one filter, but not between filters: Zenoh's Python binding has a thread for each.
+Networks keep the order of what comes through one filter, but not between filters: Zenoh's Python binding has a thread
+for each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ log = structlog.get_logger()
 
 
 class Gate(UTransport):
-    """The transport as the parts of the service see it. Their listeners have sinks of the service itself, and never keep it waiting."""
+    """The transport as the parts of the service see it. Their listeners have sinks of the service itself, and never
+    keep it waiting."""
 
     def __init__(self, inner: UTransport, authority: str, also: Collection[str] = ()) -> None:
         """`also`: other authorities, or families of them, that the service is addressed by."""
@@ -50,7 +52,9 @@ class Gate(UTransport):
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         return await self._inner.send_batch(messages)
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         assert sink_filter is not None, "the service listens to what is sent to itself"
         if not self._listeners:
             await self._inner.register_listener(uris.ANY, self, self._sink)
@@ -59,7 +63,9 @@ class Gate(UTransport):
         if not any(one is listener for _, one in known):
             known.append((source_filter, listener))
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         assert sink_filter is not None
         key = _key(sink_filter)
         known = self._listeners.get(key, [])
@@ -99,7 +105,11 @@ class Gate(UTransport):
                     for message in share:
                         listener.on_receive(message)
             except Exception:
-                log.exception("a part of the service failed; its messages count as taken", listener=repr(listener), messages=len(share))
+                log.exception(
+                    "a part of the service failed; its messages count as taken",
+                    listener=repr(listener),
+                    messages=len(share),
+                )
 
 
 def _key(sink: UUri) -> tuple[int, int]:

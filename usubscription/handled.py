@@ -1,4 +1,5 @@
-"""Which commands were handled, so that one that a network delivers again does not undo a later one. On the writer's thread.
+"""Which commands were handled, so that one that a network delivers again does not undo a later one. On the writer's
+thread.
 
 command -> is_past? handled before, and not the last about its client and topic: refused
               '-> no: applied, add -> store, in the transaction of its batch -> trimmed now and then
@@ -27,7 +28,9 @@ class Handled:
         self._last: dict[int, bytes] = {}
         self._fresh: list[bytes | int] = []
         self._number = 0
-        for number, request, about in db.execute("SELECT number, request, about FROM handled ORDER BY number").fetchall():
+        for number, request, about in db.execute(
+            "SELECT number, request, about FROM handled ORDER BY number"
+        ).fetchall():
             self._number = number
             self._remember(request, about)
 
@@ -55,7 +58,10 @@ class Handled:
         self.store(db)
         for about in abouts:
             self._last.pop(about, None)
-        db.execute("UPDATE handled SET about = ? WHERE about IN (SELECT value FROM json_each(?))", (OF_RESET, json.dumps(list(abouts))))
+        db.execute(
+            "UPDATE handled SET about = ? WHERE about IN (SELECT value FROM json_each(?))",
+            (OF_RESET, json.dumps(list(abouts))),
+        )
 
     def _remember(self, request: bytes, about: int) -> None:
         self._about[request] = about
@@ -71,7 +77,10 @@ class Handled:
         fresh = self._fresh
         for start in range(0, len(fresh), 3 * ROWS_AT_ONCE):
             part = fresh[start : start + 3 * ROWS_AT_ONCE]
-            db.execute(f"INSERT INTO handled(number, request, about) VALUES {', '.join(['(?, ?, ?)'] * (len(part) // 3))}", part)
+            db.execute(
+                f"INSERT INTO handled(number, request, about) VALUES {', '.join(['(?, ?, ?)'] * (len(part) // 3))}",
+                part,
+            )
         if self._number % 1024 < len(fresh) // 3:  # now and then
             db.execute("DELETE FROM handled WHERE number <= ?", (self._number - HANDLED_MAX,))
         fresh.clear()

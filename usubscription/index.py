@@ -1,4 +1,5 @@
-"""Who is subscribed to each topic, in memory: a dispatcher asks for it at every new topic, and must not wait for the store's threads.
+"""Who is subscribed to each topic, in memory: a dispatcher asks for it at every new topic, and must not wait for the
+store's threads.
 
 store: rows at the start -> load      commits -> apply(outcomes), before their answers leave      subscribers(topic) <- FetchSubscribers
 
@@ -22,7 +23,8 @@ class Index:
     """The committed subscriptions by topic. Lives on the loop, but for `load`, which comes first."""
 
     def __init__(self) -> None:
-        self._topics: dict[Key, dict[Key, int | None]] = {}  # -> subscriber -> expires_ms, in the order of first subscription (A-36)
+        # -> subscriber -> expires_ms, in the order of first subscription (A-36)
+        self._topics: dict[Key, dict[Key, int | None]] = {}
 
     def __repr__(self) -> str:
         return f"Index({len(self._topics)} topics)"
@@ -38,7 +40,8 @@ class Index:
                 known[subscriber] = expires_ms
 
     def apply(self, outcomes: Iterable[Outcome]) -> None:
-        """What was committed, in that order. Whoever comes, goes or gets another time is in a change; nothing else counts here."""
+        """What was committed, in that order. Whoever comes, goes or gets another time is in a change; nothing else
+        counts here."""
         for outcome in outcomes:
             if outcome.many_changes:  # a reset
                 self._topics.clear()

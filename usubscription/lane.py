@@ -4,8 +4,9 @@ update(topic, link) -> waiting -> ready -> running, a window of topics -> Subscr
                          | after a try that failed: a timer          |                                        '-> update() again
                          '-> replaced by a later command: it is only waited for a little while, so that the two can't overtake each other
 
-One command of a topic is in flight, and the last one wins; topics don't wait for each other, so a lost request holds its own topic only.
-The window grows with the answers: a service that is not there gets few calls, one that answers some hundreds at once.
+One command of a topic is in flight, and the last one wins; topics don't wait for each other, so a lost request holds
+its own topic only. The window grows with the answers: a service that is not there gets few calls, one that answers some
+hundreds at once.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from uprotocol.status import FINAL, UStatusError
 from usubscription.codec import to_uri
 from usubscription.state import Answered, Event, Key, Link, Status, TimedOut, retry_delay_ms
 
-WINDOW_FIRST: Final = 16  # topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
+# topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
+WINDOW_FIRST: Final = 16
 WINDOW_MAX: Final = 256  # topics in flight: fills one group commit of the other service
-CALLS_KEPT_MAX: Final = 2  # of one command: the first, which has its whole timeout, and the newest; more would only cost memory
-REPEAT_FIRST_MS: Final = 10_000  # without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
+# of one command: the first, which has its whole timeout, and the newest; more would only cost memory
+CALLS_KEPT_MAX: Final = 2
+# without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
+REPEAT_FIRST_MS: Final = 10_000
 REPEAT_MAX_MS: Final = 60_000  # ... up to this
-SUPERSEDED_GRACE_MS: Final = 2_000  # a command that a later one replaced may still be answered: so that they can't overtake each other
+# a command that a later one replaced may still be answered: so that they can't overtake each other
+SUPERSEDED_GRACE_MS: Final = 2_000
 STORE_RETRY_MS: Final = 1_000  # after the store refused an answer
-KICK_MS: Final = 1_000  # between two times that a sign of life ends the waiting: a busy service gives thousands a second
+# between two times that a sign of life ends the waiting: a busy service gives thousands a second
+KICK_MS: Final = 1_000
 
 log = structlog.get_logger()
 
@@ -78,7 +84,9 @@ class Lane:
         self._answered_at = self._kicked_at = self._loop.time()
 
     def __repr__(self) -> str:
-        return f"Lane({self.authority}, waiting={len(self._waiting)}, running={len(self._running)}, window={self._window})"
+        return (
+            f"Lane({self.authority}, waiting={len(self._waiting)}, running={len(self._running)}, window={self._window})"
+        )
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -124,7 +132,8 @@ class Lane:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    # -- when ---------------------------------------------------------------------------------------------------------------------------
+    # -- when
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _forget(self, topic: Key) -> _Due | None:
         due = self._waiting.pop(topic, None)
@@ -167,7 +176,8 @@ class Lane:
             self._ready[topic] = None
         self._go_on()
 
-    # -- one command --------------------------------------------------------------------------------------------------------------------
+    # -- one command
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _command(self, topic: Key, due: _Due) -> None:
         try:
@@ -183,7 +193,8 @@ class Lane:
             self._at(topic, STORE_RETRY_MS)
 
     async def _answer(self, topic: Key, due: _Due) -> Event | None:
-        """What the other service made of the command; None if a later command replaced it and no answer came in time."""
+        """What the other service made of the command; None if a later command replaced it and no answer came in
+        time."""
         calls: list[asyncio.Future[Status]] = []
         repeat_ms = self._owner.repeat_first_ms
         due.repeats = 0
@@ -222,7 +233,11 @@ class Lane:
                 await asyncio.wait(waiters, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
-            if due.kicked or any(call.done() for call in calls) or (was_current and self._waiting.get(topic) is not due):
+            if (
+                due.kicked
+                or any(call.done() for call in calls)
+                or (was_current and self._waiting.get(topic) is not due)
+            ):
                 return
 
     def _event(self, topic: Key, link: Link, call: asyncio.Future[Status]) -> Event:

@@ -1,10 +1,12 @@
-"""Tells changes: to the subscriber, to those who registered, and to everybody on the change topics; after the answer, in order.
+"""Tells changes: to the subscriber, to those who registered, and to everybody on the change topics; after the answer,
+in order.
 
 outbox (committed) -> wait for the responses of their requests -> by destination -> send_batch -> Sent(number) -> deleted later
                                                                       |
                                                                       '-> in trouble: Hold -> told from the store (telling.py)
 
-A destination is an authority, or the change topics of the own network: each keeps its order, and its trouble is its own.
+A destination is an authority, or the change topics of the own network: each keeps its order, and its trouble is its
+own.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from usubscription.telling import Part, Teller, Troubles
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
 CHANGES_BATCH_MAX: Final = 16  # some 50 messages at once, 1 ms of the loop: what waits for it is answers
-GATHER_MS: Final = 5  # while changes follow one another, so that they leave together: a message alone costs ten times as much
-NOTE_MS: Final = 200  # between notes of what was told: each is a commit, and after a crash only what came since is told twice
-ANSWER_WAIT_MS_MAX: Final = 1_000  # for a response to leave first, from its commit on; one that the RPC server had to drop never does
+# while changes follow one another, so that they leave together: a message alone costs ten times as much
+GATHER_MS: Final = 5
+# between notes of what was told: each is a commit, and after a crash only what came since is told twice
+NOTE_MS: Final = 200
+# for a response to leave first, from its commit on; one that the RPC server had to drop never does
+ANSWER_WAIT_MS_MAX: Final = 1_000
 STORE_RETRY_FIRST_MS: Final = 200  # while the store can't be read or written; doubles up to ...
 STORE_RETRY_MAX_MS: Final = 5_000
 
@@ -44,15 +49,18 @@ log = structlog.get_logger()
 
 
 class AnswersFirst(UTransport):
-    """The transport as the RPC servers see it: it notes which responses have left, so that what they bring about leaves later (C-23).
+    """The transport as the RPC servers see it: it notes which responses have left, so that what they bring about leaves
+    later (C-23).
 
-    Remembered is what is still to leave, not what has left: of that there may be any number before a change asks for it.
+    Remembered is what is still to leave, not what has left: of that there may be any number before a change asks for
+    it.
     """
 
     def __init__(self, inner: UTransport) -> None:
         self._inner = inner
         self.capabilities = inner.capabilities
-        self._expected: dict[Tag, float] = {}  # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
+        # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
+        self._expected: dict[Tag, float] = {}
         self._news = asyncio.Event()
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
@@ -83,17 +91,24 @@ class AnswersFirst(UTransport):
                     await self._news.wait()
             self._forget()
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._inner.register_listener(source_filter, listener, sink_filter)
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await self._inner.unregister_listener(source_filter, listener, sink_filter)
 
 
 class Pump:
-    """Sends what is in the outbox. `sent` is the number of the last change that was told; `dropped` counts messages by reason."""
+    """Sends what is in the outbox. `sent` is the number of the last change that was told; `dropped` counts messages by
+    reason."""
 
-    def __init__(self, transport: UTransport, authority: str, store: Store, answers: AnswersFirst, also: Collection[str] = ()) -> None:
+    def __init__(
+        self, transport: UTransport, authority: str, store: Store, answers: AnswersFirst, also: Collection[str] = ()
+    ) -> None:
         self._teller, self._store, self._answers = Teller(transport, authority, also), store, answers
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
         self._behind = True  # there may be more in the store than is waiting here
@@ -225,7 +240,8 @@ class Pump:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
 
     async def _send(self, parts: list[Part]) -> list[Part]:
-        """What was not taken. The first one of it has its destination's trouble; the others behind it are tried once more without it."""
+        """What was not taken. The first one of it has its destination's trouble; the others behind it are tried once
+        more without it."""
         held: list[Part] = []
         while parts:
             failed, _ = await self._teller.send(parts)

@@ -1,4 +1,5 @@
-"""The services that may hold copies of our subscriptions, in a file of its own beside the store: it outlives a Reset and the store's loss.
+"""The services that may hold copies of our subscriptions, in a file of its own beside the store: it outlives a Reset
+and the store's loss.
 
 first command to a service -> remember -> FILE -> the command leaves          an audit says that it has nothing of ours -> forget
 """
@@ -14,7 +15,8 @@ import structlog
 
 from storage.disk import REAL_DISK, Disk
 
-PARTNERS_MAX: Final = 20_000  # services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
+# services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
+PARTNERS_MAX: Final = 20_000
 
 Partner = tuple[str, int]
 """Authority, and the major version in which we subscribed there."""
@@ -48,7 +50,11 @@ class Partners:
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            log.warning("the file of services that may have subscriptions of ours can't be read", path=str(self.path), why=str(error))
+            log.warning(
+                "the file of services that may have subscriptions of ours can't be read",
+                path=str(self.path),
+                why=str(error),
+            )
 
     async def remember(self, partner: Partner) -> None:
         """Completes when it is on disk, or can't be: that is told, and holds no command."""
@@ -80,6 +86,8 @@ class Partners:
         try:
             await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
         except OSError as error:
-            log.warning("the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error))
+            log.warning(
+                "the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error)
+            )
         finally:
             self._saved, self._saving = changes, None

@@ -10,9 +10,12 @@ from typing import Final, TypeVar
 
 from uprotocol import uri as uris
 
-CALLERS_SHARE: Final = 4  # a caller (authority and uEntity) has at most a quarter: three others must find room beside it
-AUTHORITIES_SHARE: Final = 8  # another authority has an eighth with all its uEntities, whose ids it makes up as it likes
-CLIENTS_SHARE: Final = 2  # ... of which one client has a half; its service asks for all of them, so that has no less than its authority
+# a caller (authority and uEntity) has at most a quarter: three others must find room beside it
+CALLERS_SHARE: Final = 4
+# another authority has an eighth with all its uEntities, whose ids it makes up as it likes
+AUTHORITIES_SHARE: Final = 8
+# ... of which one client has a half; its service asks for all of them, so that has no less than its authority
+CLIENTS_SHARE: Final = 2
 SERVICE: Final = 0  # ue_id of core.usubscription
 UNIT_BYTES: Final = 512  # of what somebody sends to be kept count as one more
 
@@ -22,9 +25,12 @@ Caller = tuple[str, int]
 
 
 class Quota:
-    """Counts `what` by caller and authority. The `own` authorities together leave the last share of a caller to the others."""
+    """Counts `what` by caller and authority. The `own` authorities together leave the last share of a caller to the
+    others."""
 
-    def __init__(self, what: str, whole: int, own: Collection[str], *, authorities_share: int = AUTHORITIES_SHARE) -> None:
+    def __init__(
+        self, what: str, whole: int, own: Collection[str], *, authorities_share: int = AUTHORITIES_SHARE
+    ) -> None:
         self._what, self._own = what, own
         self.whole = whole
         self.caller_max = max(1, whole // CALLERS_SHARE)

@@ -48,8 +48,10 @@ class Reader:
         self._db.close()
 
     def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool]:
-        """Those subscribed to exactly `topic`, in the order in which they came, and whether there are more behind them."""
-        # one row for all of them: SQLite gives up Python's lock at each row, and while the writer works each return waits for it
+        """Those subscribed to exactly `topic`, in the order in which they came, and whether there are more behind
+        them."""
+        # one row for all of them: SQLite gives up Python's lock at each row, and while the writer works each return
+        # waits for it
         (text,) = self._db.execute(
             """SELECT json_group_array(json_array(authority, ue_id, version, resource)) FROM (
                SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
@@ -61,21 +63,38 @@ class Reader:
         return found[:limit], len(found) > limit
 
     def pairs(self) -> Iterator[tuple[Key, Key, int | None]]:
-        """(topic, subscriber, expires_ms) of all there are, in the order in which they came. Equal keys are one object."""
-        keys: dict[int, Key] = {id: (sys.intern(authority), *rest) for id, authority, *rest in self._db.execute("SELECT * FROM uri")}
-        for topic, subscriber, expires_ms in self._db.execute("SELECT topic, subscriber, expires_ms FROM subscription ORDER BY seq"):
+        """(topic, subscriber, expires_ms) of all there are, in the order in which they came. Equal keys are one
+        object."""
+        keys: dict[int, Key] = {
+            id: (sys.intern(authority), *rest) for id, authority, *rest in self._db.execute("SELECT * FROM uri")
+        }
+        for topic, subscriber, expires_ms in self._db.execute(
+            "SELECT topic, subscriber, expires_ms FROM subscription ORDER BY seq"
+        ):
             yield keys[topic], keys[subscriber], expires_ms
 
     def subscriptions(
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
     ) -> tuple[list[Row], bool]:
         """Those that match both patterns (None: any), in the order in which they came, and whether there are more."""
-        found = [row for _, row in self.each(topic, subscriber, now_ms, offset=offset, limit=limit + 1 if limit is not None else -1)]
+        found = [
+            row
+            for _, row in self.each(
+                topic, subscriber, now_ms, offset=offset, limit=limit + 1 if limit is not None else -1
+            )
+        ]
         more = limit is not None and len(found) > limit
         return found[:limit] if more else found, more
 
     def each(
-        self, topic: Key | None, subscriber: Key | None, now_ms: int, *, after: int = 0, offset: int = 0, limit: int = -1
+        self,
+        topic: Key | None,
+        subscriber: Key | None,
+        now_ms: int,
+        *,
+        after: int = 0,
+        offset: int = 0,
+        limit: int = -1,
     ) -> Generator[tuple[int, Row], None, None]:
         """The same, one by one, with the number of each (`after` one of them): there may be a million."""
         wheres, values = ["(s.expires_ms IS NULL OR s.expires_ms >= ?)", "s.seq > ?"], [now_ms, after]
@@ -90,14 +109,19 @@ class Reader:
 
     def expired(self, now_ms: int, limit: int) -> tuple[list[tuple[Key, Key]], int | None]:
         """(topic, subscriber) of what has expired, the oldest first, and when the next one will."""
-        rows = self._db.execute(f"{_ROWS} WHERE s.expires_ms < ? ORDER BY s.expires_ms LIMIT ?", (now_ms, limit)).fetchall()
-        (following,) = self._db.execute("SELECT min(expires_ms) FROM subscription WHERE expires_ms >= ?", (now_ms,)).fetchone()
+        rows = self._db.execute(
+            f"{_ROWS} WHERE s.expires_ms < ? ORDER BY s.expires_ms LIMIT ?", (now_ms, limit)
+        ).fetchall()
+        (following,) = self._db.execute(
+            "SELECT min(expires_ms) FROM subscription WHERE expires_ms >= ?", (now_ms,)
+        ).fetchone()
         return [(row[0:4], row[4:8]) for row in rows], following
 
     def links(self, authority: str | None = None) -> list[tuple[Key, Link]]:
         """All links (to `authority`), in the order in which their commands were given."""
         rows = self._db.execute(
-            """SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation, l.attempt, l.sample_period_ms
+            """SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation, l.attempt,
+            l.sample_period_ms
                FROM link l JOIN uri u ON u.id = l.topic WHERE ?1 IS NULL OR u.authority = ?1 ORDER BY l.generation""",
             (authority,),
         ).fetchall()
@@ -107,17 +131,22 @@ class Reader:
         """(client, major, topic; None: everything)."""
         rows = self._db.execute(
             """SELECT c.authority, c.ue_id, c.version, c.resource, r.major, t.authority, t.ue_id, t.version, t.resource
-               FROM registration r JOIN uri c ON c.id = r.client LEFT JOIN uri t ON t.id = r.topic ORDER BY r.topic, r.client, r.major"""
+               FROM registration r JOIN uri c ON c.id = r.client LEFT JOIN uri t ON t.id = r.topic ORDER BY r.topic,
+               r.client, r.major"""
         ).fetchall()
         return [(row[0:4], row[4], row[5:9] if row[5] is not None else None) for row in rows]
 
     def outbox(self, after: int, limit: int) -> list[StoredChange]:
-        rows = self._db.execute("SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", (after, limit)).fetchall()
+        rows = self._db.execute(
+            "SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", (after, limit)
+        ).fetchall()
         return self._changes(rows)
 
     def held(self, destination: str, limit: int) -> list[StoredChange]:
         """The oldest changes that wait for `destination`."""
-        rows = self._db.execute("SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?", (destination, limit))
+        rows = self._db.execute(
+            "SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?", (destination, limit)
+        )
         return self._changes(rows.fetchall())
 
     def _changes(self, rows: list[Any]) -> list[StoredChange]:
@@ -183,7 +212,10 @@ def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
     if resource != uris.WILDCARD_RESOURCE:
         equal(f"{alias}.resource", resource)
     if len(conditions) == 4:  # one thing: so that the index of its subscriptions is used
-        return f"s.{column} = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)", values
+        return (
+            f"s.{column} = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)",
+            values,
+        )
     return " AND ".join(conditions) or "1", values
 
 
@@ -196,7 +228,20 @@ _encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: js
 
 def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
     topic, subscriber, status, major, expires_ms, period, details, bare, _, status_changed = change
-    return _encode([topic, subscriber, int(status), major, expires_ms, period, details.hex(), status_changed, recipients, int(bare)])
+    return _encode(
+        [
+            topic,
+            subscriber,
+            int(status),
+            major,
+            expires_ms,
+            period,
+            details.hex(),
+            status_changed,
+            recipients,
+            int(bare),
+        ]
+    )
 
 
 def _read_change(number: int, text: str) -> StoredChange:

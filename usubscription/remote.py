@@ -40,7 +40,8 @@ from usubscription.state import Command, Event, Key, Link, Notified, Status
 from usubscription.store import Store
 
 TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
-CALLS_PENDING_MAX: Final = 40_000  # a fleet that is away holds some for each of its services; beyond it commands wait out a back-off
+# a fleet that is away holds some for each of its services; beyond it commands wait out a back-off
+CALLS_PENDING_MAX: Final = 40_000
 AUDIT_MS: Final = 300_000  # between questions for what the remote services have of ours
 AUDIT_CALL_MS: Final = 10_000  # for the answer to one
 RECENT_MS: Final = 60_000  # a late notification about an Unsubscribe may be under way that long
@@ -71,7 +72,8 @@ class Remote:
         self._timeout_ms, self.repeat_first_ms, self._audit_call_ms = timeout_ms, repeat_first_ms, audit_call_ms
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._clients = {
-            major: InMemoryRpcClient(transport, local, calls_pending_max=CALLS_PENDING_MAX) for major, local in self._locals.items()
+            major: InMemoryRpcClient(transport, local, calls_pending_max=CALLS_PENDING_MAX)
+            for major, local in self._locals.items()
         }
         self._ears = {major: _Ear(major, self._hear) for major in CODECS}
         self._lanes: dict[str, Lane] = {}
@@ -79,7 +81,13 @@ class Remote:
         self._started_at = -math.inf  # loop time
         self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
         self._auditor = Auditor(
-            store, self._partners, fetch=self._fetch, busy=self._busy, submit=self._submit, interval_ms=audit_ms, random=random
+            store,
+            self._partners,
+            fetch=self._fetch,
+            busy=self._busy,
+            submit=self._submit,
+            interval_ms=audit_ms,
+            random=random,
         )
         self._open = False
         transport.on_connection(self._connection_changed)
@@ -150,7 +158,8 @@ class Remote:
         """What do they have of ours?"""
         self._auditor.now()
 
-    # -- for the lanes ----------------------------------------------------------------------------------------------------------------
+    # -- for the lanes
+    # ----------------------------------------------------------------------------------------------------------------
 
     def idle(self, lane: Lane) -> None:
         """`lane` has nothing left to do."""
@@ -170,7 +179,8 @@ class Remote:
     async def store_event(self, event: Event) -> None:
         await self._store.submit(event)
 
-    # -- the calls --------------------------------------------------------------------------------------------------------------------
+    # -- the calls
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def call(self, topic: Key, link: Link) -> Status:
         """One try. Raises UStatusError."""
@@ -178,13 +188,16 @@ class Remote:
         assert command is not None
         sink = uris.uri(topic[0], ENTITY_TYPE, link.major, int(command))
         request = _request(topic, link, self._locals[link.major].get_source())
-        answer = await self._clients[link.major].invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=self._timeout_ms))
+        answer = await self._clients[link.major].invoke_method(
+            sink, UPayload.pack(request), CallOptions(timeout_ms=self._timeout_ms)
+        )
         if command is Command.UNSUBSCRIBE:
             return Status.UNSUBSCRIBED
         with _readable(topic[0]):
             return _read_status(link.major, answer)
 
-    # -- what the others say --------------------------------------------------------------------------------------------------------------
+    # -- what the others say
+    # --------------------------------------------------------------------------------------------------------------
 
     def _hear(self, major: int, message: UMessage) -> None:
         source = message.attributes.source.authority_name
@@ -200,8 +213,10 @@ class Remote:
             lane.kick()  # it is there
         elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self._partners:
             self._auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
-        if told.status is Status.UNSUBSCRIBED:  # about an earlier Unsubscribe of ours, or about what came after it? Ask.
-            since = max(self._recent.get(told.topic, -math.inf), self._started_at)  # what was recent before the start is forgotten
+        # about an earlier Unsubscribe of ours, or about what came after it? Ask.
+        if told.status is Status.UNSUBSCRIBED:
+            # what was recent before the start is forgotten
+            since = max(self._recent.get(told.topic, -math.inf), self._started_at)
             if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
                 self._auditor.suspect(told.topic)
                 return
@@ -218,10 +233,12 @@ class Remote:
         with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
             self._store.submit(event)
 
-    # -- audits -----------------------------------------------------------------------------------------------------------------------
+    # -- audits
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
-        """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`: it says nothing."""
+        """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
+        it says nothing."""
         own = self._locals[major].get_source()
         if major == 4:
             return await self._fetch_4(authority, own, most)
@@ -260,12 +277,16 @@ class Remote:
 
     async def _list(self, authority: str, major: int, request: Message) -> UPayload:
         method = uris.uri(authority, ENTITY_TYPE, major, V4_CODEC.methods["fetch_subscriptions"])
-        return await self._clients[major].invoke_method(method, UPayload.pack(request), CallOptions(timeout_ms=self._audit_call_ms))
+        return await self._clients[major].invoke_method(
+            method, UPayload.pack(request), CallOptions(timeout_ms=self._audit_call_ms)
+        )
 
 
 def _bounded(authority: str, found: dict[Key, Status], most: int) -> None:
     if len(found) > most:
-        raise UStatusError(UCode.DATA_LOSS, f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours")
+        raise UStatusError(
+            UCode.DATA_LOSS, f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
+        )
 
 
 @contextlib.contextmanager
@@ -274,7 +295,9 @@ def _readable(authority: str) -> Iterator[None]:
     try:
         yield
     except (UStatusError, ValueError) as error:
-        raise UStatusError(UCode.DATA_LOSS, f"the answer of the uSubscription of {authority} can't be read: {error}") from None
+        raise UStatusError(
+            UCode.DATA_LOSS, f"the answer of the uSubscription of {authority} can't be read: {error}"
+        ) from None
 
 
 def _read_status(major: int, answer: UPayload) -> Status:
@@ -291,7 +314,11 @@ def _request(topic: Key, link: Link, own: UUri) -> Message:
     """No expiry. Version 3 names itself as subscriber, for services that still read that field (C-11)."""
     uri, subscribing = to_uri(topic), link.command is Command.SUBSCRIBE
     if link.major == 4:
-        return v4.SubscribeRequest(topic=uri, sample_period=link.sample_period_ms) if subscribing else v4.UnsubscribeRequest(topic=uri)
+        return (
+            v4.SubscribeRequest(topic=uri, sample_period=link.sample_period_ms)
+            if subscribing
+            else v4.UnsubscribeRequest(topic=uri)
+        )
     subscriber = v3.SubscriberInfo(uri=own)
     if not subscribing:
         return v3.UnsubscribeRequest(topic=uri, subscriber=subscriber)

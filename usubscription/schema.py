@@ -18,7 +18,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x75507375  # "uPsu": so that another program's file is not taken for ours
-CHECKED_WHOLE_BYTES_MAX: Final = 64 << 20  # up to this size each row is held against its indexes at the start: a bit that turned shows
+# up to this size each row is held against its indexes at the start: a bit that turned shows
+CHECKED_WHOLE_BYTES_MAX: Final = 64 << 20
 CACHE_KIB: Final = 64 * 1024  # of SQLite's pages: holds the upper levels of the indexes of a million subscriptions
 
 _ADDED_IN_2: Final = (
@@ -32,11 +33,14 @@ _ADDED_IN_2: Final = (
 _ADDED_IN_3: Final = ("ALTER TABLE subscription ADD COLUMN bare INTEGER NOT NULL DEFAULT 0",)
 SCHEMA: Final = (
     "CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
-    """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL, version INTEGER NOT NULL,
+    """CREATE TABLE uri(id INTEGER PRIMARY KEY, authority TEXT NOT NULL, ue_id INTEGER NOT NULL, version INTEGER NOT
+    NULL,
        resource INTEGER NOT NULL, UNIQUE(authority, ue_id, version, resource))""",
     # seq is the order of first subscription, in which lists are given (A-36)
-    """CREATE TABLE subscription(seq INTEGER PRIMARY KEY, topic INTEGER NOT NULL, subscriber INTEGER NOT NULL, status INTEGER NOT NULL,
-       major INTEGER NOT NULL, expires_ms INTEGER, sample_period_ms INTEGER, details BLOB, UNIQUE(subscriber, topic))""",
+    """CREATE TABLE subscription(seq INTEGER PRIMARY KEY, topic INTEGER NOT NULL, subscriber INTEGER NOT NULL, status
+    INTEGER NOT NULL,
+       major INTEGER NOT NULL, expires_ms INTEGER, sample_period_ms INTEGER, details BLOB, UNIQUE(subscriber,
+       topic))""",
     "CREATE INDEX subscription_topic ON subscription(topic)",
     "CREATE INDEX subscription_expiry ON subscription(expires_ms) WHERE expires_ms IS NOT NULL",
     """CREATE TABLE link(topic INTEGER PRIMARY KEY, state INTEGER NOT NULL, major INTEGER NOT NULL, command INTEGER,
@@ -56,7 +60,9 @@ MIGRATIONS: Final[dict[int, Sequence[str]]] = {1: _ADDED_IN_2, 2: _ADDED_IN_3}
 Check = Callable[[sqlite3.Connection, Path], None]
 
 
-def open_connection(path: Path, *, writer: bool, check: Check | None = None, disk: Disk = REAL_DISK) -> sqlite3.Connection:
+def open_connection(
+    path: Path, *, writer: bool, check: Check | None = None, disk: Disk = REAL_DISK
+) -> sqlite3.Connection:
     """`check` sees the file before anything is written to it, and refuses it by raising."""
     connection = disk.connect(path)
     try:
@@ -90,12 +96,14 @@ def require_ours(connection: sqlite3.Connection, path: Path) -> None:
     if version > SCHEMA_VERSION:
         raise UStatusError(
             UCode.FAILED_PRECONDITION,
-            f"the store {path} has schema version {version}, and this program knows up to {SCHEMA_VERSION}: use a newer program",
+            f"the store {path} has schema version {version}, and this program knows up to {SCHEMA_VERSION}: use a "
+            "newer program",
         )
 
 
 def explain(error: sqlite3.Error, path: Path) -> UStatusError:
-    """What SQLite said while the store was in use: DATA_LOSS (damaged), RESOURCE_EXHAUSTED (the disk is full), UNAVAILABLE (it failed)."""
+    """What SQLite said while the store was in use: DATA_LOSS (damaged), RESOURCE_EXHAUSTED (the disk is full),
+    UNAVAILABLE (it failed)."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # without the extension
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB) or "Could not decode" in str(error):
         return damaged(path, str(error))
@@ -116,8 +124,9 @@ class StoreFile:
     """The file of one service while it is open."""
 
     def __init__(self, path: Path, authority: str, disk: Disk = REAL_DISK) -> None:
-        """Open or make the file. Blocks. Raises UStatusError: FAILED_PRECONDITION (in use, another program's, newer, of another authority),
-        DATA_LOSS (corrupt), PERMISSION_DENIED (not writable), UNAVAILABLE (the disk). It never begins anew over a file that is there.
+        """Open or make the file. Blocks. Raises UStatusError: FAILED_PRECONDITION (in use, another program's, newer, of
+        another authority), DATA_LOSS (corrupt), PERMISSION_DENIED (not writable), UNAVAILABLE (the disk). It never
+        begins anew over a file that is there.
         """
         self.path, self.authority, self._disk = path, authority, disk
         self._lock_file: Lock | None = None
@@ -167,7 +176,8 @@ class StoreFile:
             for statement in SCHEMA:
                 db.execute(statement)
             db.execute("INSERT INTO meta VALUES('authority', ?)", (self.authority,))
-            db.execute("INSERT INTO meta VALUES('id', ?)", (os.urandom(16).hex(),))  # a store that was made anew is not an older copy
+            # a store that was made anew is not an older copy
+            db.execute("INSERT INTO meta VALUES('id', ?)", (os.urandom(16).hex(),))
             db.execute(f"PRAGMA application_id={APPLICATION_ID}")
             db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
             db.execute("COMMIT")
@@ -177,14 +187,17 @@ class StoreFile:
         self._disk.sync_folder(self.path.parent)
 
     def _inspect(self) -> None:
-        """Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead log moved into it."""
+        """Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead
+        log moved into it."""
         db = self._disk.connect(self.path, read_only=True)
         try:
             require_ours(db, self.path)
             check = "integrity_check" if self.path.stat().st_size <= CHECKED_WHOLE_BYTES_MAX else "quick_check"
             (fault,) = db.execute(f"PRAGMA {check}(1)").fetchone()
             if fault == "ok" and not {"subscription"} - _tables(db):
-                (odd,) = db.execute("SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)").fetchone()
+                (odd,) = db.execute(
+                    "SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)"
+                ).fetchone()
                 fault = f"{odd} subscriptions have a state that there is not" if odd else fault
         finally:
             db.close()
@@ -201,10 +214,12 @@ class StoreFile:
         if authority != self.authority:
             raise UStatusError(
                 UCode.FAILED_PRECONDITION,
-                f"the store {self.path} belongs to authority {authority!r}, not {self.authority!r}: use that one's own store",
+                f"the store {self.path} belongs to authority {authority!r}, not {self.authority!r}: use that one's "
+                "own store",
             )
         try:
-            db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))  # a read-only file shows here
+            # a read-only file shows here
+            db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_FULL:  # a full disk passes; what is asked meanwhile is refused
                 raise
@@ -213,7 +228,8 @@ class StoreFile:
         while version < SCHEMA_VERSION:
             if version not in MIGRATIONS:
                 raise UStatusError(
-                    UCode.FAILED_PRECONDITION, f"the store {self.path} has schema version {version}, which is too old to migrate"
+                    UCode.FAILED_PRECONDITION,
+                    f"the store {self.path} has schema version {version}, which is too old to migrate",
                 )
             db.execute("BEGIN IMMEDIATE")
             try:
@@ -230,10 +246,13 @@ class StoreFile:
         text = str(error)
         if isinstance(error, PermissionError) or "readonly" in text or "unable to open" in text:
             return UStatusError(
-                UCode.PERMISSION_DENIED, f"the store {self.path} can't be opened for writing ({text}): check its permissions"
+                UCode.PERMISSION_DENIED,
+                f"the store {self.path} can't be opened for writing ({text}): check its permissions",
             )
         if isinstance(error, FileNotFoundError):
-            return UStatusError(UCode.FAILED_PRECONDITION, f"the directory of the store {self.path} does not exist: make it first")
+            return UStatusError(
+                UCode.FAILED_PRECONDITION, f"the directory of the store {self.path} does not exist: make it first"
+            )
         if isinstance(error, sqlite3.OperationalError | OSError):
             return UStatusError(UCode.UNAVAILABLE, f"the store {self.path} can't be used now: {text}")
         return damaged(self.path, text)

@@ -1,7 +1,9 @@
-"""The uSubscription service over any UTransport: version 3 at up://AUTHORITY/0/3/..., version 4 at up://AUTHORITY/0/4/..., one store.
+"""The uSubscription service over any UTransport: version 3 at up://AUTHORITY/0/3/..., version 4 at
+up://AUTHORITY/0/4/..., one store.
 
 request -> codec -> store (committed) -> hooks -> response -> outbox: notifications, publishes -> remote commands
-                                         on_change: a dispatcher in this process gets ready before the subscriber has its answer
+                                         on_change: a dispatcher in this process gets ready before the subscriber has
+                                         its answer
 """
 
 from __future__ import annotations
@@ -73,10 +75,12 @@ class USubscriptionService:
         also: Iterable[str] = (),
         reset: MayReset = "linked",
     ) -> None:
-        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers for them.
+        """`also`: other authorities, or families like `*.vin123`, whose uSubscription this one is: nobody else answers
+        for them.
 
-        `reset`: a uSubscription service may end what it shares with this one ("linked"), everything ("all", as the specification has
-        it), or nothing ("off"). `subscriptions_max` is for all together, see quota.py; what is stored already stays.
+        `reset`: a uSubscription service may end what it shares with this one ("linked"), everything ("all", as the
+        specification has it), or nothing ("off"). `subscriptions_max` is for all together, see quota.py; what is stored
+        already stays.
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
@@ -85,7 +89,14 @@ class USubscriptionService:
         gate = self._gate = Gate(transport, authority, self.also)
         self._answers = AnswersFirst(gate)
         self._store = Store(
-            Database(path, authority, also=self.also, majors=remote_majors, disk=runtime.disk, subscriptions_max=subscriptions_max),
+            Database(
+                path,
+                authority,
+                also=self.also,
+                majors=remote_majors,
+                disk=runtime.disk,
+                subscriptions_max=subscriptions_max,
+            ),
             committed=self._committed,
             answered=self._answered,
             now_ms=now_ms,
@@ -137,12 +148,14 @@ class USubscriptionService:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE with it meanwhile."""
+        """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE
+        with it meanwhile."""
         return self._store.trouble
 
     @property
     def lost_changes(self) -> int:
-        """Changes of subscriptions that were stored once and were not there any more at the start: those clients have to ask again."""
+        """Changes of subscriptions that were stored once and were not there any more at the start: those clients have
+        to ask again."""
         return self._store.database.lost_changes
 
     @property
@@ -166,9 +179,11 @@ class USubscriptionService:
         return total
 
     async def start(self) -> None:
-        """Open the store, go on where it stopped, serve. The transport must be open. With a damaged store it serves, too: see `trouble`.
+        """Open the store, go on where it stopped, serve. The transport must be open. With a damaged store it serves,
+        too: see `trouble`.
 
-        Raises UStatusError: FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see schema.StoreFile), or what the transport says.
+        Raises UStatusError: FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see schema.StoreFile), or what the
+        transport says.
         """
         await self._store.start()
         try:
@@ -225,19 +240,24 @@ class USubscriptionService:
             self._halting = asyncio.ensure_future(self._halt())
 
     def on_change(self, hook: Hook) -> None:
-        """`hook(changes)` after every commit that changed something, before the answers leave; an awaitable is awaited."""
+        """`hook(changes)` after every commit that changed something, before the answers leave; an awaitable is
+        awaited."""
         self._hooks.append(hook)
 
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
-        """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not run."""
-        rows, _ = await self._store.read(lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG)
+        """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not
+        run."""
+        rows, _ = await self._store.read(
+            lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG
+        )
         return rows
 
     async def read(self, question: Callable[[Reader], Any]) -> Any:
         """`question(reader)` about the committed state."""
         return await self._store.read(question)
 
-    # -- requests ---------------------------------------------------------------------------------------------------------------------
+    # -- requests
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
         codec, handle = CODECS[major], getattr(self, f"_{method}")
@@ -278,7 +298,8 @@ class USubscriptionService:
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.registration(request, self._host(request))
-        await self._store.submit(Unregister(client, codec.major, topic))  # OK, also where there is nothing to end (A-48)
+        # OK, also where there is nothing to end (A-48)
+        await self._store.submit(Unregister(client, codec.major, topic))
         return codec.registered()
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -293,7 +314,11 @@ class USubscriptionService:
                 self._refused["reset"] += 1
                 log.warning("a Reset was refused", caller=caller, why=error.message)
             raise
-        log.warning("a Reset has ended subscriptions", caller=caller, of="everybody" if self._may_reset == "all" else "its own authority")
+        log.warning(
+            "a Reset has ended subscriptions",
+            caller=caller,
+            of="everybody" if self._may_reset == "all" else "its own authority",
+        )
         return codec.reset()
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -326,7 +351,8 @@ class USubscriptionService:
 
         return self._store.read(fetch)
 
-    # -- after a commit ---------------------------------------------------------------------------------------------------------------
+    # -- after a commit
+    # ---------------------------------------------------------------------------------------------------------------
 
     async def _committed(self, outcomes: list[Outcome]) -> None:
         """Before the answers leave."""
@@ -370,7 +396,8 @@ class USubscriptionService:
             if outcome.links:
                 self._remote.ask_all()
 
-    # -- expiry -----------------------------------------------------------------------------------------------------------------------
+    # -- expiry
+    # ------------------------------------------------------------------------------------------------------------------
 
     def _watch_expiry(self, outcome: Outcome) -> None:
         for stored in outcome.changes:

@@ -2,11 +2,12 @@
 
 Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the remote service
                                      ^   status that clients see                  |
-                                     +------------- LINK_... to every record -----+<-- its answer, its notifications, a timeout
+                                     +------------- LINK_... to every record -----+<-- its answer, its notifications, a
+                                     timeout
 
-`step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are tables:
-a record is what one subscriber sees, a link is what this service has agreed with the topic's own service. UNSUBSCRIBE_PENDING exists
-in links only: a client that unsubscribed is unsubscribed at once, whatever the remote says.
+`step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are
+tables: a record is what one subscriber sees, a link is what this service has agreed with the topic's own service.
+UNSUBSCRIBE_PENDING exists in links only: a client that unsubscribed is unsubscribed at once, whatever the remote says.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-RETRY_FIRST_MS: Final = 1_000  # before the first repetition of a remote command: a restart of the peer takes about that long
+# before the first repetition of a remote command: a restart of the peer takes about that long
+RETRY_FIRST_MS: Final = 1_000
 RETRY_MAX_MS: Final = 60_000  # between later ones: a vehicle that comes back should not wait longer than a minute
 
 Key = tuple[str, int, int, int]
@@ -65,7 +67,8 @@ class Link(NamedTuple):
     sample_period_ms: int | None = None  # as last asked for
 
 
-# -- events ---------------------------------------------------------------------------------------------------------------------
+# -- events
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,8 @@ class Step:
     answer: Status = U
 
 
-# -- the tables -----------------------------------------------------------------------------------------------------------------
+# -- the tables
+# -----------------------------------------------------------------------------------------------------------------
 
 
 class RecordEvent(enum.Enum):
@@ -300,10 +304,16 @@ LINK_IGNORES: Final = frozenset(
 """Together with LINK_TRANSITIONS every pair there is: an event in one of these changes nothing."""
 
 _ANSWERS: Final = {S: L.ANSWER_SUBSCRIBED, SP: L.ANSWER_PENDING, U: L.ANSWER_UNSUBSCRIBED, UP: L.ANSWER_UNSUBSCRIBED}
-_NOTIFICATIONS: Final = {S: L.NOTIFIED_SUBSCRIBED, SP: L.NOTIFIED_PENDING, U: L.NOTIFIED_UNSUBSCRIBED, UP: L.NOTIFIED_UNSUBSCRIBED}
+_NOTIFICATIONS: Final = {
+    S: L.NOTIFIED_SUBSCRIBED,
+    SP: L.NOTIFIED_PENDING,
+    U: L.NOTIFIED_UNSUBSCRIBED,
+    UP: L.NOTIFIED_UNSUBSCRIBED,
+}
 
 
-# -- the machine ----------------------------------------------------------------------------------------------------------------
+# -- the machine
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: int, generation: int) -> Step:
@@ -313,7 +323,8 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
         case Subscribe():
             machine.subscribe(event)
         case Unsubscribe():
-            machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)  # version 4's client has its answer (C-16)
+            # version 4's client has its answer (C-16)
+            machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)
         case Expire():
             machine.expire(event.subscriber)
         case Answered():
@@ -345,7 +356,8 @@ def is_past(expires_ms: int | None, now_ms: int) -> bool:
 
 
 def retry_delay_ms(attempt: int, random: float) -> int:
-    """How long to wait before try `attempt` + 1 (1, 2, ...) of a remote command; `random` of [0, 1) spreads it over the upper half."""
+    """How long to wait before try `attempt` + 1 (1, 2, ...) of a remote command; `random` of [0, 1) spreads it over the
+    upper half."""
     delay = min(RETRY_FIRST_MS << min(attempt - 1, 16), RETRY_MAX_MS)
     return int(delay * (0.5 + random / 2))
 
@@ -361,23 +373,35 @@ class _Machine:
 
     def subscribe(self, event: Subscribe) -> None:
         known = self.records.get(event.subscriber)
-        expires_ms = event.expires_ms  # the last word counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
+        # the last word counts in every version: docs/adr/usubscription-expiry-of-a-repeated-subscribe.md
+        expires_ms = event.expires_ms
         if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
             self.remove(event.subscriber, R.EXPIRE)
             return
         if self.remote:
             self._want(event, known)
-        kind = R.SUBSCRIBE_LOCAL if not self.remote else R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
+        kind = (
+            R.SUBSCRIBE_LOCAL
+            if not self.remote
+            else R.SUBSCRIBE_LINKED
+            if self.step.link.state is S
+            else R.SUBSCRIBE_UNLINKED
+        )
         status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
         record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare)
         self.step.answer = status
         if record != known:
             self.step.records[event.subscriber] = record
-        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != (status, expires_ms, record.sample_period_ms):
+        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != (
+            status,
+            expires_ms,
+            record.sample_period_ms,
+        ):
             self._tell(event.subscriber, record, status_changed=known is None or known.status is not status)
 
     def _want(self, event: Subscribe, known: Record | None) -> None:
-        """Ask the remote service, if nobody has yet, or if this one wants more than was asked for, which makes nobody pending (C-32)."""
+        """Ask the remote service, if nobody has yet, or if this one wants more than was asked for, which makes nobody
+        pending (C-32)."""
         period = event.sample_period_ms or None
         link = self.step.link
         if link.state in (U, UP):
@@ -398,7 +422,8 @@ class _Machine:
             self.move(L.UNWANT)
 
     def place(self) -> None:
-        """Pending ones stand at once where we answer for the topic ourselves; elsewhere its own service has to be asked."""
+        """Pending ones stand at once where we answer for the topic ourselves; elsewhere its own service has to be
+        asked."""
         link = self.step.link
         if not self.remote:
             if link.state is SP:
@@ -447,12 +472,16 @@ class _Machine:
                 self.step.records[subscriber] = None if status is U else changed
                 self._tell(subscriber, changed)
 
-    def _tell(self, subscriber: Key, record: Record, *, tell_subscriber: bool = True, status_changed: bool = True) -> None:
+    def _tell(
+        self, subscriber: Key, record: Record, *, tell_subscriber: bool = True, status_changed: bool = True
+    ) -> None:
         tell = tell_subscriber and (status_changed or record.major >= 4)
         change = Change(self.topic, subscriber, record.status, record.major, *record[2:], tell, status_changed)
         self.step.changes.append(change)
 
 
 PAIRS: Final = frozenset(itertools.product((U, SP, S, UP), LinkEvent))
-assert frozenset(LINK_TRANSITIONS) | LINK_IGNORES == PAIRS, "every pair of state and event is in the table or ignored on purpose"
+assert frozenset(LINK_TRANSITIONS) | LINK_IGNORES == PAIRS, (
+    "every pair of state and event is in the table or ignored on purpose"
+)
 assert not frozenset(LINK_TRANSITIONS) & LINK_IGNORES, "no pair is both"

@@ -26,8 +26,10 @@ from usubscription.schema import damaged, explain
 WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
 READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
 BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
-GATHER_MS: Final = 4  # from one commit to the next while requests keep coming: the more share a commit, the less each costs
-ANSWERS_AT_ONCE: Final = 8  # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
+# from one commit to the next while requests keep coming: the more share a commit, the less each costs
+GATHER_MS: Final = 4
+# then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
+ANSWERS_AT_ONCE: Final = 8
 
 QUICK, LONG = "quick", "long"  # the lanes of questions: those about one topic don't wait behind a listing of everything
 
@@ -80,7 +82,10 @@ class Lane(Generic[Q, A]):
         if self._closing:
             raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
         if self._worker.waiting >= self._waiting_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._waiting_max} requests wait for the store, which is the limit: try later")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED,
+                f"{self._waiting_max} requests wait for the store, which is the limit: try later",
+            )
         self._worker.put((question, waiting))
 
     def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:
@@ -104,7 +109,8 @@ class Command(Reply[Outcome], Protocol):
 
 
 class Store:
-    """The service's memory. `committed` is awaited after a commit and before its answers are given, `answered` is called after."""
+    """The service's memory. `committed` is awaited after a commit and before its answers are given, `answered` is
+    called after."""
 
     def __init__(
         self,
@@ -134,7 +140,8 @@ class Store:
         return self._commits and self.trouble is None
 
     async def start(self) -> None:
-        """Open the file. One that is damaged is left as it is: `trouble` says what is wrong. Raises UStatusError as Database.open."""
+        """Open the file. One that is damaged is left as it is: `trouble` says what is wrong. Raises UStatusError as
+        Database.open."""
         try:
             await asyncio.to_thread(self._open)
         except UStatusError as error:
@@ -142,14 +149,19 @@ class Store:
                 raise
             self._damaged(error)
             return
-        self._writer = Lane("usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker)
+        self._writer = Lane(
+            "usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker
+        )
         for name, reader in self._reading.items():
             answer = functools.partial(_answer_reads, reader)
-            self._readers[name] = Lane(f"usubscription-{name}", answer, self._read, batch_max=READ_BATCH_MAX, worker=self._start_worker)
+            self._readers[name] = Lane(
+                f"usubscription-{name}", answer, self._read, batch_max=READ_BATCH_MAX, worker=self._start_worker
+            )
         self._answering = asyncio.ensure_future(self._answer())
 
     def _damaged(self, error: UStatusError) -> None:
-        """From here on nothing is read and nothing written, until a person has come: what is asked is answered with the reason."""
+        """From here on nothing is read and nothing written, until a person has come: what is asked is answered with the
+        reason."""
         if self.trouble is None:
             self.trouble = error.message
             log.error("the subscriptions are damaged: every request is answered UNAVAILABLE", why=error.message)
@@ -157,12 +169,17 @@ class Store:
 
     def _seen(self, answers: Sequence[Any]) -> list[Any]:
         """What callers get of `answers`: damage is UNAVAILABLE to them."""
-        lost = next((answer for answer in answers if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS), None)
+        lost = next(
+            (answer for answer in answers if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS), None
+        )
         if lost is None:
             return list(answers)
         self._damaged(lost)
         away = UStatusError(UCode.UNAVAILABLE, lost.message)
-        return [away if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS else answer for answer in answers]
+        return [
+            away if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS else answer
+            for answer in answers
+        ]
 
     def require(self) -> None:
         """Raises UNAVAILABLE while the store can't be used."""

@@ -36,7 +36,8 @@ RETRY_FIRST_MS: Final = 200  # before a destination is tried again; doubles up t
 RETRY_MAX_MS: Final = 5_000  # ... as long as it takes nothing
 RETRY_GAP_MS: Final = 5  # between the tries of two destinations, so that thousands that are away don't fill the loop
 HELD_BATCH_MAX: Final = 16  # changes of a destination that are told at once while it catches up
-TRIES_MAX: Final = 100  # of a change that is refused with neither a "no" for good nor a "not now": eight minutes, then it is given up
+# of a change that is refused with neither a "no" for good nor a "not now": eight minutes, then it is given up
+TRIES_MAX: Final = 100
 HOME: Final = ""  # the destination of the change topics: whoever listens on the own network
 PRIORITY: Final = UPriority.UPRIORITY_CS2
 
@@ -61,8 +62,12 @@ class Teller:
         self._transport, self._also = transport, also
         topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
         common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
-        self._notifications = {major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()}
-        self._publications = {major: UAttributes(type=PUBLISH, source=topic, **common) for major, topic in topics.items()}
+        self._notifications = {
+            major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()
+        }
+        self._publications = {
+            major: UAttributes(type=PUBLISH, source=topic, **common) for major, topic in topics.items()
+        }
         self._publishes = Capability.PUBLISH_WITHOUT_SINK in transport.capabilities
         self.sent = 0
         self.dropped: Counter[str] = Counter()
@@ -73,7 +78,9 @@ class Teller:
         for client in stored.recipients:
             recipients.setdefault(client[0][0], []).append(client)
         payloads = self._payloads(stored.change)
-        parts = [self._part(destination, stored, tuple(clients), payloads) for destination, clients in recipients.items()]
+        parts = [
+            self._part(destination, stored, tuple(clients), payloads) for destination, clients in recipients.items()
+        ]
         if self._publishes:
             parts.append(self._part(HOME, stored, (), payloads))
         return parts
@@ -85,7 +92,13 @@ class Teller:
     def _payloads(self, change: Change) -> dict[int, bytes]:
         return {major: codec.change(change).SerializeToString() for major, codec in CODECS.items()}
 
-    def _part(self, destination: str, stored: StoredChange, recipients: tuple[tuple[Key, int], ...], payloads: dict[int, bytes]) -> Part:
+    def _part(
+        self,
+        destination: str,
+        stored: StoredChange,
+        recipients: tuple[tuple[Key, int], ...],
+        payloads: dict[int, bytes],
+    ) -> Part:
         """The transport validates the messages, so nothing does here."""
         if destination == HOME:
             made = [_message(self._publications[major], payload) for major, payload in payloads.items()]
@@ -94,7 +107,9 @@ class Teller:
         change = stored.change
         own = (change.subscriber, V3_CODEC.major) if change.bare else None  # looks for the topic as it passed it
         for client, major in recipients:
-            payload = payloads[major] if own != (client, major) else V3_CODEC.change(change, bare=True).SerializeToString()
+            payload = (
+                payloads[major] if own != (client, major) else V3_CODEC.change(change, bare=True).SerializeToString()
+            )
             message = _message(self._notifications[major], payload)
             if self._also and uris.is_one_of(client[0], self._also):
                 message.attributes.source.authority_name = client[0]
@@ -148,7 +163,8 @@ class _Trouble:
     delay_ms: int = RETRY_FIRST_MS
     holding: int = 0  # of Hold that are not committed yet
     tries: int = 0  # of the oldest change
-    made: dict[int, Part] = field(default_factory=dict)  # its messages and those of the next few: a try again is the same message
+    # its messages and those of the next few: a try again is the same message
+    made: dict[int, Part] = field(default_factory=dict)
 
     def keep(self, part: Part) -> None:
         if len(self.made) < HELD_BATCH_MAX:
@@ -156,12 +172,14 @@ class _Trouble:
 
 
 class Troubles:
-    """The destinations that don't take what they should, and the task that helps them to catch up. `in` says whether one is such."""
+    """The destinations that don't take what they should, and the task that helps them to catch up. `in` says whether
+    one is such."""
 
     def __init__(self, teller: Teller, store: Store) -> None:
         self._teller, self._store = teller, store
         self._known: dict[str, _Trouble] = {}
-        self._turns: list[tuple[float, str]] = []  # a heap: loop time of the next try of each; the one that is being tried is not in it
+        # a heap: loop time of the next try of each; the one that is being tried is not in it
+        self._turns: list[tuple[float, str]] = []
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -228,7 +246,9 @@ class Troubles:
             try:
                 went_on = await self._retry(destination, trouble)
             except UStatusError as error:
-                log.warning("what a destination has not had can't be read or noted", destination=destination, why=error.message)
+                log.warning(
+                    "what a destination has not had can't be read or noted", destination=destination, why=error.message
+                )
                 went_on = False
             except Exception:
                 log.exception("telling a destination failed", destination=destination)

@@ -34,7 +34,9 @@ class StoreView:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise UStatusError(UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with")
+            raise UStatusError(
+                UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with"
+            )
         self._reader = Reader(self.path, check=require_ours)
 
     def close(self) -> None:
@@ -43,7 +45,9 @@ class StoreView:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Entry]:
@@ -68,7 +72,10 @@ class StoreView:
     def registrations(self) -> list[Entry]:
         """Who is told of changes; topic None: of all."""
         found = self._reader.registrations()
-        return [{"client": _text(client), "version": major, "topic": _text(topic) if topic else None} for client, major, topic in found]
+        return [
+            {"client": _text(client), "version": major, "topic": _text(topic) if topic else None}
+            for client, major, topic in found
+        ]
 
     def summary(self) -> Entry:
         """Counts."""
@@ -90,7 +97,8 @@ class StoreView:
         stop: Callable[[], bool] = lambda: False,
         sleep: Callable[[float], None] = time.sleep,
     ) -> Iterator[Entry]:
-        """First all that there is, then each change, until `stop()`: entries with "event" known, added, changed or removed."""
+        """First all that there is, then each change, until `stop()`: entries with "event" known, added, changed or
+        removed."""
         known = {(row.topic, row.subscriber): row for row in self._rows(topic, subscriber)}
         for row in known.values():
             yield {"event": "known", **_entry(row)}
@@ -112,7 +120,10 @@ class StoreView:
 
     def _rows(self, topic: UUri | None, subscriber: UUri | None) -> list[Row]:
         own = self._reader.authority()
-        filters = [uris.key(uris.with_authority(pattern, own)) if pattern is not None else None for pattern in (topic, subscriber)]
+        filters = [
+            uris.key(uris.with_authority(pattern, own)) if pattern is not None else None
+            for pattern in (topic, subscriber)
+        ]
         rows, _ = self._reader.subscriptions(filters[0], filters[1], uuids.now_ms())
         return rows
 

@@ -28,14 +28,19 @@ from usubscription_client import wire
 from usubscription_client.wire import Status, Subscription
 
 CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under load needs well under a second
-LIST_FACTOR: Final = 6  # a listing may take that many times as long as other calls: a million subscriptions are 40 MB and some seconds
+# a listing may take that many times as long as other calls: a million subscriptions are 40 MB and some seconds
+LIST_FACTOR: Final = 6
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
 COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left yet
 COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
-RESTORE_FIRST_MS: Final = 500  # before what could not be said again after a reconnect is tried once more; doubles up to ...
+# before what could not be said again after a reconnect is tried once more; doubles up to ...
+RESTORE_FIRST_MS: Final = 500
 RESTORE_MAX_MS: Final = 30_000  # ... as long as the service can't take it
-LISTED_MAX: Final = 5_000_000  # entries of one listing, as many as our own service stores; one that always has more is broken
-NOT_SPOKEN: Final = frozenset({UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED})
+# entries of one listing, as many as our own service stores; one that always has more is broken
+LISTED_MAX: Final = 5_000_000
+NOT_SPOKEN: Final = frozenset(
+    {UCode.UNIMPLEMENTED, UCode.NOT_FOUND, UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.CANCELLED}
+)
 
 log = structlog.get_logger()
 
@@ -91,7 +96,8 @@ class USubscriptionClient:
         self._sender: asyncio.Task[None] | None = None
         self._subscribed: dict[tuple[str, int, int, int], _Command] = {}
         self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
-        self._fed: set[tuple[tuple[str, int, int, int], int]] = set()  # (topic, id of the listener) that the history feeds
+        # (topic, id of the listener) that the history feeds
+        self._fed: set[tuple[tuple[str, int, int, int], int]] = set()
         self._registered: dict[tuple[str, int, int, int] | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
         self._ears: list[_Ear] = []
@@ -112,7 +118,9 @@ class USubscriptionClient:
         await self._rpc.open()
         for version in wire.VERSIONS:
             ear = _Ear(version, self._hear)
-            await self._transport.register_listener(self._service(wire.CHANGE_RESOURCE, version), ear, self._local.get_source())
+            await self._transport.register_listener(
+                self._service(wire.CHANGE_RESOURCE, version), ear, self._local.get_source()
+            )
             self._ears.append(ear)
         self._open = True
 
@@ -129,7 +137,9 @@ class USubscriptionClient:
         ears, self._ears = self._ears, []
         for ear in ears:
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us
-                await self._transport.unregister_listener(self._service(wire.CHANGE_RESOURCE, ear.version), ear, self._local.get_source())
+                await self._transport.unregister_listener(
+                    self._service(wire.CHANGE_RESOURCE, ear.version), ear, self._local.get_source()
+                )
         await self._rpc.close()
 
     async def __aenter__(self) -> Self:
@@ -139,7 +149,8 @@ class USubscriptionClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- commands: in order, one batch in flight, the last one wins -----------------------------------------------------------------
+    # -- commands: in order, one batch in flight, the last one wins
+    # -----------------------------------------------------------------
 
     async def subscribe(
         self,
@@ -152,13 +163,15 @@ class USubscriptionClient:
     ) -> Status:
         """Subscribe to `topic`, until `expires_ms` (Unix ms) if given, and hear it with `listener`.
 
-        `since` (a sequence number, time or message id; history.feed.Since) brings what was published after it, too: the listener is then
-        fed by the history alone. Raises UStatusError: what the service or the history answers, UNIMPLEMENTED for `since` without a history,
-        ABORTED if an unsubscribe overtook this.
+        `since` (a sequence number, time or message id; history.feed.Since) brings what was published after it, too: the
+        listener is then fed by the history alone. Raises UStatusError: what the service or the history answers,
+        UNIMPLEMENTED for `since` without a history, ABORTED if an unsubscribe overtook this.
         """
         topic = uris.with_authority(topic, self._local.get_authority())
         if since is not None and (self._history is None or listener is None):
-            raise UStatusError(UCode.UNIMPLEMENTED, "subscribe(since=...) needs a listener and a client that was made with history=...")
+            raise UStatusError(
+                UCode.UNIMPLEMENTED, "subscribe(since=...) needs a listener and a client that was made with history=..."
+            )
         if listener is not None:
             await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
         command = _Command(wire.SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
@@ -171,7 +184,8 @@ class USubscriptionClient:
         return status
 
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
-        """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are others)."""
+        """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are
+        others)."""
         topic = uris.with_authority(topic, self._local.get_authority())
         listeners = list(self._listeners.get(uris.key(topic), []))
         if listener is not None and any(one is not listener for one in listeners):
@@ -187,13 +201,19 @@ class USubscriptionClient:
         key = uris.key(command.topic)
         before = self._commands.get(key)
         if before is None and len(self._commands) >= COMMANDS_WAITING_MAX:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
+            )
         if before is not None:
             if before.method == command.method:
                 command.waiting.extend(before.waiting)
             else:
-                _settle(before, UStatusError(UCode.ABORTED, "a later command for the same topic replaced this one before it left"))
-            del self._commands[key]  # the new one goes to the end: commands leave in the order in which they were last given
+                _settle(
+                    before,
+                    UStatusError(UCode.ABORTED, "a later command for the same topic replaced this one before it left"),
+                )
+            # the new one goes to the end: commands leave in the order in which they were last given
+            del self._commands[key]
         future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         command.waiting.append(future)
         self._commands[key] = command
@@ -231,7 +251,8 @@ class USubscriptionClient:
             _settle(command, UStatusError(UCode.INTERNAL, repr(error)))
         else:
             key = uris.key(command.topic)
-            if command.method == wire.SUBSCRIBE and key not in self._commands:  # in the order of the answers, before any caller goes on
+            # in the order of the answers, before any caller goes on
+            if command.method == wire.SUBSCRIBE and key not in self._commands:
                 self._keep(key, command, status)
             for future in command.waiting:
                 if not future.done():
@@ -244,16 +265,23 @@ class USubscriptionClient:
         else:
             self._subscribed.pop(key, None)
 
-    # -- questions --------------------------------------------------------------------------------------------------------------------
+    # -- questions
+    # ------------------------------------------------------------------------------------------------------------------
 
-    async def fetch_subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Subscription]:
-        """All subscriptions that match; both are patterns in version 4. A version 3 service takes one of them, and no wildcards.
+    async def fetch_subscriptions(
+        self, topic: UUri | None = None, subscriber: UUri | None = None
+    ) -> list[Subscription]:
+        """All subscriptions that match; both are patterns in version 4. A version 3 service takes one of them, and no
+        wildcards.
 
         Raises UNIMPLEMENTED where the service's version can't do what is asked.
         """
         version = await self._version()
         if version == 3 and (topic is None) == (subscriber is None):
-            raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service lists the subscriptions of one topic or of one subscriber only")
+            raise UStatusError(
+                UCode.UNIMPLEMENTED,
+                "a version 3 service lists the subscriptions of one topic or of one subscriber only",
+            )
         found: list[Subscription] = []
         place: int | None = 0
         while place is not None:
@@ -265,7 +293,9 @@ class USubscriptionClient:
 
     def _require_bounded(self, listed: Sized) -> None:
         if len(listed) > self._listed_max:
-            what = f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, which is the limit"
+            what = (
+                f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, which is the limit"
+            )
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
@@ -282,7 +312,8 @@ class USubscriptionClient:
         return found
 
     async def register_for_notifications(self, topic: UUri | None = None) -> None:
-        """Be told of changes: of `topic` (version 3, where it is required), or of everything (version 4). `on_change` hears them."""
+        """Be told of changes: of `topic` (version 3, where it is required), or of everything (version 4). `on_change`
+        hears them."""
         await self._register(wire.REGISTER, topic)
         self._registered[uris.key(topic) if topic is not None else None] = topic
 
@@ -301,10 +332,12 @@ class USubscriptionClient:
         await self._call(wire.RESET, wire.reset(await self._version()))
 
     def on_change(self, callback: ChangeCallback) -> None:
-        """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of registered topics."""
+        """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of
+        registered topics."""
         self._changes.append(callback)
 
-    # -- the service ------------------------------------------------------------------------------------------------------------------
+    # -- the service
+    # ------------------------------------------------------------------------------------------------------------------
 
     async def find_version(self) -> int:
         """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
@@ -332,7 +365,9 @@ class USubscriptionClient:
         request = wire.fetch_subscriptions(4, self._service(0x8000, 4), None)
         four = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request))
         again = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request, after_ms=self._probe_ms // 2))
-        three = asyncio.ensure_future(self._speaks(3, wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(self._service(0x8000, 3))))
+        three = asyncio.ensure_future(
+            self._speaks(3, wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(self._service(0x8000, 3)))
+        )
         try:
             for asked in asyncio.as_completed((four, again)):
                 if await asked:
@@ -343,7 +378,9 @@ class USubscriptionClient:
             for task in (four, again, three):
                 task.cancel()
             await asyncio.gather(four, again, three, return_exceptions=True)
-        raise UStatusError(UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?")
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?"
+        )
 
     async def _speaks(self, version: int, method: int, request: Message, after_ms: int = 0) -> bool:
         await asyncio.sleep(after_ms / 1000)
@@ -369,7 +406,8 @@ class USubscriptionClient:
         if not self._open:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the uSubscription client is not open: await open() first")
 
-    # -- listeners and reconnects -----------------------------------------------------------------------------------------------------
+    # -- listeners and reconnects
+    # -----------------------------------------------------------------------------------------------------
 
     async def _listen(self, topic: UUri, listener: UListener, since: Any) -> None:
         listeners = self._listeners.setdefault(uris.key(topic), [])
@@ -417,7 +455,8 @@ class USubscriptionClient:
             self._restoring = asyncio.ensure_future(self._restore())
 
     async def _restore(self) -> None:
-        """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing otherwise."""
+        """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing
+        otherwise."""
         delay_ms = RESTORE_FIRST_MS
         try:
             while self._to_restore or self._to_register:
@@ -425,7 +464,11 @@ class USubscriptionClient:
                 failed = await self._restore_once()
                 if not failed:
                     continue
-                log.warning("not everything could be restored after the reconnect: trying again", failed=len(failed), why=str(failed[0]))
+                log.warning(
+                    "not everything could be restored after the reconnect: trying again",
+                    failed=len(failed),
+                    why=str(failed[0]),
+                )
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(delay_ms / 1000):
                         await self._reconnected.wait()
@@ -437,7 +480,9 @@ class USubscriptionClient:
         """Why the rest could not be said; what was, or was refused for good, is no longer to be restored."""
         topics, registrations = list(self._to_restore), list(self._to_register)
         results = await asyncio.gather(
-            *(self._resubscribe(key) for key in topics), *(self._reregister(key) for key in registrations), return_exceptions=True
+            *(self._resubscribe(key) for key in topics),
+            *(self._reregister(key) for key in registrations),
+            return_exceptions=True,
         )
         failed: list[UStatusError] = []
         for result in results:

@@ -4,8 +4,9 @@ uSubscription of A --fetch, notifications--> ServiceInterest ---+
 uSubscription in this process --hook-------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
 the file of the Rust streamer -------------> StaticFile --------+
 
-A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A service that is away
-does not change what is known of it; `healthy` says so. Until a service has given its first complete answer, nobody knows who else wants a
+A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A
+service that is away does not change what is known of it; `healthy` says so. Until a service has given its first
+complete answer, nobody knows who else wants a
 topic: it is undecided, and stays so for as long as that takes.
 """
 
@@ -31,14 +32,17 @@ from usubscription_client.memory import InterestMemory
 from usubscription_client.table import SUBSCRIPTIONS_MAX, Key, Positions, TableSource, Want, merge, uri_of
 from usubscription_client.wire import Status, Subscription
 
-REFRESH_MS: Final = 60_000  # between fetches when all is well: notifications do the work, this only mends what they lost
+# between fetches when all is well: notifications do the work, this only mends what they lost
+REFRESH_MS: Final = 60_000
 RETRY_FIRST_MS: Final = 500  # after a failed fetch; doubles up to ...
 RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
-AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8  # of one authority, so that topics which it makes up keep out its own alone
+# of one authority, so that topics which it makes up keep out its own alone
+AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8
 LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
 ASKS_AT_ONCE: Final = 32  # calls in flight while a refresh asks again, topic by topic
-EMBEDDED_SAVE_DELAY_S: Final = 60.0  # what the service has on disk itself is remembered a second time for its damage only
+# what the service has on disk itself is remembered a second time for its damage only
+EMBEDDED_SAVE_DELAY_S: Final = 60.0
 CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
 
 log = structlog.get_logger()
@@ -71,10 +75,12 @@ class InterestSource(Protocol):
         """Fetch again now."""
 
     async def ask(self, topic: UUri) -> None:
-        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises UStatusError."""
+        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
+        UStatusError."""
 
     def decided(self, topic: UUri) -> bool:
-        """False until the first complete answer after a start, or, of a source that can't list, the first one about `topic`."""
+        """False until the first complete answer after a start, or, of a source that can't list, the first one about
+        `topic`."""
         ...
 
     def wants(self, topic: UUri) -> Mapping[str, Want]: ...
@@ -104,8 +110,8 @@ class ServiceInterest(TableSource):
     ) -> None:
         """`memory` is a file that keeps what is known over a restart, for when the service is away then.
 
-        `lives_there(authority)`: it is one of the service's own network. Of subscriptions to others' topics by others' clients, it has
-        nothing to say.
+        `lives_there(authority)`: it is one of the service's own network. Of subscriptions to others' topics by others'
+        clients, it has nothing to say.
         """
         super().__init__(authority, subscriptions_max=subscriptions_max)
         self._lives_there = lives_there
@@ -165,7 +171,8 @@ class ServiceInterest(TableSource):
         await self._try()
 
     async def ask(self, topic: UUri) -> None:
-        """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next refresh."""
+        """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next
+        refresh."""
         authority = topic.authority_name
         of_it = self._asked.get(authority, {})
         if self.can_list or uris.key(topic) in of_it:
@@ -174,7 +181,9 @@ class ServiceInterest(TableSource):
         if self._asked_count >= TOPICS_ASKED_MAX or len(of_it) >= AUTHORITY_TOPICS_ASKED_MAX:
             freed = self._let_go(authority if of_it else max(self._asked, key=lambda one: len(self._asked[one])))
             if freed is None:
-                log.warning("no more topics can be asked of this service", authority=self.name, of=authority, topics=len(of_it))
+                log.warning(
+                    "no more topics can be asked of this service", authority=self.name, of=authority, topics=len(of_it)
+                )
                 return
         self._note_asked(topic)
         if not await self._ask(topic):
@@ -189,7 +198,8 @@ class ServiceInterest(TableSource):
         of_it[uris.key(topic)] = topic
 
     def _let_go(self, authority: str) -> UUri | None:
-        """Forget a topic of `authority` that nobody wants; who publishes it again has it asked again. None: all are wanted."""
+        """Forget a topic of `authority` that nobody wants; who publishes it again has it asked again. None: all are
+        wanted."""
         of_it = self._asked[authority]
         for key in list(islice(of_it, LET_GO_LOOKS_MAX)):
             topic = of_it.pop(key)
@@ -209,7 +219,8 @@ class ServiceInterest(TableSource):
         loop = asyncio.get_running_loop()
         while True:
             self._kick.clear()
-            earliest = loop.time() + self._retry_first_ms / 1000  # whatever we are told: a notification costs its sender nothing
+            # whatever we are told: a notification costs its sender nothing
+            earliest = loop.time() + self._retry_first_ms / 1000
             ok = await self._try()
             if not first.done():
                 first.set_result(None)
@@ -227,7 +238,11 @@ class ServiceInterest(TableSource):
                 await self._fetch()
             except UStatusError as error:
                 if self.healthy:
-                    log.warning("uSubscription can't be asked: the last known interest serves", authority=self.name, why=str(error))
+                    log.warning(
+                        "uSubscription can't be asked: the last known interest serves",
+                        authority=self.name,
+                        why=str(error),
+                    )
                 self.healthy = False
             except Exception:
                 log.exception("asking uSubscription failed", authority=self.name)
@@ -260,12 +275,22 @@ class ServiceInterest(TableSource):
 
     def _may_say(self, told: Subscription) -> bool:
         topic, subscriber = told.topic, told.subscriber
-        one_topic = topic.authority_name != uris.WILDCARD_AUTHORITY and topic.ue_id & 0xFFFF != uris.WILDCARD_ENTITY_TYPE
-        if one_topic and uris.is_topic(topic) and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name)):
+        one_topic = (
+            topic.authority_name != uris.WILDCARD_AUTHORITY and topic.ue_id & 0xFFFF != uris.WILDCARD_ENTITY_TYPE
+        )
+        if (
+            one_topic
+            and uris.is_topic(topic)
+            and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name))
+        ):
             return True
         if not self.ignored:
             what = f"{uris.format(topic)} for {uris.format(subscriber)}"
-            log.warning("a uSubscription tells of a subscription that is not of its network: passed over", authority=self.name, what=what)
+            log.warning(
+                "a uSubscription tells of a subscription that is not of its network: passed over",
+                authority=self.name,
+                what=what,
+            )
         self.ignored += 1
         return False
 
@@ -359,7 +384,9 @@ class EmbeddedInterest(TableSource):
         try:
             await self._read()
         except UStatusError as error:
-            log.error("the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error))
+            log.error(
+                "the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error)
+            )
             self.healthy = False
             if not self.complete and self._memory is not None and self._table.replace(self._memory.load()):
                 self._table.changed()
@@ -390,7 +417,9 @@ class EmbeddedInterest(TableSource):
 
 
 def _subscription(row: Any) -> Subscription:
-    return Subscription(uri_of(row.topic), uri_of(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms)
+    return Subscription(
+        uri_of(row.topic), uri_of(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms
+    )
 
 
 class Interest:
@@ -431,7 +460,8 @@ class Interest:
             await asyncio.gather(*asking)
 
     def undecided(self, topic: UUri) -> list[str]:
-        """The scopes of the sources that may yet name somebody who wants `topic`; `on_change` tells when one of them has answered.
+        """The scopes of the sources that may yet name somebody who wants `topic`; `on_change` tells when one of them
+        has answered.
 
         Sources that can't list are asked about it.
         """
@@ -445,7 +475,8 @@ class Interest:
         key, waiting = uris.key(topic), self._to_ask.setdefault(topic.authority_name, {})
         if key in self._asking or key in waiting:
             return
-        if self._to_ask_count < TOPICS_ASKED_MAX and len(waiting) < AUTHORITY_TOPICS_ASKED_MAX:  # else it is asked when it is seen again
+        # else it is asked when it is seen again
+        if self._to_ask_count < TOPICS_ASKED_MAX and len(waiting) < AUTHORITY_TOPICS_ASKED_MAX:
             waiting[key] = topic
             self._to_ask_count += 1
             self._ask_next()

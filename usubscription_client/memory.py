@@ -24,10 +24,16 @@ log = structlog.get_logger()
 
 
 class InterestMemory:
-    """One file for one source. A file that can't be read or written is told and does no harm: the service is asked anyway."""
+    """One file for one source. A file that can't be read or written is told and does no harm: the service is asked
+    anyway."""
 
     def __init__(
-        self, path: Path, known: Callable[[], Iterable[Subscription]], disk: Disk = REAL_DISK, *, delay_s: float = SAVE_DELAY_S
+        self,
+        path: Path,
+        known: Callable[[], Iterable[Subscription]],
+        disk: Disk = REAL_DISK,
+        *,
+        delay_s: float = SAVE_DELAY_S,
     ) -> None:
         self._path, self._known, self._disk, self._delay_s = path, known, disk, delay_s
         self._due: asyncio.TimerHandle | None = None
@@ -44,7 +50,9 @@ class InterestMemory:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
-            log.warning("the remembered interest can't be read, and is asked anew", path=str(self._path), why=str(error))
+            log.warning(
+                "the remembered interest can't be read, and is asked anew", path=str(self._path), why=str(error)
+            )
             return []
 
     def changed(self) -> None:

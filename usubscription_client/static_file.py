@@ -53,7 +53,9 @@ def read(path: Path) -> list[Subscription]:
     """The subscriptions in the file at `path`. Blocks. Raises NOT_FOUND or INVALID_ARGUMENT."""
     try:
         if path.stat().st_size > FILE_BYTES_MAX:
-            raise invalid(f"{path} has more than {FILE_BYTES_MAX} bytes: use a uSubscription service for that many subscriptions")
+            raise invalid(
+                f"{path} has more than {FILE_BYTES_MAX} bytes: use a uSubscription service for that many subscriptions"
+            )
         content = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
     except OSError as error:
         raise UStatusError(UCode.NOT_FOUND, f"the subscription file {path} can't be read: {error.strerror}") from None
@@ -62,7 +64,9 @@ def read(path: Path) -> list[Subscription]:
     except UStatusError as error:
         raise invalid(f"{path}: {error.message}") from None
     if not isinstance(content, dict):
-        raise invalid(f"{path}: expected an object that maps topic URIs to lists of subscriber URIs, got {_kind(content)}")
+        raise invalid(
+            f"{path}: expected an object that maps topic URIs to lists of subscriber URIs, got {_kind(content)}"
+        )
     return [subscription for topic, subscribers in content.items() for subscription in _entry(path, topic, subscribers)]
 
 
@@ -95,7 +99,9 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(type(value), "a number")
+    return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(
+        type(value), "a number"
+    )
 
 
 __all__ = ["StaticFile", "read"]

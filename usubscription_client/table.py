@@ -54,15 +54,19 @@ class _Topic:
 
 
 class InterestTable:
-    """Topic -> subscribers -> authorities. A lookup costs some dictionary accesses, however many topics have wildcards."""
+    """Topic -> subscribers -> authorities. A lookup costs some dictionary accesses, however many topics have
+    wildcards."""
 
-    def __init__(self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
+    def __init__(
+        self, since: Callable[[UUri], Positions] = lambda _: FROM_THE_CURSOR, subscriptions_max: int = SUBSCRIPTIONS_MAX
+    ) -> None:
         """`since(topic)` says from where a subscription counts that was not known here before."""
         self._since, self._most = since, subscriptions_max
         self.count = 0  # of subscriptions
         self.left_out = 0  # since there was no room for more
         self._topics: dict[Key, _Topic] = {}
-        self._patterns: dict[Key, _Topic] = {}  # topics with a wildcard: version 4 allows all instances, and all versions
+        # topics with a wildcard: version 4 allows all instances, and all versions
+        self._patterns: dict[Key, _Topic] = {}
         self._wide: dict[Key, _Topic] = {}  # of those the ones with another wildcard, which only a file can have
         self._callbacks: list[Callable[[], None]] = []
 
@@ -95,7 +99,8 @@ class InterestTable:
                     yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, subscriber.period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
-        """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of them."""
+        """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
+        them."""
         for entries in (self._topics, self._patterns):
             for entry in entries.values():
                 wants = _wants_of(entry)
@@ -103,7 +108,9 @@ class InterestTable:
                 for key in entry.subscribers:
                     named.setdefault(key[0], key)
                 for authority, key in named.items():
-                    yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms)
+                    yield Subscription(
+                        entry.uri, uri_of(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
+                    )
 
     def put(self, subscription: Subscription) -> bool:
         """Take one subscription as it is now. True if that changed anything."""
@@ -164,7 +171,9 @@ class InterestTable:
             for key, entry in mine.items():
                 before = theirs[key].subscribers if key in theirs else {}
                 for subscriber in entry.subscribers.keys() & before.keys():
-                    entry.subscribers[subscriber] = entry.subscribers[subscriber]._replace(since=before[subscriber].since)
+                    entry.subscribers[subscriber] = entry.subscribers[subscriber]._replace(
+                        since=before[subscriber].since
+                    )
 
     def _flat(self) -> dict[Key, dict[Key, _Subscriber]]:
         return {key: entry.subscribers for entries in (self._topics, self._patterns) for key, entry in entries.items()}
@@ -178,7 +187,8 @@ class InterestTable:
 
 
 def _wildcards(key: Key) -> Iterable[Key]:
-    """The patterns of version 4 that match: any instance, any version, both. Each once: `key` may be one of them itself."""
+    """The patterns of version 4 that match: any instance, any version, both. Each once: `key` may be one of them
+    itself."""
     authority, ue_id, version, resource = key
     any_instance, any_version = ue_id | uris.WILDCARD_ENTITY_INSTANCE << 16, uris.WILDCARD_VERSION
     return {
@@ -191,7 +201,11 @@ def _wildcards(key: Key) -> Iterable[Key]:
 def _is_wide(key: Key) -> bool:
     """No subscription that a service may take, for the specification forbids these wildcards."""
     authority, ue_id, _, resource = key
-    return authority == uris.WILDCARD_AUTHORITY or ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE or resource == uris.WILDCARD_RESOURCE
+    return (
+        authority == uris.WILDCARD_AUTHORITY
+        or ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE
+        or resource == uris.WILDCARD_RESOURCE
+    )
 
 
 def _wants_of(entry: _Topic) -> Mapping[str, Want]:
@@ -230,9 +244,10 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
 class TableSource:
     """What the sources have in common.
 
-    `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where the logs are in which
-    subscriptions count. A subscription that the first answer after a start names may be as old as what waits in the logs, so it counts
-    from each peer's cursor; one that comes later counts from where the logs are then.
+    `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where
+    the logs are in which subscriptions count. A subscription that the first answer after a start names may be as old as
+    what waits in the logs, so it counts from each peer's cursor; one that comes later counts from where the logs are
+    then.
     """
 
     can_list = True
@@ -243,7 +258,9 @@ class TableSource:
         self.name, self.scope = name, scope if scope is not None else name
         self.also: Collection[str] = ()
         self.positions: Callable[[], Positions] = tuple
-        self._table = InterestTable(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max)
+        self._table = InterestTable(
+            lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"

@@ -27,7 +27,15 @@ VERSIONS: Final = (4, 3)  # in the order in which they are tried
 
 SUBSCRIBE, UNSUBSCRIBE, FETCH_SUBSCRIPTIONS, REGISTER, UNREGISTER, FETCH_SUBSCRIBERS, RESET = range(7)
 METHODS: Final[dict[int, dict[int, int]]] = {
-    3: {SUBSCRIBE: 1, UNSUBSCRIBE: 2, FETCH_SUBSCRIPTIONS: 3, REGISTER: 6, UNREGISTER: 7, FETCH_SUBSCRIBERS: 8, RESET: 9},
+    3: {
+        SUBSCRIBE: 1,
+        UNSUBSCRIBE: 2,
+        FETCH_SUBSCRIPTIONS: 3,
+        REGISTER: 6,
+        UNREGISTER: 7,
+        FETCH_SUBSCRIBERS: 8,
+        RESET: 9,
+    },
     4: {SUBSCRIBE: 1, UNSUBSCRIBE: 2, FETCH_SUBSCRIPTIONS: 3, REGISTER: 4, UNREGISTER: 5, RESET: 6},
 }
 
@@ -77,7 +85,8 @@ def fetch_subscriptions(version: int, topic: UUri | None, subscriber: UUri | Non
     offset = place
     if version == 4:
         request = v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
-        request.MergeFromString(PageAsked(after=place).SerializeToString())  # beside what the specification has: paging.proto
+        # beside what the specification has: paging.proto
+        request.MergeFromString(PageAsked(after=place).SerializeToString())
         return request
     assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
     if topic is not None:
@@ -98,7 +107,8 @@ def reset(version: int) -> Message:
 
 
 def read_status(version: int, payload: UPayload) -> Status:
-    """The status in a subscribe response. Raises INTERNAL for one that says nothing: that is no refusal, and may be asked again."""
+    """The status in a subscribe response. Raises INTERNAL for one that says nothing: that is no refusal, and may be
+    asked again."""
     try:
         if version == 4:
             return Status(payload.unpack(v4.SubscribeResponse).status - 1)
@@ -135,7 +145,10 @@ def read_change(version: int, payload: UPayload) -> Subscription:
     """What has changed; without topic (its resource is 0) everything has. Raises INVALID_ARGUMENT."""
     change = _from_v4(payload.unpack(v4.Subscription)) if version == 4 else _from_v3(payload.unpack(v3.Update))
     if change.topic.resource_id and not _means_something(change):
-        raise invalid(f"the change is about {uris.format(change.topic)}, or for {uris.format(change.subscriber)}, which nobody can be")
+        raise invalid(
+            f"the change is about {uris.format(change.topic)}, or for {uris.format(change.subscriber)}, "
+            "which nobody can be"
+        )
     return change
 
 
@@ -162,11 +175,14 @@ def _from_v4(told: v4.Subscription) -> Subscription:
 def _from_v3(told: v3.Subscription | v3.Update) -> Subscription:
     attributes = told.attributes
     expires_ms = _milliseconds(attributes.expire) if attributes.HasField("expire") else None
-    return Subscription(told.topic, told.subscriber.uri, _status(told.status.state), expires_ms, attributes.sample_period_ms or None)
+    return Subscription(
+        told.topic, told.subscriber.uri, _status(told.status.state), expires_ms, attributes.sample_period_ms or None
+    )
 
 
 def _status(number: int) -> Status:
-    return Status(number) if 0 <= number <= 3 else Status.UNSUBSCRIBED  # of a later specification: no reason to forward for it
+    # of a later specification: no reason to forward for it
+    return Status(number) if 0 <= number <= 3 else Status.UNSUBSCRIBED
 
 
 def _milliseconds(time: Timestamp) -> int:

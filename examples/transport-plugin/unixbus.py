@@ -1,4 +1,5 @@
-"""uProtocol between the processes of one machine: a directory is the network, and each end has a Unix datagram socket in it.
+"""uProtocol between the processes of one machine: a directory is the network, and each end has a Unix datagram socket
+in it.
 
 send_batch -> sender thread: one datagram to each other socket of the directory, waiting while one is full
 reader thread: recv -> Inbox -> loop: parse -> ListenerTable -> listeners
@@ -58,7 +59,9 @@ class UnixBusTransport(UTransport):
         self._directory, self._authority = config.directory, local.get_authority()
         self._path = config.directory / f"{self._authority[:40]}.{os.getpid()}.{next(_numbers)}.sock"
         self._table = ListenerTable(
-            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            self._authority,
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._outbox = Outbox()
         self._open = False
@@ -97,7 +100,9 @@ class UnixBusTransport(UTransport):
         except OSError as error:  # foreign exceptions are translated here, at the edge
             self._receiving.close()
             self._sending.close()
-            raise UStatusError(UCode.UNAVAILABLE, f"can't make a socket in {self._directory}: {error}; does it exist?") from None
+            raise UStatusError(
+                UCode.UNAVAILABLE, f"can't make a socket in {self._directory}: {error}; does it exist?"
+            ) from None
         self._receiving.settimeout(WAKE_S)
         self._sending.settimeout(STALL_S_MAX)
         self._bytes_max = min(self.wire_bytes_max, DATAGRAM_BYTES_MAX)
@@ -135,7 +140,8 @@ class UnixBusTransport(UTransport):
             if refusal is not None:
                 statuses.append(refusal)
                 continue
-            datagram = completed(message, self._authority).SerializeToString()  # no key beside the message could name our host
+            # no key beside the message could name our host
+            datagram = completed(message, self._authority).SerializeToString()
             if len(datagram) > self._bytes_max:
                 statuses.append(too_large(len(datagram), self._bytes_max))
                 continue
@@ -143,7 +149,9 @@ class UnixBusTransport(UTransport):
                 for path in others:
                     self._send_to(path, datagram)
             except OSError as error:
-                return stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message=f"sending failed: {error}"))
+                return stopped(
+                    statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message=f"sending failed: {error}")
+                )
             statuses.append(OK)
         return statuses
 
@@ -155,11 +163,15 @@ class UnixBusTransport(UTransport):
         except FileNotFoundError:
             pass
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         self._table.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         self._table.remove(source_filter, sink_filter, listener)
 
@@ -168,10 +180,12 @@ class UnixBusTransport(UTransport):
             raise UStatusError.from_status(_CLOSED)
 
     def _read(self) -> None:
-        """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is full."""
+        """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is
+        full."""
         while self._open:
             with contextlib.suppress(TimeoutError):
-                datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)  # one byte more than anybody may send: so it shows if it was cut
+                # one byte more than anybody may send: so it shows if it was cut
+                datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)
                 self._inbox.put(datagram, len(datagram))
 
     def _deliver(self, datagrams: list[bytes]) -> Awaitable[None] | None:

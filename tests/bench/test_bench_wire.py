@@ -1,4 +1,5 @@
-"""The bytes that the load generators make by hand are those of the mappings, or the bench would measure something else."""
+"""The bytes that the load generators make by hand are those of the mappings, or the bench would measure something
+else."""
 
 import pytest
 
@@ -8,9 +9,10 @@ from bench.networks import Address, Tally
 from bench.soak import slope
 from bench.subject import write_config
 from streamer import config as configs
-from transports import dds_mapping, zenoh_mapping
+from transports.dds import mapping as dds_mapping
 from transports.mqtt5 import mapping as mqtt_mapping
 from transports.mqtt5 import wire as mqtt_wire
+from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import message as messages
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -46,7 +48,9 @@ def test_dds_bytes_are_the_mappings() -> None:
     check(decoded)
     assert samples[0].serialize() == dds_mapping.encode(decoded[0])
     assert {dds_mapping.partition_of(message.attributes, "elsewhere") for message in decoded} == {wire.DDS_PARTITION}
-    assert [dds_type.UMessage.deserialize(sample.serialize()).parts for sample in samples] == [sample.parts for sample in samples]
+    assert [dds_type.UMessage.deserialize(sample.serialize()).parts for sample in samples] == [
+        sample.parts for sample in samples
+    ]
 
 
 def test_mqtt_bytes_are_the_mappings() -> None:
@@ -57,7 +61,12 @@ def test_mqtt_bytes_are_the_mappings() -> None:
     publishes = [mqtt_wire.read_publish(first, body) for first, body in split]
     assert [publish.packet_id for publish in publishes] == [1, 2, 3]
     mapping = mqtt_mapping.Mapping(mqtt_mapping.Mode.IN_VEHICLE, "elsewhere")
-    check([mapping.decode(mqtt_wire.read_packet(publish)[0]._replace(topic=publish.topic.decode())) for publish in publishes])
+    check(
+        [
+            mapping.decode(mqtt_wire.read_packet(publish)[0]._replace(topic=publish.topic.decode()))
+            for publish in publishes
+        ]
+    )
 
 
 def test_packets_are_split_wherever_the_stream_is_cut() -> None:

@@ -1,4 +1,5 @@
-"""The campaigns' own parts: the hand-written wire against the product's, the ledger and the judge; then a short run of both kinds."""
+"""The campaigns' own parts: the hand-written wire against the product's, the ledger and the judge; then a short run of
+both kinds."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from chaos import campaigns, damage, wire
 from chaos.ledger import Ledger, Verdict
 from chaos.machine import DIE, IoFault, no_preload
-from transports import zenoh_mapping
 from transports.mqtt5.mapping import Mapping, Mode
+from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -27,7 +28,9 @@ SOURCE = wire.Uri("vehicle1", 0x2_8001, 1, 0x8001)
 SINK = wire.Uri("cloud", 0x9001, 1, 0)
 
 ENTITIES = st.builds(lambda kind, instance: instance << 16 | kind, st.integers(0, 0xFFFE), st.integers(0, 0xFFFE))
-URIS = st.builds(wire.Uri, st.sampled_from(["vehicle1", "cloud"]), ENTITIES, st.integers(0, 0xFE), st.integers(0, 0xFFFE))
+URIS = st.builds(
+    wire.Uri, st.sampled_from(["vehicle1", "cloud"]), ENTITIES, st.integers(0, 0xFE), st.integers(0, 0xFFFE)
+)
 MESSAGES = st.builds(
     wire.Message,
     st.builds(wire.new_id),
@@ -60,7 +63,9 @@ def test_both_name_the_same_topics_and_keys(message: wire.Message) -> None:
         assert message.zenoh_key() == zenoh_mapping.message_key(product, "vehicle1")
     for off_vehicle, mode in ((False, Mode.IN_VEHICLE), (True, Mode.OFF_VEHICLE)):
         attributes = product.attributes
-        assert message.topic(off_vehicle) == Mapping(mode, "vehicle1").topic(attributes.type, attributes.source, attributes.sink)
+        assert message.topic(off_vehicle) == Mapping(mode, "vehicle1").topic(
+            attributes.type, attributes.source, attributes.sink
+        )
 
 
 ROUTES = [
@@ -74,11 +79,16 @@ ROUTES = [
 @pytest.mark.parametrize(("type", "source", "sink"), ROUTES)
 @pytest.mark.parametrize("ttl_ms", [1_000, 1_001])
 def test_mqtt_properties_say_the_same(type: int, source: wire.Uri, sink: wire.Uri, ttl_ms: int) -> None:
-    message = wire.Message(wire.new_id(), type, source, sink, b"payload", ttl_ms, wire.new_id() if type == wire.RESPONSE else None)
+    message = wire.Message(
+        wire.new_id(), type, source, sink, b"payload", ttl_ms, wire.new_id() if type == wire.RESPONSE else None
+    )
     properties = message.properties()
     assert wire.Message.of_mqtt(properties, message.payload) == message
     packet = Mapping(Mode.OFF_VEHICLE, "vehicle1").encode(as_umessage(message))
-    ours = {name: getattr(properties, name, None) for name in ("UserProperty", "MessageExpiryInterval", "ContentType", "CorrelationData")}
+    ours = {
+        name: getattr(properties, name, None)
+        for name in ("UserProperty", "MessageExpiryInterval", "ContentType", "CorrelationData")
+    }
     assert sorted(packet.user_properties) == sorted(ours["UserProperty"])
     assert (packet.topic, packet.expiry_s) == (message.topic(True), ours["MessageExpiryInterval"])
     assert (packet.content_type, packet.correlation) == (ours["ContentType"], ours["CorrelationData"])
@@ -170,7 +180,10 @@ def test_the_judge_of_damage_hears_silence() -> None:
     assert "can't be read" in damaged(polled=lambda records, _: {1: records[1], 3: records[3]})[0]
     gap = Gap(reason=Gap.REASON_CORRUPTION, after_seq=1, before_seq=3)
     assert damaged(polled=lambda records, _: {1: records[1], 3: records[3]}, gaps=[gap]) == []
-    assert "not what was published" in damaged(delivered=lambda records, fresh: [*records.values(), (b"x" * 16, b"", b""), *fresh])[0]
+    assert (
+        "not what was published"
+        in damaged(delivered=lambda records, fresh: [*records.values(), (b"x" * 16, b"", b""), *fresh])[0]
+    )
     assert "name other records" in damaged(polled=lambda records, fresh: records | {3: fresh[0]})[0]
     assert "not forwarded any more" in damaged(delivered=lambda records, fresh: [*records.values(), *fresh[1:]])[0]
 
@@ -182,7 +195,9 @@ def test_writes_fail_from_the_call_on_that_was_asked_for(tmp_path: Path) -> None
     program = "import os; f = os.open('root/file', os.O_CREAT | os.O_WRONLY)\nfor _ in range(3): os.pwrite(f, b'0123456789', 0)"
 
     def run() -> subprocess.CompletedProcess[bytes]:
-        return subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=fault.environment, capture_output=True, check=False)
+        return subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=fault.environment, capture_output=True, check=False
+        )
 
     assert run().returncode == 0
     fault.arm(5, skip=3)
@@ -212,7 +227,9 @@ def test_no_damage_of_the_log_is_silent(kind: str, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_short_campaign_loses_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "chaos", "--minutes", "0.1", "--only", "kill-record", "--seed", "1"]
-    done = subprocess.run([*command, "--json", str(tmp_path / "result.json")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--json", str(tmp_path / "result.json")], capture_output=True, text=True, check=False
+    )
     result = json.loads(done.stdout.splitlines()[-1])
     assert json.loads((tmp_path / "result.json").read_text()) == result
     assert done.returncode == 0, done.stderr

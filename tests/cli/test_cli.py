@@ -1,4 +1,5 @@
-"""The command line as a person meets it: help with an example, and for whatever is wrong one sentence that says what to do."""
+"""The command line as a person meets it: help with an example, and for whatever is wrong one sentence that says what to
+do."""
 
 from __future__ import annotations
 
@@ -15,9 +16,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from streamer import cli
+from streamer.commands import cli
 
-COMMANDS = ["run", "check", "usubscription", "subscribe", "publish", "call", "replay", "history", "subscriptions", "dead-letters", "demo"]
+COMMANDS = [
+    "run",
+    "check",
+    "usubscription",
+    "subscribe",
+    "publish",
+    "call",
+    "replay",
+    "history",
+    "subscriptions",
+    "dead-letters",
+    "demo",
+]
 TOPIC = "//vehicle1/8001/1/8001"
 ON_LOCAL = ["-t", "local", "-a", "vehicle1"]
 
@@ -41,7 +54,9 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Invoke]:
     interval = sys.getswitchinterval()
 
     def run(*arguments: str) -> Result:
-        result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, list(arguments), prog_name="up-streamer")
+        result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(
+            cli.app, list(arguments), prog_name="up-streamer"
+        )
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
         assert "Traceback" not in result.output
         return result
@@ -89,7 +104,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["subscribe", "http://vehicle1/8001/1/8001", *ON_LOCAL], "up:"),
     (["subscribe", "//vehicle1/8001/1/7", *ON_LOCAL, "--no-usubscription"], "can match no message"),
     (["subscribe", TOPIC, "-t", "local", "-a", "Vehicle1"], "lower-case"),
-    (["subscribe", TOPIC, "-t", "pigeon", "-a", "vehicle1"], "no transport 'pigeon'; installed are dds, local, mqtt5, zenoh"),
+    (
+        ["subscribe", TOPIC, "-t", "pigeon", "-a", "vehicle1"],
+        "no transport 'pigeon'; installed are dds, local, mqtt5, zenoh",
+    ),
     (["subscribe", TOPIC, *ON_LOCAL, "-s", "bogus"], "expected KEY=VALUE, got 'bogus'"),
     (["subscribe", TOPIC, *ON_LOCAL, "-s", "netwrok=x"], "netwrok: unknown key"),
     (["subscribe", TOPIC, *ON_LOCAL, "-s", "a=2", "-s", "a.b=3"], "'a' in 'a.b=3' has been given a value already"),
@@ -148,7 +166,10 @@ WRONG: list[tuple[list[str], str]] = [
     (["usubscription", "-a", "V", "-t", "local", "--store", "x.db"], "lower-case"),
     (["usubscription", "-a", "v", "-t", "pigeon", "--store", "x.db"], "no transport 'pigeon'"),
     (["usubscription", "-a", "v", "-t", "local", "--store", "nowhere/x.db"], "make it first"),
-    (["usubscription", "-a", "v", "-t", "mqtt5", "--store", "x.db", "-s", "port=1"], "no connection to the broker at 127.0.0.1:1"),
+    (
+        ["usubscription", "-a", "v", "-t", "mqtt5", "--store", "x.db", "-s", "port=1"],
+        "no connection to the broker at 127.0.0.1:1",
+    ),
     (["demo", "--seconds", "5"], "--seconds"),
     (["demo", "--rate", "0"], "--rate"),
     (["demo", "--without-mqtt", "--data", "nowhere.csv"], "can't read nowhere.csv"),
@@ -179,7 +200,10 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
     (ONE.replace("[streamer]", "[streamer]\nadmni = 1"), ["bad.toml:3: streamer.admni: unknown key 'admni'"]),
     (ONE + "settings = { netwrok = 'x' }\n", ["bad.toml:8: endpoint.0.settings.netwrok: unknown key 'netwrok'"]),
     (ONE.replace('"local"', '"pigeon"'), ["bad.toml:6: endpoint 'v': there is no transport 'pigeon'"]),
-    (ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:99999"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
+    (
+        ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:99999"'),
+        ["bad.toml:3: streamer.admin: expected HOST:PORT"],
+    ),
     (ONE.replace("[streamer]", '[streamer]\nadmin = "9090"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
     (ONE + ONE.partition("data")[2].partition("\n")[2], ["two endpoints are named 'v'"]),
     (
@@ -192,7 +216,8 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
     (ONE + '[[rule]]\nfrom = "v"\nto = "v"\n', ["in a circle"]),
     (ONE + '[history]\nrecord = ["nonsense"]\nretention_hours = 0\n', ["bad.toml:9:", "bad.toml:10:"]),
     (  # everything at once, in the order of the lines
-        "[streamer]\nfoo = 1\n" + ONE.replace("[streamer]\n", "").replace("data_dir", "#") + "settings = { nope = 1 }\nbar = 2\n",
+        "[streamer]\nfoo = 1\n" + ONE.replace("[streamer]\n", "").replace("data_dir", "#") + "settings = { nope = 1 "
+        "}\nbar = 2\n",
         ["bad.toml:2: streamer.foo", "endpoint.0.settings.nope", "endpoint.0.bar"],
     ),
 ]
@@ -238,7 +263,9 @@ def test_a_data_dir_that_cannot_be_made_is_said(invoke: Invoke, tmp_path: Path) 
 def test_an_admin_port_in_use_is_said(invoke: Invoke, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        (tmp_path / "one.toml").write_text(ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nadmin = "127.0.0.1:{port}"'))
+        (tmp_path / "one.toml").write_text(
+            ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nadmin = "127.0.0.1:{port}"')
+        )
         result = invoke("run", "-c", "one.toml")
     assert result.exit_code == 1
     assert f"the admin port 127.0.0.1:{port} can't be opened" in result.stderr
@@ -253,7 +280,13 @@ def test_check_prints_what_it_understood(invoke: Invoke, tmp_path: Path) -> None
             "ok": True,
             "authority": "vehicle1",
             "endpoints": [
-                {"name": "v", "transport": "local", "authorities": ["vehicle1"], "usubscription": "embedded", "home": True},
+                {
+                    "name": "v",
+                    "transport": "local",
+                    "authorities": ["vehicle1"],
+                    "usubscription": "embedded",
+                    "home": True,
+                },
             ],
             "rules": [],
             "unclaimed": {},
@@ -267,7 +300,13 @@ def test_publish_prints_what_it_sent(invoke: Invoke, tmp_path: Path) -> None:
     (tmp_path / "payload").write_bytes(b"\x00\xff")
     shown = [
         lines_of(invoke("publish", TOPIC, "-t", "local", "--json", "--count", "2", *payload))
-        for payload in (["--text", "hello"], ["--json-payload", '{"a": 1}'], ["--hex", "00ff"], ["--file", "payload"], [])
+        for payload in (
+            ["--text", "hello"],
+            ["--json-payload", '{"a": 1}'],
+            ["--hex", "00ff"],
+            ["--file", "payload"],
+            [],
+        )
     ]
     assert [one[0].get("payload") for one in shown] == ["hello", {"a": 1}, "00ff", "00ff", None]
     assert all(len({message["id"] for message in one}) == 2 for one in shown)
@@ -276,7 +315,9 @@ def test_publish_prints_what_it_sent(invoke: Invoke, tmp_path: Path) -> None:
 
 
 def test_replay_tells_of_broken_rows_and_loses_none_that_can_be_read(invoke: Invoke, tmp_path: Path) -> None:
-    (tmp_path / "broken.csv").write_text('VEHICLE_SPEED (),ENGINE_RPM (),\n1,900,\nfast,1000,\n2,,\n,,\n"3,1100,\n4,1200\n')
+    (tmp_path / "broken.csv").write_text(
+        'VEHICLE_SPEED (),ENGINE_RPM (),\n1,900,\nfast,1000,\n2,,\n,,\n"3,1100,\n4,1200\n'
+    )
     result = invoke("replay", "-t", "local", "-a", "vehicle1", "--all", "--data", "broken.csv", "--json")
     assert result.exit_code == 0
     last = lines_of(result)[-1]
@@ -314,7 +355,7 @@ def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
         admin = f"127.0.0.1:{taken.getsockname()[1]}"
         text = ONE.format(folder=tmp_path).replace("[streamer]", f'[streamer]\nlog_format = "json"\nadmin = "{admin}"')
         (tmp_path / "one.toml").write_text(text)
-        command = [sys.executable, "-m", "streamer.cli", "run", "-c", str(tmp_path / "one.toml")]
+        command = [sys.executable, "-m", "streamer.commands.cli", "run", "-c", str(tmp_path / "one.toml")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == cli.EXIT_FAILED
     last = [json.loads(line) for line in done.stderr.splitlines()][-1]
@@ -326,7 +367,7 @@ def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -
     """Also of a process that can't go on: no line is anything else, and no variable is shown."""
     text = ONE.format(folder=tmp_path).replace("[streamer]", '[streamer]\nlog_format = "json"\nadmin = "127.0.0.1:0"')
     (tmp_path / "one.toml").write_text(text)
-    command = [sys.executable, "-m", "streamer.cli", "run", "-c", str(tmp_path / "one.toml"), "--json"]
+    command = [sys.executable, "-m", "streamer.commands.cli", "run", "-c", str(tmp_path / "one.toml"), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -15,7 +15,7 @@ from history.consumers import Consumers, Owner
 from history.log import Log
 from storage.disk import REAL_DISK
 from streamer.app import Streamer, serve
-from streamer.cli import app
+from streamer.commands.cli import app
 from streamer.config import load
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
@@ -63,7 +63,14 @@ def said(*arguments: str) -> list[dict[str, object]]:
 
 def test_what_waits_is_listed_and_check_tells_what_nobody_claims(config: Path) -> None:
     cloud, vehicle = said("cursors", "list", "--config", str(config))
-    assert cloud == {"endpoint": "cloud", "seq": 4, "records": 6, "holds": True, "absent_hours": 2.0, "parked_topics": 1}
+    assert cloud == {
+        "endpoint": "cloud",
+        "seq": 4,
+        "records": 6,
+        "holds": True,
+        "absent_hours": 2.0,
+        "parked_topics": 1,
+    }
     assert (vehicle["endpoint"], vehicle["records"]) == ("vehicle", 0)
     assert said("check", "--config", str(config))[0]["unclaimed"] == {"cloud": 6}
     assert "6 records wait for endpoint 'cloud'" in CliRunner().invoke(app, ["check", "--config", str(config)]).stdout
@@ -163,5 +170,10 @@ async def test_a_name_is_released_while_the_streamer_runs(config: Path) -> None:
 
 def in_a_process(*arguments: str) -> tuple[int, dict[str, object] | None]:
     """The exit code and the line of JSON."""
-    done = subprocess.run([sys.executable, "-m", "streamer.cli", *arguments, "--json"], capture_output=True, check=False, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "streamer.commands.cli", *arguments, "--json"],
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
     return done.returncode, json.loads(done.stdout) if done.returncode == 0 else None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from streamer import cli
+from streamer.commands import cli
 
 CONFIG = """[streamer]
 data_dir = "{folder}/data"
@@ -82,7 +82,10 @@ def test_each_missing_file_is_told_with_its_line(config: Path) -> None:
     done = check(config)
     assert done.exit_code == 1
     assert told(done, config) == sorted(LINES.values())
-    assert f"endpoint.1.settings.tls.key_file: {config.parent}/vehicle1.key can't be read: No such file or directory" in done.stderr
+    assert (
+        f"endpoint.1.settings.tls.key_file: {config.parent}/vehicle1.key can't be read: No such file or directory"
+        in done.stderr
+    )
 
 
 @pytest.mark.parametrize("name", LINES)

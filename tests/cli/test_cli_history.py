@@ -12,16 +12,20 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from history.log import Log
-from streamer import cli
+from streamer.commands import cli
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
-CONFIG = '[streamer]\ndata_dir = "{folder}"\n[[endpoint]]\nname = "v"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+CONFIG = (
+    '[streamer]\ndata_dir = "{folder}"\n[[endpoint]]\nname = "v"\ntransport = "local"\nauthorities = ["vehicle1"]\n'
+)
 
 
 def run(*arguments: str | Path) -> Result:
-    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(cli.app, ["history", *map(str, arguments)], prog_name="up-streamer")
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(
+        cli.app, ["history", *map(str, arguments)], prog_name="up-streamer"
+    )
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     return result
 
@@ -55,7 +59,13 @@ def damage(data_dir: Path) -> None:
 
 def test_a_log_that_is_whole_is_sound(data_dir: Path) -> None:
     (found,) = as_json("verify", "--data-dir", data_dir)
-    assert (found["sound"], found["records"], found["oldest_seq"], found["newest_seq"], found["found"]) == (True, 20, 1, 20, [])
+    assert (found["sound"], found["records"], found["oldest_seq"], found["newest_seq"], found["found"]) == (
+        True,
+        20,
+        1,
+        20,
+        [],
+    )
     shown = run("verify", "--data-dir", data_dir)
     assert shown.exit_code == 0
     assert "20 records" in shown.stdout

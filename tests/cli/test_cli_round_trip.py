@@ -1,4 +1,5 @@
-"""The commands as processes, on real Zenoh networks: a gateway, a uSubscription of the cloud, and somebody at a terminal.
+"""The commands as processes, on real Zenoh networks: a gateway, a uSubscription of the cloud, and somebody at a
+terminal.
 
 terminal -- Zenoh -- vehicle1 -- gateway -- cloud -- Zenoh -- terminal, uSubscription
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import Child, free_port
+from streamer.demo.processes import Child, free_port
 from uprotocol import uri as uris
 
 WAIT_S = 60
@@ -62,14 +63,16 @@ class Terminal:
         self.admin_port = 0
 
     async def background(self, *command: str) -> Child:
-        child = await Child.start(command[0], "streamer.cli", *command, "--json")
+        child = await Child.start(command[0], "streamer.commands.cli", *command, "--json")
         self._stack.push_async_callback(child.stop)
         return child
 
     async def run(self, *command: str, code: int = 0) -> tuple[list[Any], str]:
         """The JSON lines on stdout, and stderr."""
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(sys.executable, "-m", "streamer.cli", *command, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "streamer.commands.cli", *command, stdout=pipe, stderr=pipe
+        )
         out, err = await asyncio.wait_for(process.communicate(), WAIT_S)
         assert process.returncode == code, err.decode()
         assert b"Traceback" not in err
@@ -122,7 +125,9 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     # a topic with wildcards is none that the service takes; without it, it is a filter like any other
     _, told = await terminal.run("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.cloud, code=1)
     assert "INVALID_ARGUMENT" in told
-    every = await terminal.background("subscribe", "up://vehicle1/8001/1/FFFF", *terminal.vehicle, "-a", "vehicle1", "--no-usubscription")
+    every = await terminal.background(
+        "subscribe", "up://vehicle1/8001/1/FFFF", *terminal.vehicle, "-a", "vehicle1", "--no-usubscription"
+    )
     await every.say("listening")
 
     # call, across the gateway
@@ -144,7 +149,9 @@ async def test_everything_from_a_terminal(terminal: Terminal) -> None:
     await terminal.until('log_newest_seq{log="durable"}', 53)
     (overview,), _ = await terminal.run("history", "vehicle1", *terminal.config, "--json")
     records = {topic["topic"]: topic["records"] for topic in overview["topics"]}
-    assert records == {TOPIC: done["topics"].get(TOPIC, 0) + 3} | {t: n for t, n in done["topics"].items() if t != TOPIC}
+    assert records == {TOPIC: done["topics"].get(TOPIC, 0) + 3} | {
+        t: n for t, n in done["topics"].items() if t != TOPIC
+    }
     polled, _ = await terminal.run("history", "vehicle1", TOPIC, *terminal.cloud, "--poll", "--limit", "3", "--json")
     assert [message["id"] for message in polled] == [message["id"] for message in published]
 
@@ -162,10 +169,13 @@ async def _interrupted(child: Child) -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_streamer_ends_in_order(terminal: Terminal, number: signal.Signals) -> None:
-    (terminal.folder / "second.toml").write_text(CONFIG.format(folder=terminal.folder / "second", inside=free_port(), outside=free_port()))
+    (terminal.folder / "second.toml").write_text(
+        CONFIG.format(folder=terminal.folder / "second", inside=free_port(), outside=free_port())
+    )
     second = await terminal.background("run", "-c", str(terminal.folder / "second.toml"))
     await second.say("ready")
     second.interrupt(number)
     assert await asyncio.wait_for(second.ended(), WAIT_S) == 0
-    _, told = await terminal.run("run", "-c", str(terminal.folder / "gateway.toml"), code=1)  # beside one that has the same data
+    # beside one that has the same data
+    _, told = await terminal.run("run", "-c", str(terminal.folder / "gateway.toml"), code=1)
     assert "in use by process" in told

@@ -1,4 +1,5 @@
-"""Every decoder, with the inputs of the corpus and with some minutes' worth of new ones; and that the targets can find something."""
+"""Every decoder, with the inputs of the corpus and with some minutes' worth of new ones; and that the targets can find
+something."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from fuzz import __main__ as main
 from fuzz import engine, registry
 from fuzz.mutate import mutated
 from history import chunk
-from transports import dds_mapping
+from transports.dds import mapping as dds_mapping
 from transports.mqtt5 import wire
 from uprotocol import encoded
 from uprotocol import uri as uris
@@ -41,7 +42,12 @@ def targets() -> Iterator[dict[str, registry.Target]]:
 def test_every_input_of_the_corpus(targets: dict[str, registry.Target]) -> None:
     """In a process of its own, which ends with its loops and folders."""
     done = subprocess.run(
-        [sys.executable, "-m", "fuzz", "--replay"], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+        [sys.executable, "-m", "fuzz", "--replay"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     count = sum(len(target.inputs()) for target in targets.values())
@@ -64,7 +70,9 @@ def test_new_inputs(tmp_path: Path) -> None:
     print(done.stdout)
     if done.returncode:
         logs = [
-            path.read_text(errors="replace")[-3_000:] for path in tmp_path.glob("*.log") if path.with_suffix("").name in _found(done.stdout)
+            path.read_text(errors="replace")[-3_000:]
+            for path in tmp_path.glob("*.log")
+            if path.with_suffix("").name in _found(done.stdout)
         ]
         pytest.fail("\n\n".join([done.stdout, done.stderr, *logs]))
     assert done.stdout.count("nothing found") == len(registry.load())
@@ -96,7 +104,9 @@ def test_what_a_hunt_finds_is_kept(engine_name: str, tmp_path: Path) -> None:
     if engine_name == "atheris" and not engine.has_atheris():
         pytest.skip("atheris is not installed")
     script = FINDS.format(engine=engine_name, out=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
+    )
     [line] = [line for line in done.stdout.splitlines() if line.startswith("{")]
     report = engine.Report(**json.loads(line))
     assert report.failed, done.stderr
@@ -149,7 +159,9 @@ FAULTS: dict[str, tuple[str, object, str, Callable[..., object]]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.timeout(600)
-def test_a_fault_that_is_put_back_is_found(fault: str, targets: dict[str, registry.Target], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_that_is_put_back_is_found(
+    fault: str, targets: dict[str, registry.Target], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, owner, attribute, faulty = FAULTS[fault]
     monkeypatch.setattr(owner, attribute, faulty)
     monkeypatch.setattr(engine, "INPUT_CPU_S", 0.5)

@@ -1,4 +1,5 @@
-"""Numbers that no log gives, in the answer of a history: nothing is taken for a record, and the reader can ask again."""
+"""Numbers that no log gives, in the answer of a history: nothing is taken for a record, and the reader can ask
+again."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ def test_a_batch_with_a_seq_that_no_log_gives_is_none(seq: int, prev_seq: int, d
 @pytest.mark.parametrize("reason", [Gap.REASON_CORRUPTION, Gap.REASON_RETENTION])
 def test_a_gap_that_ends_nowhere_moves_nobody(before_seq: int, reason: Gap.Reason.ValueType) -> None:
     acceptor = Acceptor({LOG: 7})
-    accepted = acceptor.accept(PollResponse(gaps=[Gap(reason=reason, incarnation=LOG, after_seq=2**64 - 1, before_seq=before_seq)]))
+    accepted = acceptor.accept(
+        PollResponse(gaps=[Gap(reason=reason, incarnation=LOG, after_seq=2**64 - 1, before_seq=before_seq)])
+    )
     assert accepted.positions == {LOG: 7}
     assert accepted.places.request()
     assert acceptor.dropped == {"unreadable": 1}

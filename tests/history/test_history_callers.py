@@ -1,4 +1,5 @@
-"""Callers beside each other: whose a consumer's name is, whose turn it is to read, and what one may take of everything."""
+"""Callers beside each other: whose a consumer's name is, whose turn it is to read, and what one may take of
+everything."""
 
 from __future__ import annotations
 
@@ -213,7 +214,12 @@ class World:
         self.transport = LocalTransport.on(self.network, LocalUriProvider("gateway", 4, 1))
         await self.transport.open()
         self.service = HistoryService(
-            self.transport, LocalUriProvider("gateway", 4, 1), [self.log], polls_waiting_max=8, replies_bytes_max=4 << 20, drain_ms_max=100
+            self.transport,
+            LocalUriProvider("gateway", 4, 1),
+            [self.log],
+            polls_waiting_max=8,
+            replies_bytes_max=4 << 20,
+            drain_ms_max=100,
         )
         await self.service.start()
         self._opened: list[InMemoryRpcClient | LocalTransport] = []
@@ -248,12 +254,17 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
 
 async def test_another_uentity_can_neither_move_nor_shorten_a_consumers_cursor(world: World) -> None:
     await world.append(5)
-    mine, theirs = HistoryClient(await world.caller("cloud"), SERVICE), HistoryClient(await world.caller("cloud", 0x21), SERVICE)
+    mine, theirs = (
+        HistoryClient(await world.caller("cloud"), SERVICE),
+        HistoryClient(await world.caller("cloud", 0x21), SERVICE),
+    )
     at = [Position(incarnation=world.log.incarnation, seq=2)]
     await mine.poll(PollRequest(consumer="job", acked=at, lease_ms=600_000))
     before = world.log.cursor_row("consumer:job")
     with pytest.raises(UStatusError) as caught:
-        await theirs.poll(PollRequest(consumer="job", acked=[Position(incarnation=world.log.incarnation, seq=5)], lease_ms=1))
+        await theirs.poll(
+            PollRequest(consumer="job", acked=[Position(incarnation=world.log.incarnation, seq=5)], lease_ms=1)
+        )
     assert caught.value.code == UCode.PERMISSION_DENIED
     assert "cloud" not in caught.value.message  # whose it is, is not told
     assert world.log.cursor_row("consumer:job") == before
@@ -316,9 +327,12 @@ def wild_poll(seed: int, incarnation: bytes) -> PollRequest:
 
     def position() -> Position:
         witnesses = [
-            Witness(seq=rng.choice(WILD64), digest=rng.randbytes(rng.choice([0, 8, 65]))) for _ in range(rng.choice([0, 0, 1, 3, 41]))
+            Witness(seq=rng.choice(WILD64), digest=rng.randbytes(rng.choice([0, 8, 65])))
+            for _ in range(rng.choice([0, 0, 1, 3, 41]))
         ]
-        return Position(incarnation=rng.choice([incarnation] * 6 + [b"x" * 16, b""]), seq=rng.choice(WILD64), witnesses=witnesses)
+        return Position(
+            incarnation=rng.choice([incarnation] * 6 + [b"x" * 16, b""]), seq=rng.choice(WILD64), witnesses=witnesses
+        )
 
     asked = PollRequest(consumer=rng.choice(["", "c", "c\x00", "\N{BELL}" * 300]))
     for name in ("max_records", "max_bytes", "wait_ms", "lease_ms"):
@@ -360,7 +374,9 @@ async def test_no_request_is_a_fault_of_ours(world: World, round: int) -> None:
     assert codes == {UCode.INVALID_ARGUMENT}
 
 
-@pytest.mark.parametrize(("seconds", "nanos"), [(253_402_300_800, 0), (-62_135_596_801, 0), (1 << 62, 0), (0, -1), (0, 1_000_000_000)])
+@pytest.mark.parametrize(
+    ("seconds", "nanos"), [(253_402_300_800, 0), (-62_135_596_801, 0), (1 << 62, 0), (0, -1), (0, 1_000_000_000)]
+)
 async def test_a_time_out_of_range_is_the_callers_mistake(
     world: World, seconds: int, nanos: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,5 @@
-"""HistoryFeed: one long poll for all listeners, and each hears its own, once and in order, whatever happens to the others."""
+"""HistoryFeed: one long poll for all listeners, and each hears its own, once and in order, whatever happens to the
+others."""
 
 from __future__ import annotations
 
@@ -138,7 +139,9 @@ async def test_one_long_poll_feeds_600_listeners(world: World) -> None:
     everyone = range(LISTENERS)
     await world.append(0, *everyone)
     for begin in range(0, LISTENERS, 50):  # each asks the service before it returns
-        await asyncio.gather(*(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone[begin : begin + 50]))
+        await asyncio.gather(
+            *(world.feed.subscribe_since(topic(one), 0, listeners[one]) for one in everyone[begin : begin + 50])
+        )
     await until(lambda: all(listener.numbers == [0] for listener in listeners))
     await world.caught_up(LISTENERS)
     world.client.polls = world.client.in_flight_max = 0
@@ -179,7 +182,9 @@ async def test_each_begins_where_it_asked_to_and_late_ones_join_while_messages_c
     assert not world.gaps
 
 
-async def test_a_slow_listener_stops_nobody_is_bounded_and_loses_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_listener_stops_nobody_is_bounded_and_loses_nothing(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feeds, "FEED_BYTES_MAX", 20_000)
     gate = asyncio.Event()
     slow, quick = Listener(gate.wait), Listener()
@@ -215,10 +220,14 @@ async def test_a_restart_of_the_streamer_is_no_gap_for_what_is_durable(world: Wo
     await world.append(1, 99, log=world.ring)
     await until(lambda: all(listener.numbers == [0, 1] for listener in [*listeners, of_ring]))
     await world.caught_up(41)
-    assert [(told, gap.reason, gap.incarnation) for told, gap in world.gaps] == [(topic(99), Gap.REASON_INCARNATION, lost)]
+    assert [(told, gap.reason, gap.incarnation) for told, gap in world.gaps] == [
+        (topic(99), Gap.REASON_INCARNATION, lost)
+    ]
 
 
-async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agree(world: World, tmp_path: Path) -> None:
+async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agree(
+    world: World, tmp_path: Path
+) -> None:
     listeners = [Listener() for _ in range(5)]
     path, copy = tmp_path / "data" / "l.db", tmp_path / "copy"
 
@@ -327,7 +336,9 @@ async def test_one_that_is_refused_ends_alone(world: World, monkeypatch: pytest.
     assert bad.numbers == []
 
 
-async def test_wildcards_beyond_the_limit_of_a_poll_get_another_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wildcards_beyond_the_limit_of_a_poll_get_another_one(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feeds, "WILDCARD_PATTERNS_MAX", 2)
     patterns = [uris.pattern("vcu.vin", resource=0x8000 + one) for one in range(5)]
     listeners = [Listener() for _ in patterns]

@@ -34,14 +34,18 @@ class World:
 
     async def open(self, path: Path) -> None:
         network = LocalNetwork()
-        self.durable = await Log.open(path / "l.db", name="durable", retention_ms=60_000, tail_bytes=1, now_ms=lambda: self.now)
+        self.durable = await Log.open(
+            path / "l.db", name="durable", retention_ms=60_000, tail_bytes=1, now_ms=lambda: self.now
+        )
         self.volatile = await Log.open(None, name="volatile", now_ms=lambda: self.now)
         local = LocalUriProvider("gateway", 4, 1)
         self.transport = LocalTransport.on(network, local)
         self.client_transport = LocalTransport.on(network, LocalUriProvider("cloud", 0x20, 1))
         await self.transport.open()
         await self.client_transport.open()
-        self.service = HistoryService(self.transport, local, [self.durable, self.volatile], polls_waiting_max=2, share=1)
+        self.service = HistoryService(
+            self.transport, local, [self.durable, self.volatile], polls_waiting_max=2, share=1
+        )
         await self.service.start()
         self.rpc = InMemoryRpcClient(self.client_transport, LocalUriProvider("cloud", 0x20, 1))
         await self.rpc.open()
@@ -57,7 +61,9 @@ class World:
 
     async def append(self, *topics: int, log: Log | None = None, size: int = 1) -> list[UMessage]:
         target = log if log is not None else self.durable
-        messages = [UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(b"x" * size, 5)) for topic in topics]
+        messages = [
+            UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(b"x" * size, 5)) for topic in topics
+        ]
         await target.append([target.stream_id(TOPICS[topic]) for topic in topics], messages)
         return messages
 
@@ -97,7 +103,9 @@ async def test_a_poll_brings_everything_of_both_logs_and_where_to_go_on(world: W
     response = await world.client.poll()
     assert seqs(response, world.durable) == [1, 2, 3]
     assert seqs(response, world.volatile) == [1]
-    assert [message for batch in response.batches for message in batch.message] == [m.SerializeToString() for m in sent + kept]
+    assert [message for batch in response.batches for message in batch.message] == [
+        m.SerializeToString() for m in sent + kept
+    ]
     assert list(response.batches[0].prev_seq) == [0, 0, 1]
     assert list(response.batches[0].time_ms) == [world.now] * 3
     assert places(response) == {world.durable.incarnation: 3, world.volatile.incarnation: 1}
@@ -226,7 +234,9 @@ async def test_retention_is_a_gap_with_bounds_unless_the_start_was_left_open(wor
     await world.append(0)
     await world.retention()
     response = await world.client.poll(PollRequest(positions=world.at(1)))
-    assert list(response.gaps) == [Gap(reason=Gap.REASON_RETENTION, incarnation=world.durable.incarnation, after_seq=1, before_seq=3)]
+    assert list(response.gaps) == [
+        Gap(reason=Gap.REASON_RETENTION, incarnation=world.durable.incarnation, after_seq=1, before_seq=3)
+    ]
     assert seqs(response, world.durable) == [3]
     assert not (await world.client.poll(PollRequest(earliest=True))).gaps
     assert not (await world.client.poll(PollRequest(positions=world.at(1), topics=[TOPICS[1]]))).gaps
@@ -258,13 +268,21 @@ async def test_a_position_that_proves_where_it_was_finds_out_a_log_that_went_bac
     (mine,) = [position for position in first.next if position.incarnation == world.durable.incarnation]
     (witness,) = mine.witnesses
     assert witness.seq == mine.seq == 3
-    assert uuids.to_bytes(sent[2].attributes.id) not in mine.SerializeToString(), "of a message that one may not see nothing is told"
-    other = Position(incarnation=mine.incarnation, seq=4, witnesses=[witness, Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")])
+    assert uuids.to_bytes(sent[2].attributes.id) not in mine.SerializeToString(), (
+        "of a message that one may not see nothing is told"
+    )
+    other = Position(
+        incarnation=mine.incarnation,
+        seq=4,
+        witnesses=[witness, Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")],
+    )
     response = await world.client.poll(PollRequest(positions=[other], consumer="c", acked=[other]))
     assert [(gap.reason, gap.after_seq, gap.before_seq) for gap in response.gaps] == [(Gap.REASON_CORRUPTION, 4, 4)]
     assert seqs(response, world.durable) == [4, 5]
     assert world.durable.cursor("consumer:c") == 3, "what is read again is held"
-    unknown = Position(incarnation=mine.incarnation, seq=4, witnesses=[Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")])
+    unknown = Position(
+        incarnation=mine.incarnation, seq=4, witnesses=[Witness(seq=4, digest=b"?"), Witness(seq=2, digest=b"?")]
+    )
     response = await world.client.poll(PollRequest(positions=[unknown]))
     assert [(gap.after_seq, gap.before_seq) for gap in response.gaps] == [(4, 1)]
     assert seqs(response, world.durable) == [1, 2, 3, 4, 5]
@@ -291,7 +309,9 @@ async def test_of_a_log_from_which_nothing_was_read_nothing_is_lost(world: World
 async def test_a_consumer_holds_retention_until_its_lease_ends(world: World) -> None:
     for _ in range(4):
         await world.append(0)
-    response = await world.client.poll(PollRequest(consumer="spark", acked=world.at(2), lease_ms=600_000, max_records=1))
+    response = await world.client.poll(
+        PollRequest(consumer="spark", acked=world.at(2), lease_ms=600_000, max_records=1)
+    )
     assert response.lease_ms == 600_000
     world.now += 120_000
     await world.append(0)
@@ -335,13 +355,19 @@ async def test_describe(world: World) -> None:
 
 BAD = {
     "a topic that is a method": PollRequest(topics=[uris.uri("a", 1, 1, 5)]),
-    "a version of 9 bits": PollRequest(topics=[uris.UUri(authority_name="a", ue_id=1, ue_version_major=0x100, resource_id=0x8000)]),
-    "an authority in capitals": PollRequest(topics=[uris.UUri(authority_name="A", ue_id=1, ue_version_major=1, resource_id=0x8000)]),
+    "a version of 9 bits": PollRequest(
+        topics=[uris.UUri(authority_name="a", ue_id=1, ue_version_major=0x100, resource_id=0x8000)]
+    ),
+    "an authority in capitals": PollRequest(
+        topics=[uris.UUri(authority_name="A", ue_id=1, ue_version_major=1, resource_id=0x8000)]
+    ),
     "an incarnation of 3 bytes": PollRequest(positions=[Position(incarnation=b"abc", seq=1)]),
     "an until of no bytes": PollRequest(until=[Position(seq=1)]),
     "an acked of 17 bytes": PollRequest(consumer="c", acked=[Position(incarnation=bytes(17))]),
     "an id of 15 bytes": PollRequest(after_message_id=bytes(15)),
-    "a position with 41 witnesses": PollRequest(positions=[Position(incarnation=bytes(16), witnesses=[Witness()] * 41)]),
+    "a position with 41 witnesses": PollRequest(
+        positions=[Position(incarnation=bytes(16), witnesses=[Witness()] * 41)]
+    ),
     "a name without end": PollRequest(consumer="c" * 201),
 }
 

@@ -35,7 +35,11 @@ LOG = b"L" * 16
 
 
 def serialised(topic: int, number: int = 0) -> bytes:
-    return UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(str(number).encode(), 4)).SerializeToString()
+    return (
+        UMessageBuilder.publish(TOPICS[topic])
+        .build_from_upayload(UPayload(str(number).encode(), 4))
+        .SerializeToString()
+    )
 
 
 class World:
@@ -64,7 +68,8 @@ class World:
         """Messages numbered from `first`, over the topics in turn."""
         numbers = range(first, first + count)
         messages = [
-            UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4)) for number in numbers
+            UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4))
+            for number in numbers
         ]
         await self.log.append([self.log.stream_id(m.attributes.source) for m in messages], messages)
 
@@ -143,7 +148,9 @@ async def test_the_consumers_cursor_follows(world: World) -> None:
         assert (world.log.cursor("consumer:app") or 0) >= 5
 
 
-async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
     told: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
@@ -239,7 +246,9 @@ async def test_a_log_that_went_back_is_noticed_whatever_came_since(
     gaps: list[Gap] = []
 
     def reading() -> GaplessSubscriber:
-        return GaplessSubscriber(world.client, cursor_path=tmp_path / "cursor", max_records=10, on_gap=gaps.append, wait_ms_max=300)
+        return GaplessSubscriber(
+            world.client, cursor_path=tmp_path / "cursor", max_records=10, on_gap=gaps.append, wait_ms_max=300
+        )
 
     subscriber = reading()
     async with contextlib.AsyncExitStack() as stack:
@@ -259,7 +268,9 @@ async def test_a_log_that_went_back_is_noticed_whatever_came_since(
         seen = await take(subscriber, 1)
         while seen[-1] != last:
             seen += await take(subscriber, 1)
-    assert [(gap.reason, gap.incarnation, gap.after_seq) for gap in gaps] == [(Gap.REASON_CORRUPTION, world.log.incarnation, 200)]
+    assert [(gap.reason, gap.incarnation, gap.after_seq) for gap in gaps] == [
+        (Gap.REASON_CORRUPTION, world.log.incarnation, 200)
+    ]
     agreed = gaps[0].before_seq - 1
     assert 0 < agreed <= 100, "some of what was read is known to be there still"
     assert seen == [*range(agreed, 100), *range(1_000, 1_000 + grown)]
@@ -315,7 +326,8 @@ async def test_a_volatile_log_that_gave_nothing_may_vanish_and_one_that_was_read
     await served(world, world.log, ring)
     async with GaplessSubscriber(world.client, [TOPICS[0]], on_gap=gaps.append, wait_ms_max=100) as subscriber:
         for has_records in (False, True):
-            message = UMessageBuilder.publish(TOPICS[3]).build()  # of another topic: the position moves, but nothing is had
+            # of another topic: the position moves, but nothing is had
+            message = UMessageBuilder.publish(TOPICS[3]).build()
             await ring.append([ring.stream_id(TOPICS[3])], [message])
             if has_records:
                 message = UMessageBuilder.publish(TOPICS[0]).build_from_upayload(UPayload(b"7", 4))
@@ -329,13 +341,16 @@ async def test_a_volatile_log_that_gave_nothing_may_vanish_and_one_that_was_read
             await served(world, world.log, ring)
             await world.append(0, 1)
             assert await take(subscriber, 1) == [0]
-            assert [(gap.reason, gap.incarnation) for gap in gaps] == [(Gap.REASON_INCARNATION, lost.incarnation)] * has_records
+            assert [(gap.reason, gap.incarnation) for gap in gaps] == [
+                (Gap.REASON_INCARNATION, lost.incarnation)
+            ] * has_records
             await lost.close()
     await ring.close()
 
 
 class Faulty(HistoryClient):
-    """Loses calls, and answers: late ones again, records left out, doubled or out of order, cut columns. All from one seed."""
+    """Loses calls, and answers: late ones again, records left out, doubled or out of order, cut columns. All from one
+    seed."""
 
     def __init__(self, client: HistoryClient, seed: int) -> None:
         self._client, self._rng = client, random.Random(seed)
@@ -378,7 +393,9 @@ class Faulty(HistoryClient):
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_under_faults_every_record_comes_once_and_in_order(world: World, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_under_faults_every_record_comes_once_and_in_order(
+    world: World, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
     monkeypatch.setattr(subscriber_module, "PAUSE_MS", 1)
     monkeypatch.setattr(acceptor_module, "REFUSED_MAX", 1_000)
@@ -497,7 +514,9 @@ def test_a_cursor_file_comes_back_and_leaves_nothing_beside_it(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
 
 
-@pytest.mark.parametrize("text", ["", "7", "[]", "{}", '{"positions": 1}', '{"positions": {"zz": 1}}', '{"positions": {"00": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", "{}", '{"positions": 1}', '{"positions": {"zz": 1}}', '{"positions": {"00": 1}}']
+)
 def test_a_broken_cursor_file_is_a_clear_error(tmp_path: Path, text: str) -> None:
     (tmp_path / "c.json").write_text(text)
     with pytest.raises(UStatusError, match="cursor file"):

@@ -168,7 +168,9 @@ async def test_a_restart_keeps_records_streams_cursors_and_chains(tmp_path: Path
         assert await append(log, 1, 0) == 4
         chunks = await log.read(0)
         assert [prev for chunk in chunks for prev in chunk.prev_seqs] == [0, 0, 1, 2, 3]
-        assert [log.stream(id).source for chunk in chunks for id in chunk.streams] == [TOPICS[place] for place in (0, 1, 0, 1, 0)]
+        assert [log.stream(id).source for chunk in chunks for id in chunk.streams] == [
+            TOPICS[place] for place in (0, 1, 0, 1, 0)
+        ]
         assert [stream.records for stream in log.streams()] == [3, 2]
         assert log.tail(0) is None
         assert log.tail(3) is not None

@@ -29,7 +29,9 @@ def message(topic: int = 0, size: int = 100) -> UMessage:
 
 
 async def append(log: Log, *topics: int, size: int = 100) -> int:
-    return await log.append([log.stream_id(TOPICS[topic]) for topic in topics], [message(topic, size) for topic in topics])
+    return await log.append(
+        [log.stream_id(TOPICS[topic]) for topic in topics], [message(topic, size) for topic in topics]
+    )
 
 
 async def read_all(log: Log, after: int = 0) -> list[int]:
@@ -191,7 +193,11 @@ async def test_gaps_are_published_at_the_start_and_when_they_are_found(tmp_path:
         await read_all(log)
         _, notice = await asyncio.wait_for(heard.get(), 10)
         assert (notice.gap.incarnation, notice.gap.after_seq, notice.gap.before_seq) == (log.incarnation, 12, 16)
-        gaps.add(Gap(reason=Gap.REASON_RETENTION, incarnation=log.incarnation, after_seq=1, before_seq=5), "cloud", "too long away")
+        gaps.add(
+            Gap(reason=Gap.REASON_RETENTION, incarnation=log.incarnation, after_seq=1, before_seq=5),
+            "cloud",
+            "too long away",
+        )
         _, notice = await asyncio.wait_for(heard.get(), 10)
         assert (notice.endpoint, notice.detail, notice.time.ToMilliseconds()) == ("cloud", "too long away", 1_000)
         assert (gaps.total, gaps.lost) == (3, 0)

@@ -34,7 +34,9 @@ def message(topic: int = 0, size: int = 100) -> UMessage:
 
 
 async def append(log: Log, *topics: int, size: int = 100) -> int:
-    return await log.append([log.stream_id(TOPICS[topic]) for topic in topics], [message(topic, size) for topic in topics])
+    return await log.append(
+        [log.stream_id(TOPICS[topic]) for topic in topics], [message(topic, size) for topic in topics]
+    )
 
 
 async def read_all(log: Log, after: int = 0) -> list[int]:
@@ -62,8 +64,8 @@ async def main():
         while True:
             numbers = range(number + 1, number + 8)
             number += 7
-            messages = [UMessageBuilder.publish(topics[n % 4]).build_from_upayload(UPayload(str(n).encode(), 4)) for n in numbers]
-            first = await log.append([ids[n % 4] for n in numbers], messages)
+            messages = [UMessageBuilder.publish(topics[n % 4]).build_from_upayload(UPayload(str(n).encode(), 4)) for n
+            in numbers] first = await log.append([ids[n % 4] for n in numbers], messages)
             log.set_cursor("peer", first)
             print(first, numbers[0], numbers[-1], flush=True)
 
@@ -77,7 +79,9 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     acked: dict[int, int] = {}  # seq -> number
     for lines in (40, 150, 90):
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", APPENDER, str(path), stdout=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", APPENDER, str(path), stdout=asyncio.subprocess.PIPE
+        )
         assert process.stdout is not None
         async with asyncio.timeout(60):
             for _ in range(lines):
@@ -90,7 +94,9 @@ async def test_nothing_acknowledged_is_lost_by_kill_9(tmp_path: Path) -> None:
             stored = {}
             newest: dict[int, int] = {}
             for chunk in await _chunks(log):
-                for seq, prev, stream, read in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, chunk.messages, strict=True):
+                for seq, prev, stream, read in zip(
+                    chunk.seqs, chunk.prev_seqs, chunk.streams, chunk.messages, strict=True
+                ):
                     assert prev == newest.get(stream, 0)
                     newest[stream] = stored_seq = seq
                     stored[stored_seq] = int(read.payload)
@@ -209,7 +215,9 @@ async def test_a_file_of_noise_is_kept_aside(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", [(0, 1), (0, 100), (2, 6)], ids=["the first one", "its first bytes", "tables"])
-async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_saved(tmp_path: Path, pages: tuple[int, int]) -> None:
+async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_saved(
+    tmp_path: Path, pages: tuple[int, int]
+) -> None:
     path = tmp_path / "l.db"
     incarnation = await _made(path)
     content = bytearray(path.read_bytes())
@@ -225,7 +233,9 @@ async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_save
         await _is_saved(path, incarnation, list(range(1, 31)))
 
 
-async def test_a_disk_without_room_for_what_can_be_saved_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_without_room_for_what_can_be_saved_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "l.db"
     incarnation = await _made(path)
     with path.open("r+b") as file:
@@ -275,7 +285,9 @@ async def test_a_crash_leaves_a_log_that_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["truncated", "overwritten"])
-async def test_a_damaged_write_ahead_log_is_cut_to_the_last_whole_commit_and_the_rest_is_a_gap(tmp_path: Path, how: str) -> None:
+async def test_a_damaged_write_ahead_log_is_cut_to_the_last_whole_commit_and_the_rest_is_a_gap(
+    tmp_path: Path, how: str
+) -> None:
     copy = tmp_path / "copy.db"
     incarnation = await _copy_unclosed(tmp_path / "l.db", copy)
     wal = Path(f"{copy}-wal")
@@ -398,7 +410,9 @@ asyncio.run(main())
 
 async def test_a_file_that_may_not_grow_refuses_and_heals(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", FULL, str(path), stdout=asyncio.subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", FULL, str(path), stdout=asyncio.subprocess.PIPE
+    )
     output, _ = await asyncio.wait_for(process.communicate(), 60)
     assert process.returncode == 0
     async with await Log.open(path, name="again") as log:
@@ -422,7 +436,9 @@ async def test_a_second_opener_is_refused(tmp_path: Path) -> None:
 async def test_another_process_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "l.db"
     async with await Log.open(path, name="first"):
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", APPENDER, str(path), stderr=asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", APPENDER, str(path), stderr=asyncio.subprocess.PIPE
+        )
         _, errors = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode != 0
         assert b"ALREADY_EXISTS" in errors

@@ -47,7 +47,9 @@ class Made:
 
 
 def message(place: int, number: int) -> UMessage:
-    builder = UMessageBuilder.notification(TOPICS[place], SINK) if place == 3 else UMessageBuilder.publish(TOPICS[place])
+    builder = (
+        UMessageBuilder.notification(TOPICS[place], SINK) if place == 3 else UMessageBuilder.publish(TOPICS[place])
+    )
     return builder.build_from_upayload(UPayload(f"record {number} ".encode() * 8, 5))
 
 
@@ -116,14 +118,18 @@ async def check(log: Log, made: Made) -> None:
     found, gaps = await read(log)
     _check_records(log, made, found)
     lost = made.records.keys() - found.keys()
-    assert all(any(after < seq < before for after, before in gaps) for seq in lost), f"lost without a gap: {sorted(lost)}"
+    assert all(any(after < seq < before for after, before in gaps) for seq in lost), (
+        f"lost without a gap: {sorted(lost)}"
+    )
     assert log.damage or not lost
     for place in range(4):
         ids = {one.id for one in log.streams() if uris.key(one.source) == uris.key(TOPICS[place])}
         if ids:
             filtered, gaps = await read(log, ids)
             missing = {seq for seq in found if made.records[seq][0] == place} - filtered.keys()
-            assert all(any(after < seq < before for after, before in gaps) for seq in missing), f"filtered out: {sorted(missing)}"
+            assert all(any(after < seq < before for after, before in gaps) for seq in missing), (
+                f"filtered out: {sorted(missing)}"
+            )
             _check_records(log, made, filtered)
     _check_cursors(log)
     assert await log.append([stream(log, 0)], [message(0, 99)]) > max(made.records), "no seq names two records"
@@ -222,7 +228,9 @@ AIMED = {
 
 
 @pytest.mark.parametrize("statement", AIMED.values(), ids=AIMED.keys())
-async def test_a_row_that_is_not_as_it_was_written_is_told_and_put_right(closed: Made, tmp_path: Path, statement: str) -> None:
+async def test_a_row_that_is_not_as_it_was_written_is_told_and_put_right(
+    closed: Made, tmp_path: Path, statement: str
+) -> None:
     folder = tmp_path / "aimed"
     shutil.copytree(closed.folder, folder, ignore=shutil.ignore_patterns("*.lock"))
     db = sqlite3.connect(folder / "l.db")

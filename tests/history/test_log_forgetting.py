@@ -58,7 +58,9 @@ class Bench:
         return self.log
 
     async def append(self, *topics: UUri) -> int:
-        return await self.log.append([self.log.stream_id(one, wanted=True) for one in topics], [message(one) for one in topics])
+        return await self.log.append(
+            [self.log.stream_id(one, wanted=True) for one in topics], [message(one) for one in topics]
+        )
 
     async def pass_all(self) -> None:
         """Retention takes all there is, but for one more record of the topic LAST."""

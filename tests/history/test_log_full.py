@@ -1,4 +1,5 @@
-"""A disk that is full when the log is opened: refused once, clearly, and nothing is harmed; with room, all is as it was."""
+"""A disk that is full when the log is opened: refused once, clearly, and nothing is harmed; with room, all is as it
+was."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     path.mkdir()
     if shutil.which("mount") is None or os.geteuid():
         pytest.skip("only root can make a small file system")
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)], capture_output=True, text=True)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)], capture_output=True, text=True
+    )
     if made.returncode:
         pytest.skip(f"no small file system can be made here: {made.stderr.strip()}")
     yield path
@@ -46,7 +49,9 @@ def fill(disk: Path, free_bytes: int) -> Path:
 
 
 async def append(log: Log, size: int = 100) -> int:
-    return await log.append([log.stream_id(TOPIC)], [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(bytes(size), 5))])
+    return await log.append(
+        [log.stream_id(TOPIC)], [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(bytes(size), 5))]
+    )
 
 
 async def records(log: Log) -> int:
@@ -87,7 +92,9 @@ async def test_a_new_log(disk: Path, free_bytes: int) -> None:
 async def test_a_log_of_the_version_before(disk: Path, old_data: OldData, old_content: Any, free_bytes: int) -> None:
     for path in old_data("stopped").glob("history.db*"):
         shutil.copy(path, disk)
-    await full_then_room(disk / "history.db", free_bytes, old_content["now_ms"], old_content["history"]["stopped"]["newest_seq"])
+    await full_then_room(
+        disk / "history.db", free_bytes, old_content["now_ms"], old_content["history"]["stopped"]["newest_seq"]
+    )
 
 
 @pytest.mark.parametrize("free_bytes", FREE_BYTES)

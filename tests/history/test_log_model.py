@@ -54,7 +54,12 @@ class LogMachine(RuleBasedStateMachine):
     async def _open(self) -> Log:
         path = self.folder / "l.db" if self.durable else None
         log = await Log.open(
-            path, name="model", retention_ms=60_000, retention_bytes=30_000, tail_bytes=SMALL_TAIL_BYTES, now_ms=lambda: self.now
+            path,
+            name="model",
+            retention_ms=60_000,
+            retention_bytes=30_000,
+            tail_bytes=SMALL_TAIL_BYTES,
+            now_ms=lambda: self.now,
         )
         if log._writer is not None:
             log._writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
@@ -151,7 +156,8 @@ class LogMachine(RuleBasedStateMachine):
         held = min((seq for seq, until in self.leases.values() if until >= self.now), default=1 << 62)
         chunks = await self._chunks()
         assert self.log.stored_bytes <= 30_000 or len(chunks) == 1
-        for first_seq, last_seq, time_ms in chunks[:-1]:  # what is old is gone, unless a lease needs it or what is in front of it
+        # what is old is gone, unless a lease needs it or what is in front of it
+        for first_seq, last_seq, time_ms in chunks[:-1]:
             assert time_ms >= cutoff or last_seq > held or chunks[0][1] > held, (first_seq, last_seq, held)
 
     async def _chunks(self) -> list[tuple[int, int, int]]:
@@ -186,10 +192,14 @@ class LogMachine(RuleBasedStateMachine):
         assert not self.records or there, "the newest is always there"
         assert await self._read(log.floor_seq, None) == [record[:4] for record in there]
         middle = there[len(there) // 2][0] if there else 0
-        assert await self._read(middle, {0, 3}) == [record[:4] for record in there if record[0] > middle and record[2] in (0, 3)]
+        assert await self._read(middle, {0, 3}) == [
+            record[:4] for record in there if record[0] > middle and record[2] in (0, 3)
+        ]
         tail = log.tail(middle)
         if tail is not None:
-            assert [seq for chunk in tail for seq in chunk.seqs] == [record[0] for record in there if record[0] > middle]
+            assert [seq for chunk in tail for seq in chunk.seqs] == [
+                record[0] for record in there if record[0] > middle
+            ]
 
     async def _read(self, after: int, topics: set[int] | None) -> list[tuple[int, int, int, bytes]]:
         log = self.log

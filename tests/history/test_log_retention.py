@@ -129,7 +129,8 @@ async def test_what_age_takes_from_an_endpoint_is_handed_over(made: tuple[Log, C
         assert seqs == list(range(16, 31))
         assert [data for passed, _ in told for chunk in passed.chunks for data in chunk.data] == sent[15:]
         assert (told[0][0].after, told[-1][0].before) == (15, 31)
-        assert all(floor <= passed.before - 1 for passed, floor in told)  # told before the floor has risen, or as it rises
+        # told before the floor has risen, or as it rises
+        assert all(floor <= passed.before - 1 for passed, floor in told)
 
 
 async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed_over(

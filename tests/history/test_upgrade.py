@@ -1,4 +1,5 @@
-"""Logs of the version before open with everything in them, or are refused unharmed; and the versions understand each other on the wire."""
+"""Logs of the version before open with everything in them, or are refused unharmed; and the versions understand each
+other on the wire."""
 
 from __future__ import annotations
 
@@ -41,7 +42,15 @@ async def content(log: Log) -> list[dict[str, Any]]:
             for seq, id, data in zip(chunk.seqs, chunk.streams, chunk.data, strict=True):
                 stream = log.stream(id)
                 sink = None if stream.sink is None else uris.format(stream.sink)
-                found.append({"seq": seq, "stream": id, "source": uris.format(stream.source), "sink": sink, "message": data.hex()})
+                found.append(
+                    {
+                        "seq": seq,
+                        "stream": id,
+                        "source": uris.format(stream.source),
+                        "sink": sink,
+                        "message": data.hex(),
+                    }
+                )
     return found
 
 
@@ -54,7 +63,9 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", ["stopped", "killed"])
-async def test_a_log_of_0_1_0_keeps_records_positions_and_cursors(old_data: OldData, old_content: Any, name: str) -> None:
+async def test_a_log_of_0_1_0_keeps_records_positions_and_cursors(
+    old_data: OldData, old_content: Any, name: str
+) -> None:
     folder, expected = old_data(name), old_content["history"]
     now_ms, cursors = old_content["now_ms"], expected[name]["cursors"]
     records = expected["records"][: expected[name]["newest_seq"]]
@@ -75,7 +86,9 @@ async def test_a_log_of_0_1_0_keeps_records_positions_and_cursors(old_data: OldD
             assert found == [record["seq"] for record in records if record["stream"] == rare]
 
 
-async def test_the_first_append_after_an_upgrade_goes_on_where_the_version_before_stopped(old_data: OldData, old_content: Any) -> None:
+async def test_the_first_append_after_an_upgrade_goes_on_where_the_version_before_stopped(
+    old_data: OldData, old_content: Any
+) -> None:
     folder = old_data("killed")
     async with await open_log(folder, old_content["now_ms"]) as log:
         last = old_content["history"]["records"][-1]
@@ -147,7 +160,9 @@ async def test_an_upgrade_that_is_interrupted_at_any_statement_leaves_the_old_lo
         assert refused.code == UCode.UNAVAILABLE
         db = sqlite3.connect(folder / "history.db")
         assert db.execute("PRAGMA user_version").fetchone() == (1,)
-        assert db.execute("SELECT max(first_seq + records) - 1 FROM chunk").fetchone() == (expected["killed"]["newest_seq"],)
+        assert db.execute("SELECT max(first_seq + records) - 1 FROM chunk").fetchone() == (
+            expected["killed"]["newest_seq"],
+        )
         assert db.execute("SELECT seq FROM cursor WHERE name = 'egress:cloud'").fetchone() == (97,)
         db.close()
         monkeypatch.setattr(rows, "upgrade", upgrade)
@@ -188,11 +203,15 @@ async def test_what_0_1_0_asks_is_answered_and_what_it_answers_is_understood(tmp
     log = await Log.open(None, name="wire")
     topics = [uris.uri("vehicle1", 0x8001, 1, 0x8000 + place) for place in range(4)]
     for topic in topics:
-        await log.append([log.stream_id(topic)], [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"x", 5))])
+        await log.append(
+            [log.stream_id(topic)], [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"x", 5))]
+        )
     local = LocalUriProvider("vehicle1", 4, 1)
     service = HistoryService(LocalTransport.on(LocalNetwork(), local), local, [log])
     for name, kept in wire.items():
-        request = UMessageBuilder.request(uris.parse("//cloud/9001/1/0"), uris.uri("vehicle1", 4, 1, kept["method"]), 10_000)
+        request = UMessageBuilder.request(
+            uris.parse("//cloud/9001/1/0"), uris.uri("vehicle1", 4, 1, kept["method"]), 10_000
+        )
         data = bytes.fromhex(kept["request"])
         asked = DescribeRequest.FromString(data) if kept["method"] == 1 else PollRequest.FromString(data)
         assert asked.SerializeToString() == data, "nothing of it is unknown here"
@@ -216,7 +235,9 @@ async def test_what_a_newer_version_adds_is_passed_over() -> None:
     local = LocalUriProvider("vehicle1", 4, 1)
     service = HistoryService(LocalTransport.on(LocalNetwork(), local), local, [log])
     for kept in json.loads(WIRE.read_text()).values():
-        request = UMessageBuilder.request(uris.parse("//cloud/9001/1/0"), uris.uri("vehicle1", 4, 1, kept["method"]), 10_000)
+        request = UMessageBuilder.request(
+            uris.parse("//cloud/9001/1/0"), uris.uri("vehicle1", 4, 1, kept["method"]), 10_000
+        )
         answer = service._describe if kept["method"] == 1 else service._poll
         payload = UPayload(bytes.fromhex(kept["request"]) + added, 2)
         await answer(request.build_from_upayload(payload))

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import Child, free_port
+from streamer.demo.processes import Child, free_port
 from transports import plugin as plugins
 from transports.conformance import Sink
 from transports.mqtt5.broker import Broker
@@ -52,18 +52,26 @@ class Gateway:
     _nodes: list[UTransport] = field(default_factory=list)
 
     async def start(self, *wrapper: str) -> None:
-        self.child = await Child.start("the gateway", *(wrapper or ("streamer.cli",)), "run", "--config", str(self.config), "--json")
+        self.child = await Child.start(
+            "the gateway", *(wrapper or ("streamer.commands.cli",)), "run", "--config", str(self.config), "--json"
+        )
         self.stack.push_async_callback(self.child.stop)
         self.admin_port = (await self.child.say("ready"))["admin_port"]
 
     async def zenoh(self, authority: str = "vehicle1", entity: int = 0x8001) -> UTransport:
-        return await self.node("zenoh", authority, {"connect": [f"tcp/127.0.0.1:{self.zenoh_port}"], "connect_timeout_ms": 20_000}, entity)
+        return await self.node(
+            "zenoh", authority, {"connect": [f"tcp/127.0.0.1:{self.zenoh_port}"], "connect_timeout_ms": 20_000}, entity
+        )
 
     async def mqtt(self, authority: str = "cloud", entity: int = 0x9001, **settings: Any) -> UTransport:
-        return await self.node("mqtt5", authority, {"host": self.broker.host, "port": self.broker.port, **settings}, entity)
+        return await self.node(
+            "mqtt5", authority, {"host": self.broker.host, "port": self.broker.port, **settings}, entity
+        )
 
     async def node(self, transport: str, authority: str, settings: dict[str, Any], entity: int) -> UTransport:
-        return await self.stack.enter_async_context(plugins.create(transport, settings, LocalUriProvider(authority, entity, 1)))
+        return await self.stack.enter_async_context(
+            plugins.create(transport, settings, LocalUriProvider(authority, entity, 1))
+        )
 
     async def hear(self, node: UTransport, source: UUri, sink: UUri | None = None) -> Hearer:
         hearer = Hearer()
@@ -165,7 +173,9 @@ async def make_gateway(tmp_path: Path) -> AsyncIterator[MakeGateway]:
                 (tmp_path / "subscriptions.json").write_text(json.dumps(subscriptions))
                 text += f'[usubscription]\nstatic_file = "{tmp_path}/subscriptions.json"\n'
             parts = "".join(ENDPOINTS[name] for name in endpoints.split())
-            text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, cloud=cloud).replace(",  }", " }")
+            text += parts.format(zenoh=port, mqtt=broker.port, domain=domain, tag=tag, cloud=cloud).replace(
+                ",  }", " }"
+            )
             for name, mode in ({"cloud": "none", "mcu": "none"} | (usubscription or {})).items():
                 text = text.replace(f'name = "{name}"\n', f'name = "{name}"\nusubscription = "{mode}"\n')
             (tmp_path / "gateway.toml").write_text(text + extra)

@@ -1,4 +1,5 @@
-"""What is wrong on a network is counted or answered, and everything else goes on: one streamer process, three real networks.
+"""What is wrong on a network is counted or answered, and everything else goes on: one streamer process, three real
+networks.
 
 vehicle1 -- Zenoh --+-- gateway --+-- MQTT 5 -- cloud
 mcu1 ------- DDS ---+
@@ -20,13 +21,14 @@ from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
-from transports import dds_mapping, zenoh_mapping
-from transports.dds_config import DdsConfig
-from transports.dds_link import Participant
-from transports.dds_writers import Route, Writers
+from transports.dds import mapping as dds_mapping
+from transports.dds.config import DdsConfig
+from transports.dds.link import Participant
+from transports.dds.writers import Route, Writers
 from transports.mqtt5.broker import Broker
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.zenoh import ZenohConfig
+from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.usubscription.v3.usubscription_pb2 import SubscriptionRequest, SubscriptionResponse
@@ -94,7 +96,9 @@ async def raw_zenoh(port: int) -> AsyncIterator[Callable[[str, bytes, bytes | No
 
 
 @pytest.mark.spec("req~utransport-send-prevent-address-spoofing~1")
-async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(make_gateway: MakeGateway, broker: Broker) -> None:
+async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(
+    make_gateway: MakeGateway, broker: Broker
+) -> None:
     gateway = await make_gateway(broker, "vehicle cloud", SUBSCRIBED)
     heard = await gateway.hear(await gateway.mqtt(), uris.pattern("vehicle1"))
     noted = await gateway.hear(await gateway.mqtt(entity=0x9001), uris.ANY, CLOUD_APP)
@@ -119,10 +123,18 @@ async def test_a_zenoh_sample_that_is_none_is_counted_and_the_next_one_goes_on(m
     assert await gateway.problems() == []
 
 
-async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(make_gateway: MakeGateway, broker: Broker) -> None:
+async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(
+    make_gateway: MakeGateway, broker: Broker
+) -> None:
     gateway = await make_gateway(broker, "vehicle cloud mcu", SUBSCRIBED, domain=DOMAIN)
     heard = await gateway.hear(await gateway.mqtt(), uris.pattern("mcu1"))
-    settings = {"domain_id": DOMAIN, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"], "tag": gateway.dds_tag}
+    settings = {
+        "domain_id": DOMAIN,
+        "interface": "lo",
+        "multicast": False,
+        "peers": ["127.0.0.1"],
+        "tag": gateway.dds_tag,
+    }
     mcu = await gateway.node("dds", "mcu1", settings, 0x8001)
     await mcu.send(says(RPM, "first"))
     await heard.expect(1)  # they know each other now
@@ -138,7 +150,8 @@ async def test_a_dds_sample_that_is_none_is_counted_and_the_next_one_goes_on(mak
         ]
         spoof = foreign()
         async with asyncio.timeout(60):
-            while sum(dropped(metrics := await gateway.metrics(), "mcu").values()) < 6:  # until the gateway has found this writer
+            # until the gateway has found this writer
+            while sum(dropped(metrics := await gateway.metrics(), "mcu").values()) < 6:
                 route = Route(dds_mapping.writer_partition(RPM, None, "mcu1"), 0, None)
                 spoofed = Route(dds_mapping.writer_partition(spoof.attributes.source, CLOUD_APP, "mcu1"), 0, None)
                 await asyncio.to_thread(writers.write, route, samples)
@@ -168,14 +181,23 @@ def raw_mqtt(broker: Broker, packets: list[tuple[str, dict[str, str], bytes]]) -
     client.loop_stop()
 
 
-async def test_an_mqtt_packet_that_is_no_message_is_counted_and_the_next_one_goes_on(make_gateway: MakeGateway, broker: Broker) -> None:
+async def test_an_mqtt_packet_that_is_no_message_is_counted_and_the_next_one_goes_on(
+    make_gateway: MakeGateway, broker: Broker
+) -> None:
     gateway = await make_gateway(broker, "vehicle cloud", SUBSCRIBED)
     heard = await gateway.hear(await gateway.zenoh(), uris.pattern("cloud"))
     cloud = await gateway.mqtt(entity=0x8001)
     mapping = Mapping(Mode.IN_VEHICLE, "cloud")
     topic = mapping.topic(UMessageType.UMESSAGE_TYPE_PUBLISH, ALARM, None)
     good = dict(mapping.encode(says(ALARM, "x")).user_properties)
-    changes: list[dict[str, str]] = [{"uP": "2"}, {"1": "no id"}, {"2": "up-unknown.v1"}, {"3": "up://"}, {"5": "CS9"}, {"8": "0x1"}]
+    changes: list[dict[str, str]] = [
+        {"uP": "2"},
+        {"1": "no id"},
+        {"2": "up-unknown.v1"},
+        {"3": "up://"},
+        {"5": "CS9"},
+        {"8": "0x1"},
+    ]
     packets = [(topic, good | change, b"malformed") for change in changes] + [(topic, {}, b"malformed")]
     spoof = mapping.encode(foreign(uris.parse("//vehicle1/9001/1/0")))
     await asyncio.to_thread(raw_mqtt, broker, [*packets, (spoof.topic, dict(spoof.user_properties), b"")])
@@ -194,7 +216,9 @@ async def test_a_malformed_call_is_answered_and_the_next_one_served(make_gateway
     async with InMemoryRpcClient(cloud, LocalUriProvider("cloud", 0x9001, 1)) as client:
         for method in ("//vehicle1/4/1/2", "//vehicle1/0/3/1", "//vehicle1/0/4/1"):
             with pytest.raises(UStatusError) as caught:
-                await client.invoke_method(uris.parse(method), UPayload(b"\xff\xff\xff", UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF))
+                await client.invoke_method(
+                    uris.parse(method), UPayload(b"\xff\xff\xff", UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF)
+                )
             assert caught.value.code == UCode.INVALID_ARGUMENT
             assert caught.value.message
         subscribe = uris.parse("//vehicle1/0/3/1")
@@ -211,7 +235,9 @@ async def test_a_broker_that_refuses_the_login_leaves_the_others_alone_until_it_
     make_gateway: MakeGateway, make_broker: Any
 ) -> None:
     broker = make_broker(users={"gateway": "right", "app": "app"})
-    gateway = await make_gateway(broker, "vehicle mcu cloud", SUBSCRIBED, cloud='username = "gateway", password_file = "PW"', domain=DOMAIN)
+    gateway = await make_gateway(
+        broker, "vehicle mcu cloud", SUBSCRIBED, cloud='username = "gateway", password_file = "PW"', domain=DOMAIN
+    )
     folder = gateway.config.parent
     await gateway.child.stop()
     (folder / "password").write_text("wrong\n")

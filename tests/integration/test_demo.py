@@ -16,7 +16,16 @@ import pytest
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 
-KEYS = ["published", "subscribed", "cloud_received", "parquet_rows", "gaps", "duplicates", "unsubscribed_forwarded", "seconds"]
+KEYS = [
+    "published",
+    "subscribed",
+    "cloud_received",
+    "parquet_rows",
+    "gaps",
+    "duplicates",
+    "unsubscribed_forwarded",
+    "seconds",
+]
 END_S = 60
 
 
@@ -29,7 +38,9 @@ def processes_of(folder: Path) -> dict[int, str]:
             continue
         with contextlib.suppress(OSError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+                found[int(entry.name)] = (
+                    (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")[:200]
+                )
     return found
 
 
@@ -43,7 +54,7 @@ class Demo:
     async def start(self, *options: str) -> asyncio.subprocess.Process:
         with (self.folder / "stderr").open("wb") as errors:
             self.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "streamer.cli", "demo", "--out", str(self.folder / "out"), *options),
+                *(sys.executable, "-m", "streamer.commands.cli", "demo", "--out", str(self.folder / "out"), *options),
                 env={**os.environ, "TMPDIR": str(self.temporary), "TERM": "dumb"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -60,7 +71,9 @@ class Demo:
     async def until_running(self, word: str) -> None:
         """Until a process of the demo has `word` in its command line."""
         async with asyncio.timeout(END_S):
-            while not any(word in command for pid, command in processes_of(self.temporary).items() if pid != self.process.pid):  # noqa: ASYNC110
+            while not any(  # noqa: ASYNC110 - other processes send no event
+                word in command for pid, command in processes_of(self.temporary).items() if pid != self.process.pid
+            ):
                 await asyncio.sleep(0.05)
 
     async def assert_nothing_left(self) -> None:

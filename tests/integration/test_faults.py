@@ -1,4 +1,5 @@
-"""What breaks, and what holds all the same: processes killed, brokers away, a full disk, a uSubscription that is gone."""
+"""What breaks, and what holds all the same: processes killed, brokers away, a full disk, a uSubscription that is
+gone."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import Child
-from streamer.replay import send_all
+from streamer.demo.processes import Child
+from streamer.demo.replay import send_all
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -34,7 +35,9 @@ MakeGateway = Callable[..., Awaitable[Any]]
 
 def numbered(topic: UUri, first: int, count: int) -> list[UMessage]:
     return [
-        UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % number, UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
+        UMessageBuilder.publish(topic).build_from_upayload(
+            UPayload(b"%d" % number, UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+        )
         for number in range(first, first + count)
     ]
 
@@ -59,8 +62,11 @@ async def reached(published: list[int], count: int) -> None:
 
 @pytest.mark.spec("local~disp-at-least-once")
 @pytest.mark.spec("local~disp-queue")
-async def test_a_streamer_killed_mid_stream_loses_nothing_that_was_acknowledged(make_gateway: MakeGateway, make_broker: Any) -> None:
-    """From one broker to another, QoS 1 both: whoever kills the streamer finds everything at the other end, in order."""
+async def test_a_streamer_killed_mid_stream_loses_nothing_that_was_acknowledged(
+    make_gateway: MakeGateway, make_broker: Any
+) -> None:
+    """From one broker to another, QoS 1 both: whoever kills the streamer finds everything at the other end, in
+    order."""
     inside, outside = make_broker(persistent=True), make_broker(persistent=True)
     more = f"""
 [[endpoint]]
@@ -156,7 +162,9 @@ class Service:
     async def start(self) -> None:
         store = self._gateway.config.parent / "cloud.db"
         where = ["--transport", "mqtt5", "--set", f"port={self._broker.port}", "--store", str(store), "--json"]
-        self.child = await Child.start("uSubscription", "streamer.cli", "usubscription", "--authority", "cloud", *where)
+        self.child = await Child.start(
+            "uSubscription", "streamer.commands.cli", "usubscription", "--authority", "cloud", *where
+        )
         self._stack.push_async_callback(self.child.stop)
         await self.child.say("ready")
 
@@ -164,7 +172,8 @@ class Service:
 async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, own_broker: Broker) -> None:
     """Only the cloud's service knows who wants what here: the vehicle has none."""
     modes = {"vehicle": "none", "cloud": "remote"}
-    more = '[usubscription]\nrefresh_s = 1\n[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n'  # so that it listens before it is asked to
+    # so that it listens before it is asked to
+    more = '[usubscription]\nrefresh_s = 1\n[history]\nrecord = ["//vehicle1/8001/FF/FFFF"]\n'
     gateway = await make_gateway(own_broker, more=more, usubscription=modes, start=False)
     service = Service(gateway, own_broker, gateway.stack)
     await service.start()
@@ -180,7 +189,9 @@ async def test_a_usubscription_killed_and_restarted(make_gateway: MakeGateway, o
         await heard.expect(10)
         assert service.child is not None
         await service.child.kill()
-        await gateway.until_problems(lambda problems: any("uSubscription of cloud does not answer" in problem for problem in problems))
+        await gateway.until_problems(
+            lambda problems: any("uSubscription of cloud does not answer" in problem for problem in problems)
+        )
         await vehicle.send_batch(numbered(SPEED, 10, 10))  # the last known interest serves
         await heard.expect(20)
         await service.start()

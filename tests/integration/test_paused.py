@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from streamer.replay import send_all
+from streamer.demo.replay import send_all
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -42,8 +42,10 @@ def numbered(topic: UUri, first: int, end: int) -> list[UMessage]:
 
 async def said(gateway: Any, *arguments: str) -> list[dict[str, str]]:
     """What the command line prints, as a process of its own."""
-    command = [sys.executable, "-m", "streamer.cli", *arguments, "--config", str(gateway.config), "--json"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+    command = [sys.executable, "-m", "streamer.commands.cli", *arguments, "--config", str(gateway.config), "--json"]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
     output, errors = await process.communicate()
     assert process.returncode == 0, errors.decode()
     return [json.loads(line) for line in output.splitlines()]

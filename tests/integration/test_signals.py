@@ -33,9 +33,13 @@ async def never_answers(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
     writer.close()
 
 
-async def test_two_hung_brokers_hold_up_neither_the_start_nor_the_end(make_gateway: MakeGateway, broker: Broker) -> None:
+async def test_two_hung_brokers_hold_up_neither_the_start_nor_the_end(
+    make_gateway: MakeGateway, broker: Broker
+) -> None:
     servers = [await asyncio.start_server(never_answers, "127.0.0.1", 0) for _ in range(2)]
-    hung = "".join(HUNG.format(name=f"hung{n}", port=server.sockets[0].getsockname()[1]) for n, server in enumerate(servers))
+    hung = "".join(
+        HUNG.format(name=f"hung{n}", port=server.sockets[0].getsockname()[1]) for n, server in enumerate(servers)
+    )
     gateway = await make_gateway(broker, "vehicle cloud", {}, extra=hung)
     problems = await gateway.problems()
     assert [problem for problem in problems if "hung0" in problem]

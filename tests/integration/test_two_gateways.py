@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import Child, free_port
+from streamer.demo.processes import Child, free_port
 from transports import plugin as plugins
 from transports.conformance import Sink
 from transports.mqtt5.broker import Broker
@@ -59,7 +59,8 @@ class Stage:
     gateways: dict[str, Child] = field(default_factory=dict)
 
     async def start(self, name: str, example: str = "", **other: str) -> None:
-        """Start the gateway `name` from an example (its own), with ports and folders of this test, and words in place of `other` ones."""
+        """Start the gateway `name` from an example (its own), with ports and folders of this test, and words in place
+        of `other` ones."""
         self.zenoh.setdefault(name, free_port())
         text = (EXAMPLE / f"{example or name}.toml").read_text()
         for word, instead in other.items():
@@ -71,7 +72,9 @@ class Stage:
         text = re.sub(r'admin = "127.0.0.1:\d+"', 'admin = "127.0.0.1:0"', text)
         path = self.folder / f"{name}.toml"
         path.write_text(text)
-        self.gateways[name] = child = await Child.start(name, "streamer.cli", "run", "--config", str(path), "--json")
+        self.gateways[name] = child = await Child.start(
+            name, "streamer.commands.cli", "run", "--config", str(path), "--json"
+        )
         self.stack.push_async_callback(child.stop)
         await child.say("ready")
 
@@ -105,18 +108,26 @@ async def stage(tmp_path: Path, own_broker: Broker) -> AsyncIterator[Stage]:
 async def subscribe(client: USubscriptionClient, topic: Any) -> None:
     """Subscribe, and wait until the remote side has confirmed."""
     stands = asyncio.Event()
-    client.on_change(lambda change: stands.set() if change.topic == topic and change.status == Status.SUBSCRIBED else None)
+    client.on_change(
+        lambda change: stands.set() if change.topic == topic and change.status == Status.SUBSCRIBED else None
+    )
     if await client.subscribe(topic) != Status.SUBSCRIBED:
         await asyncio.wait_for(stands.wait(), WAIT_S)
 
 
 @pytest.mark.spec("dsn~up-attributes-publish-sink~2")
 async def test_everything_goes_both_ways(stage: Stage) -> None:
-    (vehicle, vehicle_local), (cloud, cloud_local) = await stage.app("vehicle", "vehicle1"), await stage.app("cloud", "backend")
+    (vehicle, vehicle_local), (cloud, cloud_local) = (
+        await stage.app("vehicle", "vehicle1"),
+        await stage.app("cloud", "backend"),
+    )
     heard, heard_in_vehicle = Sink(WAIT_S), Sink(WAIT_S)
     await cloud.register_listener(uris.pattern("vehicle1", 0x8001), heard)
     await vehicle.register_listener(CLOUD_TOPIC, heard_in_vehicle)
-    async with USubscriptionClient(cloud, cloud_local) as in_cloud, USubscriptionClient(vehicle, vehicle_local) as in_vehicle:
+    async with (
+        USubscriptionClient(cloud, cloud_local) as in_cloud,
+        USubscriptionClient(vehicle, vehicle_local) as in_vehicle,
+    ):
         await subscribe(in_cloud, TOPIC)
         await subscribe(in_vehicle, CLOUD_TOPIC)
         for number in range(50):
@@ -142,9 +153,13 @@ async def test_everything_goes_both_ways(stage: Stage) -> None:
         ((cloud, cloud_local), (vehicle, vehicle_local)),
     ):
         server = InMemoryRpcServer(callee, callee_local)
-        await server.register_request_handler(7, lambda request: UPayload(request.payload.upper(), request.attributes.payload_format))
+        await server.register_request_handler(
+            7, lambda request: UPayload(request.payload.upper(), request.attributes.payload_format)
+        )
         async with InMemoryRpcClient(caller, caller_local) as client:
-            answer = await client.invoke_method(callee_local.get_resource(7), raw("hello"), CallOptions(timeout_ms=30_000))
+            answer = await client.invoke_method(
+                callee_local.get_resource(7), raw("hello"), CallOptions(timeout_ms=30_000)
+            )
         assert answer.data == b"HELLO"
         await server.close()
 
@@ -153,7 +168,10 @@ async def test_fifty_vehicles_each_get_only_their_own(stage: Stage) -> None:
     cloud, cloud_local = await stage.app("cloud", "backend")
     server = InMemoryRpcServer(cloud, cloud_local)
     await server.register_request_handler(
-        7, lambda request: UPayload(request.attributes.source.authority_name.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+        7,
+        lambda request: UPayload(
+            request.attributes.source.authority_name.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT
+        ),
     )
     vehicles = {"vehicle1": await stage.app("vehicle", "vehicle1")}
     for number in range(2, FLEET + 2):
@@ -170,7 +188,9 @@ async def test_fifty_vehicles_each_get_only_their_own(stage: Stage) -> None:
         await transport.send(note)
         await cloud.send(UMessageBuilder.notification(CLOUD_TOPIC, local.get_source()).build_from_upayload(raw(name)))
         async with InMemoryRpcClient(transport, local) as client:
-            return (await client.invoke_method(cloud_local.get_resource(7), UPayload(), CallOptions(timeout_ms=50_000))).data
+            return (
+                await client.invoke_method(cloud_local.get_resource(7), UPayload(), CallOptions(timeout_ms=50_000))
+            ).data
 
     answers = await asyncio.gather(*(drive(name) for name in vehicles))
     assert answers == [name.encode() for name in vehicles]
@@ -209,12 +229,15 @@ async def test_a_method_that_nobody_serves_ends_with_an_answer(stage: Stage) -> 
 
 
 async def test_two_vehicles_that_both_have_an_ecu1(empty: Stage) -> None:
-    """Ten requests "lock the doors" to one of them are served ten times in it, and never in the other one (docs/names.md)."""
+    """Ten requests "lock the doors" to one of them are served ten times in it, and never in the other one
+    (docs/names.md)."""
     served = {"vin1": 0, "vin2": 0}
     vehicles: dict[str, UTransport] = {}
     await empty.start("cloud")
     for vin in served:
-        await empty.start(vin, "vehicle", **{"vehicle1-gateway": f"{vin}-gateway", "vehicle1": "ecu1", '" # vehicle1': f'{vin}" #'})
+        await empty.start(
+            vin, "vehicle", **{"vehicle1-gateway": f"{vin}-gateway", "vehicle1": "ecu1", '" # vehicle1': f'{vin}" #'}
+        )
         vehicles[vin], local = await empty.app(vin, "ecu1")
 
         def lock(_: UMessage, vin: str = vin) -> UPayload:
@@ -228,7 +251,9 @@ async def test_two_vehicles_that_both_have_an_ecu1(empty: Stage) -> None:
     caller = InMemoryRpcClient(cloud, cloud_local)
     await caller.open()
     for _ in range(10):
-        answer = await caller.invoke_method(uris.uri("ecu1.vin1", APP, 1, 1), raw("lock"), CallOptions(timeout_ms=WAIT_S * 1000))
+        answer = await caller.invoke_method(
+            uris.uri("ecu1.vin1", APP, 1, 1), raw("lock"), CallOptions(timeout_ms=WAIT_S * 1000)
+        )
         assert answer.data == b"vin1 is locked"
     assert served == {"vin1": 10, "vin2": 0}
     heard = Sink(WAIT_S)
@@ -237,13 +262,19 @@ async def test_two_vehicles_that_both_have_an_ecu1(empty: Stage) -> None:
     async with USubscriptionClient(cloud, cloud_local) as client:
         await subscribe(client, topic)
         for vin, vehicle in vehicles.items():
-            await vehicle.send(UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw(f"of {vin}")))
+            await vehicle.send(
+                UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw(f"of {vin}"))
+            )
         await heard.expect_payload(b"of vin2")
         await empty.gateways["vin2"].kill()
         await vehicles["vin2"].close()
-        await empty.start("vin2", "vehicle", **{"vehicle1-gateway": "vin2-gateway", "vehicle1": "ecu1", '" # vehicle1': 'vin2" #'})
+        await empty.start(
+            "vin2", "vehicle", **{"vehicle1-gateway": "vin2-gateway", "vehicle1": "ecu1", '" # vehicle1': 'vin2" #'}
+        )
         again, _ = await empty.app("vin2", "ecu1")
-        await again.send(UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw("of vin2 again")))
+        await again.send(
+            UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(raw("of vin2 again"))
+        )
         await heard.expect_payload(b"of vin2 again")
     assert heard.payloads == [b"of vin2", b"of vin2 again"]
     assert {message.attributes.source.authority_name for message in heard.messages} == {"ecu1.vin2"}

@@ -29,7 +29,8 @@ _PROTOBUF = {"payload": bytes(range(256)).hex(), "payload_format": UPayloadForma
 
 
 def profiles(type: str, source: str, sink: str | None) -> Iterator[tuple[str, Fields]]:
-    """What is sent for one cell: everything set; next to nothing; values that are easily lost; a ttl in whole seconds."""
+    """What is sent for one cell: everything set; next to nothing; values that are easily lost; a ttl in whole
+    seconds."""
     common: dict[str, Any] = {"type": type, "source": source, "sink": sink}
     reqid = uuids.format(uuids.new())
     if type == "request":
@@ -51,11 +52,13 @@ def profiles(type: str, source: str, sink: str | None) -> Iterator[tuple[str, Fi
     yield "seconds", Fields(**common, **(least | {"ttl_ms": WHOLE_MS}), **_PROTOBUF)
 
 
-def differences(sent: UMessage, received: UMessage, *, sink: UUri | None = None, absent_payload_shows: bool = True) -> list[str]:
+def differences(
+    sent: UMessage, received: UMessage, *, sink: UUri | None = None, absent_payload_shows: bool = True
+) -> list[str]:
     """Where `received` is not what was sent. `sink` is what a publish is to arrive with: a streamer sets or removes it.
 
-    The forms that mean the same by the specification count as one: no priority and CS1, no ttl and 0, and, where `absent_payload_shows`
-    is false (up-transport-zenoh and -mqtt5 make one of both), no payload and an empty one.
+    The forms that mean the same by the specification count as one: no priority and CS1, no ttl and 0, and, where
+    `absent_payload_shows` is false (up-transport-zenoh and -mqtt5 make one of both), no payload and an empty one.
     """
     expected, got = _normal(sent), _normal(received)
     if expected.attributes.type == attrs.PUBLISH:
@@ -66,8 +69,14 @@ def differences(sent: UMessage, received: UMessage, *, sink: UUri | None = None,
         lost_ms = expected.attributes.ttl - got.attributes.ttl
         if lost_ms % 1000 == 0 and 0 <= lost_ms <= _LOST_MS_MAX:
             expected.attributes.ttl = got.attributes.ttl
-    found = [line for name in UAttributes.DESCRIPTOR.fields_by_name for line in _field(name, expected.attributes, got.attributes)]
-    if expected.payload != got.payload or (absent_payload_shows and expected.HasField("payload") != got.HasField("payload")):
+    found = [
+        line
+        for name in UAttributes.DESCRIPTOR.fields_by_name
+        for line in _field(name, expected.attributes, got.attributes)
+    ]
+    if expected.payload != got.payload or (
+        absent_payload_shows and expected.HasField("payload") != got.HasField("payload")
+    ):
         found.append(f"payload: {_payload(expected)} != {_payload(got)}")
     return found
 

@@ -42,13 +42,18 @@ class Cell:
 
 @pytest.fixture(scope="session")
 def binary() -> Path:
-    """The Rust client, built if it must be: minutes the first time, since Zenoh is large. Cargo builds only what has changed."""
+    """The Rust client, built if it must be: minutes the first time, since Zenoh is large. Cargo builds only what has
+    changed."""
     cargo = shutil.which("cargo")
     if cargo is None:
         outcome = pytest.fail if os.environ.get("CI", "").lower() in ("true", "1") else pytest.skip
         outcome("no cargo: install Rust (rustup.rs) to talk to Eclipse's Rust clients")
     built = subprocess.run(
-        [cargo, "build", "--locked", "--quiet", "--bins", "--examples"], cwd=HERE, capture_output=True, text=True, check=False
+        [cargo, "build", "--locked", "--quiet", "--bins", "--examples"],
+        cwd=HERE,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if built.returncode != 0:
         pytest.fail(f"the Rust client does not build:\n{built.stderr[-3000:]}", pytrace=False)
@@ -85,7 +90,9 @@ async def direct(
 ) -> AsyncIterator[dict[str, Direct]]:
     """Three networks without a gateway."""
     async with AsyncExitStack() as stack:
-        halls = {name: Direct(binary, tmp_path_factory.mktemp("direct"), stack) for name in ("zenoh", "mqtt-in", "mqtt-off")}
+        halls = {
+            name: Direct(binary, tmp_path_factory.mktemp("direct"), stack) for name in ("zenoh", "mqtt-in", "mqtt-off")
+        }
         for name, hall in halls.items():
             await hall.start(name, other_brokers())
         yield halls

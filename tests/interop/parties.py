@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from streamer.processes import die_with_parent
+from streamer.demo.processes import die_with_parent
 from transports import plugin as plugins
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -125,7 +125,8 @@ class Update(NamedTuple):
 
 
 class Party(abc.ABC):
-    """One uEntity. `host` is the authority of its transport; `authority` that of its addresses, "" if it leaves it out."""
+    """One uEntity. `host` is the authority of its transport; `authority` that of its addresses, "" if it leaves it
+    out."""
 
     make: str
 
@@ -193,7 +194,9 @@ class Party(abc.ABC):
 class RustParty(Party):
     make = "rust"
 
-    def __init__(self, network: Network, entity: int, authority: str | None, process: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self, network: Network, entity: int, authority: str | None, process: asyncio.subprocess.Process
+    ) -> None:
         super().__init__(network, entity, authority)
         self._process, self._ids = process, itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
@@ -367,9 +370,12 @@ class PythonParty(Party):
 
 
 def _update(message: UMessage) -> Update | None:
-    """None for what else comes to the same address: off-vehicle, up-transport-mqtt5 hands over whatever is for the authority."""
+    """None for what else comes to the same address: off-vehicle, up-transport-mqtt5 hands over whatever is for the
+    authority."""
     source = message.attributes.source
-    if message.attributes.type != attrs.NOTIFICATION or source != wire.service(source.authority_name, 3, wire.CHANGE_RESOURCE):
+    if message.attributes.type != attrs.NOTIFICATION or source != wire.service(
+        source.authority_name, 3, wire.CHANGE_RESOURCE
+    ):
         return None
     update = UPayload.of(message).unpack(v3.Update)
     return Update(uris.format(update.topic), update.status.state)
@@ -384,7 +390,12 @@ def _refusals() -> Any:
 
 
 def _build(fields: Fields) -> UMessage:
-    types = {"publish": attrs.PUBLISH, "notification": attrs.NOTIFICATION, "request": attrs.REQUEST, "response": attrs.RESPONSE}
+    types = {
+        "publish": attrs.PUBLISH,
+        "notification": attrs.NOTIFICATION,
+        "request": attrs.REQUEST,
+        "response": attrs.RESPONSE,
+    }
     sink = uris.parse(fields.sink) if fields.sink is not None else None
     builder = UMessageBuilder(types[fields.type], uris.parse(fields.source), sink)
     if fields.type == "request":
@@ -407,4 +418,6 @@ def _build(fields: Fields) -> UMessage:
         builder.with_commstatus(UCode.ValueType(fields.commstatus))
     if fields.payload is None:
         return builder.build()
-    return builder.build_from_upayload(UPayload(bytes.fromhex(fields.payload), UPayloadFormat.ValueType(fields.payload_format)))
+    return builder.build_from_upayload(
+        UPayload(bytes.fromhex(fields.payload), UPayloadFormat.ValueType(fields.payload_format))
+    )

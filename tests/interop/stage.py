@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from streamer.processes import Child, free_port
+from streamer.demo.processes import Child, free_port
 from tests.interop.parties import WAIT_S, Ear, Fields, Network, Party, PythonParty, RustParty
 from transports.mqtt5.broker import Broker
 from uprotocol import attributes as attrs
@@ -83,7 +83,9 @@ class Hall:
     _reached: set[tuple[int, int, str]] = field(default_factory=set)
     _entities: Iterator[int] = field(default_factory=lambda: itertools.count(0xC001))
 
-    async def open(self, make: str, network: Network, entity: int, stack: AsyncExitStack | None = None, **options: Any) -> Party:
+    async def open(
+        self, make: str, network: Network, entity: int, stack: AsyncExitStack | None = None, **options: Any
+    ) -> Party:
         """A party, closed with `stack` or the hall."""
         party: Party
         if make == "rust":
@@ -115,7 +117,10 @@ class Hall:
             if receiver.network.off_vehicle:
                 source, sink = uris.format(uris.ANY), uris.format(attrs.streamer_sink(receiver.host))
         else:
-            source, sink = uris.format(uris.ANY), uris.format(uris.uri(receiver.host, receiver.entity, 1, uris.WILDCARD_RESOURCE))
+            source, sink = (
+                uris.format(uris.ANY),
+                uris.format(uris.uri(receiver.host, receiver.entity, 1, uris.WILDCARD_RESOURCE)),
+            )
         ear = await receiver.ear(source, sink)
         if (key := (id(sender), id(receiver), type)) not in self._reached:
             await self._reach(sender, ear, type, receiver)
@@ -144,7 +149,8 @@ class Stage(Hall):
 
     networks: dict[str, Network] = field(default_factory=dict)
     parties: dict[tuple[str, str], Party] = field(default_factory=dict)
-    topics: Iterator[int] = field(default_factory=lambda: itertools.count(0x8100))  # each cell of uSubscription has one of its own
+    # each cell of uSubscription has one of its own
+    topics: Iterator[int] = field(default_factory=lambda: itertools.count(0x8100))
     admin_port: int = 0
 
     async def start(self, ecu: Broker, cloud: Broker) -> None:
@@ -166,7 +172,9 @@ class Stage(Hall):
         for name, network in self.networks.items():
             self.parties["rust", name] = await self.open("rust", network, RUST_ENTITY)
             self.parties["nameless", name] = await self.open("rust", network, NAMELESS_ENTITY, authority="")
-            self.parties["addressing", name] = await self.open("rust", network, ADDRESSING_ENTITY, usubscription=network.authority)
+            self.parties["addressing", name] = await self.open(
+                "rust", network, ADDRESSING_ENTITY, usubscription=network.authority
+            )
             self.parties["python", name] = await self.open("python", network, PYTHON_ENTITY)
 
     def _write_subscriptions(self) -> None:
@@ -174,10 +182,16 @@ class Stage(Hall):
         subscriptions = {}
         for publisher in self.networks.values():
             others = [network for network in self.networks.values() if network is not publisher]
-            wanted = [uris.format(uris.uri(one.authority, entity, 1, 0)) for one in others for entity in (RUST_ENTITY, PYTHON_ENTITY)]
+            wanted = [
+                uris.format(uris.uri(one.authority, entity, 1, 0))
+                for one in others
+                for entity in (RUST_ENTITY, PYTHON_ENTITY)
+            ]
             for entity in (RUST_ENTITY, NAMELESS_ENTITY, PYTHON_ENTITY):
                 subscriptions[uris.format(uris.uri(publisher.authority, entity, 1, TOPIC)).removeprefix("up:")] = wanted
-        text = json.dumps({topic: [one.removeprefix("up:") for one in wanted] for topic, wanted in subscriptions.items()})
+        text = json.dumps(
+            {topic: [one.removeprefix("up:") for one in wanted] for topic, wanted in subscriptions.items()}
+        )
         (self.folder / "subscriptions.json").write_text(text)
 
     async def _service(self, network: Network) -> None:
@@ -185,11 +199,13 @@ class Stage(Hall):
         for key, value in network.settings.items():
             options += ["--set", f"{key}={value}"]
         store = self.folder / f"{network.authority}.db"
-        child = await self._child(f"uSubscription of {network.authority}", "usubscription", *options, "--store", str(store))
+        child = await self._child(
+            f"uSubscription of {network.authority}", "usubscription", *options, "--store", str(store)
+        )
         await child.say("ready")
 
     async def _child(self, name: str, *command: str) -> Child:
-        child = await Child.start(name, "streamer.cli", *command)
+        child = await Child.start(name, "streamer.commands.cli", *command)
         self.stack.push_async_callback(child.stop)
         return child
 
@@ -236,7 +252,8 @@ class Stage(Hall):
 
 @dataclass
 class Direct(Hall):
-    """One network without a gateway: `rust`, `nameless` and `together` (python) are on device1, `python` is on device2."""
+    """One network without a gateway: `rust`, `nameless` and `together` (python) are on device1, `python` is on
+    device2."""
 
     parties: dict[str, Party] = field(default_factory=dict)
 
@@ -262,7 +279,11 @@ class Direct(Hall):
 def addressed(type: str, sender: Party, receiver: Party) -> tuple[str, str, str | None]:
     """Type, source and sink of what `sender` sends to `receiver`."""
     if type == "publish":
-        return type, sender.written(TOPIC), uris.format(attrs.streamer_sink(receiver.host)) if sender.network.off_vehicle else None
+        return (
+            type,
+            sender.written(TOPIC),
+            uris.format(attrs.streamer_sink(receiver.host)) if sender.network.off_vehicle else None,
+        )
     source = {"notification": TOPIC, "request": 0, "response": METHOD}[type]
     return type, sender.written(source), receiver.uri(METHOD if type == "request" else 0)
 

@@ -1,7 +1,8 @@
-"""Eclipse's Rust clients (up-rust, up-transport-zenoh, up-transport-mqtt5) and ours, with and without a gateway between them.
+"""Eclipse's Rust clients (up-rust, up-transport-zenoh, up-transport-mqtt5) and ours, with and without a gateway between
+them.
 
-Run by `make interop` alone. Each test is a cell of the table that is printed at the end, and of docs/interop.md. What the other
-side can't do is shown to be so: a cell that is a limit fails when that changes.
+Run by `make interop` alone. Each test is a cell of the table that is printed at the end, and of docs/interop.md. What
+the other side can't do is shown to be so: a cell that is a limit fails when that changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ import pytest
 from tests.interop.comparing import TRACEPARENT, TYPES, differences, profiles
 from tests.interop.conftest import Cell
 from tests.interop.parties import WAIT_S, Ear, Fields, Party, Refused, RustParty
-from tests.interop.stage import ECHO, FAILS, PROBE_S, PYTHON_ENTITY, TOPIC, Direct, Hall, Stage, addressed, arriving_sink, least
+from tests.interop.stage import (
+    ECHO,
+    FAILS,
+    PROBE_S,
+    PYTHON_ENTITY,
+    TOPIC,
+    Direct,
+    Hall,
+    Stage,
+    addressed,
+    arriving_sink,
+    least,
+)
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -45,13 +58,16 @@ def through(crossing: tuple[str, str], roles: tuple[str, str]) -> str:
     return f"{crossing[0]} -> gateway -> {crossing[1]}, {WORDS[roles[0]]} -> {WORDS[roles[1]]}"
 
 
-# -- messages: each of four types, each field ----------------------------------------------------------------------------------------
+# -- messages: each of four types, each field
+# ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("type", TYPES)
 @pytest.mark.parametrize("roles", ROLES, ids="-".join)
 @pytest.mark.parametrize("crossing", CROSSINGS, ids="-".join)
-async def test_message_over_gateway(stage: Stage, cell: MakeCell, crossing: tuple[str, str], roles: tuple[str, str], type: str) -> None:
+async def test_message_over_gateway(
+    stage: Stage, cell: MakeCell, crossing: tuple[str, str], roles: tuple[str, str], type: str
+) -> None:
     noted = cell(through(crossing, roles), type)
     sender, receiver = stage.party(roles[0], crossing[0]), stage.party(roles[1], crossing[1])
     await crosses(stage, sender, receiver, type, noted, witness=stage.party("python", crossing[1]))
@@ -62,13 +78,17 @@ async def test_message_over_gateway(stage: Stage, cell: MakeCell, crossing: tupl
     "roles", [("rust", "python"), ("python", "rust"), ("nameless", "together"), ("together", "nameless")], ids="-".join
 )
 @pytest.mark.parametrize("network", NETWORKS)
-async def test_message_without_gateway(direct: dict[str, Direct], cell: MakeCell, network: str, roles: tuple[str, str], type: str) -> None:
+async def test_message_without_gateway(
+    direct: dict[str, Direct], cell: MakeCell, network: str, roles: tuple[str, str], type: str
+) -> None:
     noted = cell(f"{network}, no gateway, {WORDS[roles[0]]} -> {WORDS[roles[1]]}", type)
     hall = direct[network]
     await crosses(hall, hall.parties[roles[0]], hall.parties[roles[1]], type, noted)
 
 
-async def crosses(hall: Hall, sender: Party, receiver: Party, type: str, noted: Cell, witness: Party | None = None) -> None:
+async def crosses(
+    hall: Hall, sender: Party, receiver: Party, type: str, noted: Cell, witness: Party | None = None
+) -> None:
     """Each profile arrives, field by field; or what up-rust refuses is shown to be refused."""
     if type == "publish" and sender.make == "rust" and sender.network.off_vehicle:
         noted.limit = REFUSES_SINK
@@ -87,7 +107,8 @@ async def crosses(hall: Hall, sender: Party, receiver: Party, type: str, noted: 
 
 
 async def compared(ear: Ear, sender: Party, receiver: Party, name: str, fields: Fields) -> list[str]:
-    """Send one message; what of it arrived otherwise. An address without authority arrives with that of its sender's host."""
+    """Send one message; what of it arrived otherwise. An address without authority arrives with that of its sender's
+    host."""
     sent = await sender.send(fields)
     received = await ear.expect(sent.attributes.id)
     if receiver.make == "python":
@@ -111,7 +132,8 @@ async def refuses_to_publish(sender: Party, receiver: Party) -> None:
 
 
 async def does_not_hear_publish(hall: Hall, sender: Party, receiver: Party, witness: Party | None) -> None:
-    """It is sent, and heard by our own `witness` there; of its MQTT topic the Rust party hears only what is sent behind it."""
+    """It is sent, and heard by our own `witness` there; of its MQTT topic the Rust party hears only what is sent behind
+    it."""
     ear = await receiver.ear(uris.format(uris.ANY), uris.format(attrs.streamer_sink(receiver.host)))
     await hall.ear("notification", sender, receiver)
     witnessed = await hall.ear("publish", sender, witness) if witness is not None else None
@@ -123,12 +145,15 @@ async def does_not_hear_publish(hall: Hall, sender: Party, receiver: Party, witn
     assert not ear.has(sent.attributes.id)
 
 
-# -- calls, with each side's communication layer -------------------------------------------------------------------------------------
+# -- calls, with each side's communication layer
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("roles", [*ROLES, ("python", "nameless")], ids="-".join)
 @pytest.mark.parametrize("crossing", CROSSINGS, ids="-".join)
-async def test_call_over_gateway(stage: Stage, cell: MakeCell, crossing: tuple[str, str], roles: tuple[str, str]) -> None:
+async def test_call_over_gateway(
+    stage: Stage, cell: MakeCell, crossing: tuple[str, str], roles: tuple[str, str]
+) -> None:
     cell(through(crossing, roles), "call")
     caller, server = stage.party(roles[0], crossing[0]), stage.party(roles[1], crossing[1])
     async with stage.server(server, ECHO) as served:
@@ -145,18 +170,22 @@ async def test_server_of_two_methods_off_vehicle(stage: Stage, cell: MakeCell) -
     """Both methods' listeners have the MQTT filter `+/cloud`, and up-transport-mqtt5 asks no more than that."""
     noted = cell("mqtt-in -> gateway -> mqtt-off, python -> rust, a server of two methods", "call")
     noted.limit = (
-        "up-transport-mqtt5 0.4 off-vehicle gives every message for the authority to every listener: a server answers a request once "
+        "up-transport-mqtt5 0.4 off-vehicle gives every message for the authority to every listener: a server answers "
+        "a request once "
         "for each of its methods, whichever was called"
     )
     caller = stage.party("python", "mqtt-in")
     async with stage.server(stage.party("rust", "mqtt-off"), ECHO, FAILS) as served:
         heard = await stage.ear("response", served, caller)
         sent = await caller.send(Fields("request", caller.uri(0), served.uri(ECHO), ttl_ms=CALL_MS))
-        answers = await heard.until(lambda: [one for one in heard.messages if one.attributes.reqid == sent.attributes.id], 2)
+        answers = await heard.until(
+            lambda: [one for one in heard.messages if one.attributes.reqid == sent.attributes.id], 2
+        )
     assert sorted(one.attributes.commstatus for one in answers) == [UCode.OK, UCode.RESOURCE_EXHAUSTED]
 
 
-# -- up-rust's own ways of sending ------------------------------------------------------------------------------------------------------
+# -- up-rust's own ways of sending
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("way", "type"), [("SimplePublisher", "publish"), ("SimpleNotifier", "notification")])
@@ -177,7 +206,9 @@ async def test_simple_senders(stage: Stage, cell: MakeCell, crossing: tuple[str,
     else:
         await sender.do("notify", resource=TOPIC, sink=receiver.uri(0), payload=payload)
     source = uris.parse(sender.uri(TOPIC))
-    found = await ear.until(lambda: [one for one in ear.messages if one.payload == payload.encode() and one.attributes.source == source], 1)
+    found = await ear.until(
+        lambda: [one for one in ear.messages if one.payload == payload.encode() and one.attributes.source == source], 1
+    )
     assert not found[0].attributes.ttl
 
 
@@ -198,7 +229,8 @@ async def test_traceparent_that_is_none(stage: Stage, cell: MakeCell, crossing: 
 async def test_response_without_ttl(stage: Stage, cell: MakeCell) -> None:
     noted = cell("zenoh -> gateway -> mqtt-in, rust -> python, without the request's ttl", "response")
     noted.limit = (
-        "a response has the ttl of its request (dsn~up-attributes-response-ttl~1); UMessageBuilder::response sets none, and without one "
+        "a response has the ttl of its request (dsn~up-attributes-response-ttl~1); UMessageBuilder::response sets "
+        "none, and without one "
         "we drop it as invalid: use response_for_request"
     )
     sender, receiver = stage.party("rust", "zenoh"), stage.party("python", "mqtt-in")
@@ -210,7 +242,8 @@ async def test_response_without_ttl(stage: Stage, cell: MakeCell) -> None:
     assert not ear.has(sent.attributes.id)
 
 
-# -- uSubscription ----------------------------------------------------------------------------------------------------------------------
+# -- uSubscription
+# ----------------------------------------------------------------------------------------------------------------------
 
 SUBSCRIBERS = {
     "rust": "rust, service without authority",
@@ -226,7 +259,9 @@ async def test_subscription(stage: Stage, cell: MakeCell, crossing: tuple[str, s
     subscriber = stage.party(role, crossing[1])
     publisher = stage.party("python" if subscriber.make == "rust" else "rust", crossing[0])
     row = f"{crossing[0]} ({publisher.make} publishes) -> gateway -> {crossing[1]} ({SUBSCRIBERS[role]})"
-    subscribed, told, heard, unsubscribed = (cell(row, column) for column in ("subscribe", "update", "published", "unsubscribe"))
+    subscribed, told, heard, unsubscribed = (
+        cell(row, column) for column in ("subscribe", "update", "published", "unsubscribe")
+    )
     resource = next(stage.topics)
     topic = publisher.uri(resource)
     ear = await subscribes(subscriber, topic, subscribed)
@@ -236,7 +271,8 @@ async def test_subscription(stage: Stage, cell: MakeCell, crossing: tuple[str, s
     await hears(stage, publisher, subscriber, ear, resource, heard)
     heard.settle()
     await subscriber.unsubscribe(topic)
-    if not (heard.limit or publisher.network.off_vehicle):  # there the publisher is the streamer, and says itself for whom a publish is
+    # there the publisher is the streamer, and says itself for whom a publish is
+    if not (heard.limit or publisher.network.off_vehicle):
         await until_silent(stage, publisher, subscriber, ear, resource)
     if subscriber.make == "rust":  # version 3 tells the last subscriber once more
         await subscriber.until_update(topic, Status.UNSUBSCRIBED)
@@ -248,7 +284,8 @@ async def test_subscription(stage: Stage, cell: MakeCell, crossing: tuple[str, s
 async def subscribes(subscriber: Party, topic: str, noted: Cell) -> Ear:
     if subscriber.make == "rust" and subscriber.network.off_vehicle:
         noted.limit = (
-            "off-vehicle, InMemorySubscriber subscribes, but can't listen: it registers no sink filter, which up-transport-mqtt5 needs"
+            "off-vehicle, InMemorySubscriber subscribes, but can't listen: it registers no sink filter, which "
+            "up-transport-mqtt5 needs"
         )
         with pytest.raises(Refused, match="requires sink URI"):
             await subscriber.subscribe(topic)
@@ -275,7 +312,15 @@ async def hears(stage: Stage, publisher: Party, subscriber: Party, ear: Ear, res
 
 def publication(publisher: Party, subscriber: Party, resource: int) -> Fields:
     sink = uris.format(attrs.streamer_sink(subscriber.host)) if publisher.network.off_vehicle else None
-    return Fields("publish", publisher.uri(resource), sink, ttl_ms=CALL_MS, traceparent=TRACEPARENT, payload="00ff", payload_format=5)
+    return Fields(
+        "publish",
+        publisher.uri(resource),
+        sink,
+        ttl_ms=CALL_MS,
+        traceparent=TRACEPARENT,
+        payload="00ff",
+        payload_format=5,
+    )
 
 
 async def published(publisher: Party, subscriber: Party, ear: Ear, resource: int) -> list[str]:
@@ -286,7 +331,9 @@ async def published(publisher: Party, subscriber: Party, ear: Ear, resource: int
             with contextlib.suppress(TimeoutError):
                 received = await ear.expect(sent.attributes.id, PROBE_S)
                 shows = subscriber.make == "python"
-                return differences(sent, received, sink=arriving_sink("publish", subscriber), absent_payload_shows=shows)
+                return differences(
+                    sent, received, sink=arriving_sink("publish", subscriber), absent_payload_shows=shows
+                )
 
 
 async def until_silent(stage: Stage, publisher: Party, subscriber: Party, ear: Ear, resource: int) -> None:
@@ -329,7 +376,8 @@ async def test_in_memory_subscriber_unsubscribes(stage: Stage, cell: MakeCell) -
     assert subscriber.uri(0) in await stage.subscribers("vehicle1", topic)
 
 
-# -- behind a Zenoh router ---------------------------------------------------------------------------------------------------------------
+# -- behind a Zenoh router
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("type", TYPES)

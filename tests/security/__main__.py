@@ -36,10 +36,14 @@ def _say(text: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.security", description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--only", action="append", choices=sorted(BY_NAME), metavar="NAME", help=f"{', '.join(BY_NAME)}; repeatable")
+    parser.add_argument(
+        "--only", action="append", choices=sorted(BY_NAME), metavar="NAME", help=f"{', '.join(BY_NAME)}; repeatable"
+    )
     parser.add_argument("--seconds", type=float, help="of each attack, instead of its own")
     parser.add_argument("--short", action="store_true", help="as small as in `make test`, and not judged by latency")
-    parser.add_argument("--peace", type=float, default=PEACE_S, metavar="SECONDS", help="before and after (default: %(default)s)")
+    parser.add_argument(
+        "--peace", type=float, default=PEACE_S, metavar="SECONDS", help="before and after (default: %(default)s)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--keep", action="store_true", help="keep the folders: logs, configurations, data")
     return parser.parse_args()
@@ -53,7 +57,9 @@ def attempt(attack: Attack, folder: Path, arguments: argparse.Namespace) -> Verd
         honest = Honest(stage, RATE)
         try:
             options = attack.options(short=arguments.short, seconds=arguments.seconds)
-            return Trial(stage, honest, attack, options, arguments.peace, by_latency=not arguments.short).run(restart=True)
+            return Trial(stage, honest, attack, options, arguments.peace, by_latency=not arguments.short).run(
+                restart=True
+            )
         finally:
             honest.close()
     except ChaosError as error:
@@ -69,7 +75,21 @@ def _ms(figures: Figures, phase: str) -> str:
 
 def table(verdicts: list[Verdict]) -> Table:
     made = Table(title="attacks")
-    for column in ("attack", "RSS idle", "peak", "after", "peace", "attack", "after", "lost", "calls", "late", "disk", "lines", "verdict"):
+    for column in (
+        "attack",
+        "RSS idle",
+        "peak",
+        "after",
+        "peace",
+        "attack",
+        "after",
+        "lost",
+        "calls",
+        "late",
+        "disk",
+        "lines",
+        "verdict",
+    ):
         made.add_column(column, justify="left" if column in ("attack", "verdict") else "right")
     for one in verdicts:
         found = one.figures
@@ -88,7 +108,9 @@ def table(verdicts: list[Verdict]) -> Table:
             str(found.log_lines),
             "held" if one.good else "not yet" if one.attack in NOT_YET else "BROKEN",
         )
-    made.caption = "RSS and disk in MiB; p50/p99 of honest messages in ms; lost: honest messages; calls: honest ones that failed"
+    made.caption = (
+        "RSS and disk in MiB; p50/p99 of honest messages in ms; lost: honest messages; calls: honest ones that failed"
+    )
     return made
 
 

@@ -1,7 +1,7 @@
 """An attacker as a process of its own: `python -m tests.security.attackers NAME '{"cloud": 1883, "count": 500, ...}'`.
 
-Says {"attacking": true} when it is connected and begins, and what came of it in its last line. An attacker that is to read nothing any
-more stops itself; whoever started it ends it.
+Says {"attacking": true} when it is connected and begins, and what came of it in its last line. An attacker that is to
+read nothing any more stops itself; whoever started it ends it.
 """
 
 from __future__ import annotations

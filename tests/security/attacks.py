@@ -1,4 +1,5 @@
-"""The attacks as data: what is around the gateway, what the attacker does, and what must hold beside the bounds that hold for all.
+"""The attacks as data: what is around the gateway, what the attacker does, and what must hold beside the bounds that
+hold for all.
 
 Attack(name, row of the table, attacker, scene, in full, in short) -> trial.py
 """
@@ -32,7 +33,8 @@ class Attack:
     checks: tuple[Check, ...] = ()
     hangs: str = ""  # a broker that hangs meanwhile
     endless: bool = False  # it goes on until it is ended, after `seconds`
-    excused: frozenset[str] = field(default_factory=frozenset)  # bounds that this attack is not judged by, with the reason beside it
+    # bounds that this attack is not judged by, with the reason beside it
+    excused: frozenset[str] = field(default_factory=frozenset)
 
     def options(self, *, short: bool, seconds: float | None = None) -> dict[str, Any]:
         found = self.full | (self.short or {} if short else {})
@@ -51,7 +53,9 @@ def only(*codes: str) -> Check:
 
 def some(code: str) -> Check:
     """Who asked for too much was told."""
-    return lambda told: [] if told.get("codes", {}).get(code) else [f"nobody was answered code {code}: {told.get('codes')}"]
+    return lambda told: (
+        [] if told.get("codes", {}).get(code) else [f"nobody was answered code {code}: {told.get('codes')}"]
+    )
 
 
 def told_all(told: Told) -> list[str]:
@@ -81,12 +85,20 @@ def others_kept(told: Told) -> list[str]:
     """A Reset ends nothing of others, whoever says to have sent it."""
     before, after = (told.get(when, {}).get("the vehicle's") for when in ("before", "after"))
     found = [] if before == after == 20 else [f"of the vehicle's clients' {before} subscriptions {after} are left"]
-    return found + [f"Reset as {who}: OK" for who, code in told.get("reset", {}).items() if code == 0 and not who.startswith("cloud")]
+    return found + [
+        f"Reset as {who}: OK"
+        for who, code in told.get("reset", {}).items()
+        if code == 0 and not who.startswith("cloud")
+    ]
 
 
 def nothing_reset(told: Told) -> list[str]:
     """All that was subscribed still is."""
-    return [] if told.get("after") == told.get("before") and told.get("after") else [f"{told.get('before')} became {told.get('after')}"]
+    return (
+        []
+        if told.get("after") == told.get("before") and told.get("after")
+        else [f"{told.get('before')} became {told.get('after')}"]
+    )
 
 
 def nothing_suppressed(told: Told) -> list[str]:
@@ -117,7 +129,8 @@ ATTACKS: Final = (
         "polls",
         {"count": 20_000, "seconds": 60},
         {"count": 500, "seconds": 10},
-        # 20,000 requests at once take 2.6 s to refuse, and that is more than one in a hundred; a host's neighbours share its part
+        # 20,000 requests at once take 2.6 s to refuse, and that is more than one in a hundred; a host's neighbours
+        # share its part
         excused=frozenset({"p99", "calls"}),
     ),
     Attack("polls-500", "500 polls of the largest pages by one client", "polls", {"count": 500, "seconds": 30}, None),
@@ -155,9 +168,17 @@ ATTACKS: Final = (
         hangs="lost",
         checks=(some(RESOURCE_EXHAUSTED),),
     ),
-    Attack("publish-50mb", "one publish of 50 MB", "huge", {"count": 1, "seconds": 5, "bytes": 50 * MIB}, {"seconds": 2}),
+    Attack(
+        "publish-50mb", "one publish of 50 MB", "huge", {"count": 1, "seconds": 5, "bytes": 50 * MIB}, {"seconds": 2}
+    ),
     Attack("publish-100mb", "one publish of 100 MB", "huge", {"count": 1, "seconds": 8, "bytes": 100 * MIB}, None),
-    Attack("publish-1mb", "500 publishes of 1 MiB - 1", "huge", {"count": 500, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1}, None),
+    Attack(
+        "publish-1mb",
+        "500 publishes of 1 MiB - 1",
+        "huge",
+        {"count": 500, "seconds": 20, "bytes": MESSAGE_BYTES_MAX - 1},
+        None,
+    ),
     Attack(
         "publish-50mb-zenoh",
         "one publish of 50 MB over Zenoh",

@@ -19,19 +19,36 @@ from functools import partial
 
 from chaos.judges import ZenohLink
 from chaos.wire import NOTIFICATION, PUBLISH, Message, Uri, field, new_id
-from streamer.processes import die_with_parent
-from tests.security.hostile import FOREVER_MS, MARK, ME, Places, Told, ask, attacker, begin, caller, made_up, paced, payload
+from streamer.demo.processes import die_with_parent
+from tests.security.hostile import (
+    FOREVER_MS,
+    MARK,
+    ME,
+    Places,
+    Told,
+    ask,
+    attacker,
+    begin,
+    caller,
+    made_up,
+    paced,
+    payload,
+)
 from tests.security.raw import RawMqtt, properties, publish
 
 
 @attacker
 def topics(at: Places) -> Told:
-    """`count` topics that nobody has ever heard of: publishes on a recorded pattern, or notifications to sinks behind the gateway."""
+    """`count` topics that nobody has ever heard of: publishes on a recorded pattern, or notifications to sinks behind
+    the gateway."""
     link = RawMqtt(at.cloud, "attacker")
     begin()
     for batch in paced(at):
         if at.kind == "notifications":
-            found = [Message(new_id(), NOTIFICATION, made_up(one), Uri("vehicle1", 0xC000 + one % 1_000, 1, 0), MARK) for one in batch]
+            found = [
+                Message(new_id(), NOTIFICATION, made_up(one), Uri("vehicle1", 0xC000 + one % 1_000, 1, 0), MARK)
+                for one in batch
+            ]
         else:
             found = [Message(new_id(), PUBLISH, made_up(one), None, MARK) for one in batch]
         link.say(found)
@@ -80,7 +97,9 @@ def huge(at: Places) -> Told:
 @attacker
 def leases(at: Places) -> Told:
     """One client takes `count` consumers' names for a week."""
-    return ask(at, ((at.history, field(4, 1) + field(7, f"mine-{one}") + field(12, FOREVER_MS)) for one in range(at.count)))
+    return ask(
+        at, ((at.history, field(4, 1) + field(7, f"mine-{one}") + field(12, FOREVER_MS)) for one in range(at.count))
+    )
 
 
 @attacker
@@ -92,7 +111,8 @@ def subscriptions(at: Places) -> Told:
 
 @attacker
 def subscribed_topics(at: Places) -> Told:
-    """`count` topics that somebody's subscriptions with a wildcard cover, from Zenoh: each instance of an entity is one more."""
+    """`count` topics that somebody's subscriptions with a wildcard cover, from Zenoh: each instance of an entity is one
+    more."""
     made, _ = caller(at, ME)
     kinds = [0x8300 + place for place in range(at.count // 0xFF00 + 1)]
     codes = []
@@ -162,7 +182,8 @@ def admin(at: Places) -> Told:
 
 @attacker
 def churn(at: Places) -> Told:
-    """Connections that come, say something wrong or nothing, and go: at the gateway's Zenoh port, and whole clients at the broker."""
+    """Connections that come, say something wrong or nothing, and go: at the gateway's Zenoh port, and whole clients at
+    the broker."""
     begin()
     sessions = 0
     for batch in paced(at):
@@ -177,10 +198,17 @@ def churn(at: Places) -> Told:
 
 @attacker
 def reads_nothing(at: Places) -> Told:
-    """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of `bytes`."""
+    """Zenoh clients that want everything and then read nothing, while somebody beside them says `count` things of
+    `bytes`."""
     for _ in range(3):
         ZenohLink(at.zenoh, ("up/**",), lambda _: None)
-    command = [sys.executable, "-m", "tests.security.attackers", "huge", json.dumps(dataclasses.asdict(at) | {"kind": "zenoh"})]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.security.attackers",
+        "huge",
+        json.dumps(dataclasses.asdict(at) | {"kind": "zenoh"}),
+    ]
     subprocess.Popen(command, stdout=subprocess.DEVNULL, preexec_fn=partial(die_with_parent, signal.SIGKILL))
     begin()
     os.kill(os.getpid(), signal.SIGSTOP)

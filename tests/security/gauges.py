@@ -61,7 +61,9 @@ class Gauges:
         while not self._ended.wait(SAMPLE_S):
             if self._gateway.running:
                 self._samples.append(memory_mib(self._gateway.pid))
-                self._peak = max(self._peak, memory_mib(self._gateway.pid, "VmHWM") if self._of_kernel else self._samples[-1])
+                self._peak = max(
+                    self._peak, memory_mib(self._gateway.pid, "VmHWM") if self._of_kernel else self._samples[-1]
+                )
             if len(self._samples) % 10 == 1:
                 self.disk_mib = max(self.disk_mib, folder_mib(self._gateway.data_dir))
 

@@ -1,4 +1,5 @@
-"""Honest traffic: what must go on as if nothing were. Plain paho and plain Zenoh, and messages that chaos/wire.py writes by hand.
+"""Honest traffic: what must go on as if nothing were. Plain paho and plain Zenoh, and messages that chaos/wire.py
+writes by hand.
 
 vehicle -- numbered publishes --> cloud          cloud -- numbered publishes --> vehicle
 cloud -- requests --> a service in the vehicle, and Poll at the gateway          a new subscriber, every now and then
@@ -84,12 +85,18 @@ class Honest:
         links = [cloud]
         self._answers = Caller(Uri(CLOUD, 0x9101, 1, 0), self._cloud_says)
         if scene.fleet:
-            fleet = MqttLink(stage.brokers["fleet"].port, "honest-fleet", filters=(f"+/{vehicle}",), heard=self._heard_in_vehicle)
+            fleet = MqttLink(
+                stage.brokers["fleet"].port, "honest-fleet", filters=(f"+/{vehicle}",), heard=self._heard_in_vehicle
+            )
             self._vehicle_says: Callable[[Message], None] = lambda message: fleet.send(message, True, lambda _: None)
             self._closers.append(fleet.close)
             links.append(fleet)
         else:
-            keys = (f"up/{CLOUD}/{ENTITY:X}/0/1/*/**", f"up/*/*/*/*/*/{self.echo.segments}", f"up/*/*/*/*/*/{vehicle}/{APP:X}/0/1/0")
+            keys = (
+                f"up/{CLOUD}/{ENTITY:X}/0/1/*/**",
+                f"up/*/*/*/*/*/{self.echo.segments}",
+                f"up/*/*/*/*/*/{vehicle}/{APP:X}/0/1/0",
+            )
             zenoh = ZenohLink(stage.zenoh_port, keys, self._heard_in_vehicle)
             self._vehicle_says = zenoh.send
             self._closers.append(zenoh.close)
@@ -108,7 +115,14 @@ class Honest:
         if message.type == REQUEST and message.sink == self.echo:
             self._vehicle_says(
                 Message(
-                    new_id(), RESPONSE, message.sink, message.source, message.payload, message.ttl_ms, message.id, format=message.format
+                    new_id(),
+                    RESPONSE,
+                    message.sink,
+                    message.source,
+                    message.payload,
+                    message.ttl_ms,
+                    message.id,
+                    format=message.format,
                 )
             )
         else:
@@ -160,7 +174,9 @@ class Honest:
             turn += 1
             phase, began = self.phase, time.monotonic()
             answer = self._answers.call(method, payload, CALL_S_MAX)
-            self.calls.append(Called(phase, name, time.monotonic() - began, None if answer is None else answer.commstatus))
+            self.calls.append(
+                Called(phase, name, time.monotonic() - began, None if answer is None else answer.commstatus)
+            )
             time.sleep(CALL_EVERY_S)
 
     def talk(self) -> None:
@@ -200,7 +216,8 @@ class Honest:
         return time.monotonic() - began
 
     def late_subscriber(self) -> int:
-        """Somebody subscribes to a topic that was never heard of: how many of its LATE_MESSAGES do not come. All, if it is refused."""
+        """Somebody subscribes to a topic that was never heard of: how many of its LATE_MESSAGES do not come. All, if it
+        is refused."""
         scene = self._stage.scene
         topic = Uri(scene.home, ENTITY, 1, LATE + self._late)
         self._late += 1
@@ -240,7 +257,9 @@ class Honest:
 
     def latencies(self, phase: Phase) -> list[float]:
         """Seconds, of what has arrived."""
-        return [one.arrived - one.at for one in list(self._sent.values()) if one.phase == phase and one.arrived is not None]
+        return [
+            one.arrived - one.at for one in list(self._sent.values()) if one.phase == phase and one.arrived is not None
+        ]
 
     def failed_calls(self, phase: Phase) -> list[Called]:
         return [one for one in self.calls if one.phase == phase and one.code != 0]

@@ -84,7 +84,8 @@ def status_of(body: bytes) -> int:
 
 
 def ask(at: Places, requests: Iterator[tuple[Uri, bytes]], me: Uri = ME) -> Told:
-    """Send these to their methods as fast as the broker takes them, and count the answers by code until all are there, or time is over."""
+    """Send these to their methods as fast as the broker takes them, and count the answers by code until all are there,
+    or time is over."""
     codes: Counter[str] = Counter()
 
     def heard(body: bytes) -> None:

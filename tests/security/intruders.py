@@ -78,7 +78,9 @@ def theft(at: Places) -> Told:
         return {"owner": None}
     places = [one for one in parse(first.payload).get(2, []) if isinstance(one, bytes)]
     acked = b"".join(field(8, one) for one in places)
-    owner.call(at.history, b"".join(field(2, one) for one in places) + acked + field(7, "spark-job") + field(12, 60_000), 10)
+    owner.call(
+        at.history, b"".join(field(2, one) for one in places) + acked + field(7, "spark-job") + field(12, 60_000), 10
+    )
     stolen = thief.call(at.history, field(4, 1) + acked + field(7, "spark-job") + field(12, 1), 10)
     time.sleep(0.2)
     again = owner.call(at.history, field(4, 1) + acked + field(7, "spark-job") + field(12, 60_000), 10)
@@ -87,9 +89,11 @@ def theft(at: Places) -> Told:
 
 @attacker
 def reset(at: Places) -> Told:
-    """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what clients of both have subscribed to.
+    """Somebody who says to be the uSubscription of the cloud, and of the vehicle, ends what clients of both have
+    subscribed to.
 
-    What the cloud's own clients have may go, by default: nobody above the transport can tell its uSubscription from one who says so.
+    What the cloud's own clients have may go, by default: nobody above the transport can tell its uSubscription from one
+    who says so.
     """
     service, others = Uri(at.home, 0, 3, 0), Uri("vehicle1", 0xA001, 1, 0)
     callers = {"the cloud's": (ME, caller(at, ME)[0]), "the vehicle's": (others, zenoh_caller(at.zenoh, others)[0])}
@@ -117,7 +121,8 @@ def reset(at: Places) -> Told:
 
 @attacker
 def suppress(at: Places) -> Told:
-    """Ids of messages that somebody else is going to send, sent first: in his name from the wrong network, and in one's own."""
+    """Ids of messages that somebody else is going to send, sent first: in his name from the wrong network, and in one's
+    own."""
     heard: Counter[bytes] = Counter()
     topic = Uri("vehicle1", 0x8001, 1, 0x8001)
 
@@ -145,10 +150,20 @@ def suppress(at: Places) -> Told:
 
 @attacker
 def odd(at: Places) -> Told:
-    """What is well formed and makes no sense: wildcards in sinks, ids of the future and the past, the least and the greatest ttl."""
+    """What is well formed and makes no sense: wildcards in sinks, ids of the future and the past, the least and the
+    greatest ttl."""
     link = RawMqtt(at.cloud, "attacker")
-    sinks = [Uri("vehicle1", 0xFFFF_FFFF, 0xFF, 0xFFFF), Uri("*", 4, 1, 2), Uri("vehicle1", 0, 0, 0), Uri(at.home, 4, 1, 0x7FFF)]
-    ids = [bytes.fromhex("ffffffffffff7fffbfffffffffffffff"), bytes.fromhex("00000000000070008000000000000000"), bytes(16)]
+    sinks = [
+        Uri("vehicle1", 0xFFFF_FFFF, 0xFF, 0xFFFF),
+        Uri("*", 4, 1, 2),
+        Uri("vehicle1", 0, 0, 0),
+        Uri(at.home, 4, 1, 0x7FFF),
+    ]
+    ids = [
+        bytes.fromhex("ffffffffffff7fffbfffffffffffffff"),
+        bytes.fromhex("00000000000070008000000000000000"),
+        bytes(16),
+    ]
     begin()
     for batch in paced(at):
         out = []
@@ -189,7 +204,11 @@ def malformed(at: Places) -> Told:
         out = []
         for one in batch:
             kind, value = str(rng.randrange(1, 12)), rng.randbytes(rng.randrange(40)).hex()
-            found = user("uP", "1") + user(kind, value) if one % 2 else properties(good).replace(b"CS1", b"CS\x39") + user(kind, value)
+            found = (
+                user("uP", "1") + user(kind, value)
+                if one % 2
+                else properties(good).replace(b"CS1", b"CS\x39") + user(kind, value)
+            )
             out.append(publish(topic.segments, MARK, found, 0))
         link.send(b"".join(out))
     return {"sent": at.count}

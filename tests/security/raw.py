@@ -46,7 +46,12 @@ def user(name: str | bytes, value: str | bytes) -> bytes:
 
 def properties(message: Message) -> bytes:
     """Those of a uProtocol message, see up-l1/mqtt_5.adoc."""
-    parts = [user("uP", "1"), user("1", id_text(message.id)), user("2", CE_NAMES[message.type]), user("3", str(message.source))]
+    parts = [
+        user("uP", "1"),
+        user("1", id_text(message.id)),
+        user("2", CE_NAMES[message.type]),
+        user("3", str(message.source)),
+    ]
     if message.sink is not None:
         parts.append(user("4", str(message.sink)))
     parts.append(user("5", f"CS{message.priority - 1}"))
@@ -67,7 +72,9 @@ def publish(topic: str, payload: bytes, found: bytes, mid: int) -> bytes:
 class RawMqtt:
     """One connection. `reads=False`: it never takes what the broker has for it."""
 
-    def __init__(self, port: int, client_id: str, *filters: str, reads: bool = True, heard: Callable[[bytes], None] | None = None) -> None:
+    def __init__(
+        self, port: int, client_id: str, *filters: str, reads: bool = True, heard: Callable[[bytes], None] | None = None
+    ) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), 10)
         self._socket.settimeout(120)
         self._heard = heard  # the body of each PUBLISH
@@ -77,7 +84,14 @@ class RawMqtt:
         self.closed = threading.Event()
         receive_maximum = b"\x21\xff\xff"
         self._socket.sendall(
-            packet(CONNECT, _text("MQTT"), b"\x05\x02\x00\x3c", varint(len(receive_maximum)), receive_maximum, _text(client_id))
+            packet(
+                CONNECT,
+                _text("MQTT"),
+                b"\x05\x02\x00\x3c",
+                varint(len(receive_maximum)),
+                receive_maximum,
+                _text(client_id),
+            )
         )
         self._socket.recv(4096)
         if filters:
@@ -94,7 +108,11 @@ class RawMqtt:
         for message in messages:
             if qos:
                 self._free.acquire()
-            out.append(publish(message.topic(off_vehicle), message.payload, properties(message), next(self._mids) if qos else 0))
+            out.append(
+                publish(
+                    message.topic(off_vehicle), message.payload, properties(message), next(self._mids) if qos else 0
+                )
+            )
         self.send(b"".join(out))
 
     def settle(self, timeout_s: float) -> None:

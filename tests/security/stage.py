@@ -15,7 +15,7 @@ from typing import Final
 
 from chaos.processes import Broker, Gateway
 from chaos.wire import Uri
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 
 CLOUD, VEHICLE = "cloud", "vehicle1"
 FLEET: Final = [f"v{number:04d}" for number in range(999)]  # the honest ones; v0999 is not
@@ -119,12 +119,16 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.zenoh_port, self.admin_port = free_port(), free_port()
-        self.brokers = {name: Broker(name, self.folder, self.tally) for name in (CLOUD, "fleet" if self.scene.fleet else "lost")}
+        self.brokers = {
+            name: Broker(name, self.folder, self.tally) for name in (CLOUD, "fleet" if self.scene.fleet else "lost")
+        }
         self.data_dir, static = self.folder / "data", self.folder / "subscriptions.json"
         static.write_text(json.dumps(self.scene.subscriptions()))
         self.config = self.folder / "gateway.toml"
         ports = {name: broker.port for name, broker in self.brokers.items()}
-        self.config.write_text(self.scene.toml(data=self.data_dir, admin=self.admin_port, static=static, zenoh=self.zenoh_port, **ports))
+        self.config.write_text(
+            self.scene.toml(data=self.data_dir, admin=self.admin_port, static=static, zenoh=self.zenoh_port, **ports)
+        )
         self.gateway = Gateway("gateway", self.folder, self.config, self.data_dir, self.admin_port, self.tally, {})
 
     def start(self) -> None:

@@ -1,7 +1,9 @@
-"""The configurations of docs/security.md on real networks: what they forbid is tried by a raw client, and the honest ones go on.
+"""The configurations of docs/security.md on real networks: what they forbid is tried by a raw client, and the honest
+ones go on.
 
 service of vehicle1 or backend on a network with (and without) its access rules <- Subscribe of an honest uEntity
-                                                                              <- Reset of somebody who claims to be entity 0
+                                                                              <- Reset of somebody who claims to be
+                                                                              entity 0
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports.dds import DdsTransport
-from transports.dds_config import DdsConfig
+from transports.dds.config import DdsConfig
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol import uri as uris
@@ -55,7 +57,9 @@ def subscribing(at: str, number: int = 0) -> v4.SubscribeRequest:
 
 
 @contextlib.asynccontextmanager
-async def serving(transport: UTransport, authority: str, folder: Path, reset: MayReset = "linked") -> AsyncIterator[USubscriptionService]:
+async def serving(
+    transport: UTransport, authority: str, folder: Path, reset: MayReset = "linked"
+) -> AsyncIterator[USubscriptionService]:
     service = USubscriptionService(transport, authority, folder / "store.db", reset=reset)
     async with transport:
         await service.start()
@@ -69,11 +73,18 @@ async def subscribers(service: USubscriptionService) -> list[str]:
     return sorted(row.subscriber[0] for row in await service.subscriptions())
 
 
-# -- MQTT -------------------------------------------------------------------------------------------------------------------------
+# -- MQTT
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def mqtt(broker: Any, authority: str, entity: int, user: str, mode: str) -> Mqtt5Transport:
-    settings = {"port": broker.port, "mode": mode, "username": user, "password": user, "client_id": f"{user}-{uuid.uuid4().hex}"}
+    settings = {
+        "port": broker.port,
+        "mode": mode,
+        "username": user,
+        "password": user,
+        "client_id": f"{user}-{uuid.uuid4().hex}",
+    }
     return Mqtt5Transport(Mqtt5Config.model_validate(settings), LocalUriProvider(authority, entity, 1))
 
 
@@ -94,7 +105,11 @@ async def test_mqtt_in_vehicle_only_the_gateway_is_entity_0(make_broker: Any, tm
     async with serving(mqtt(broker, "vehicle1", 0, "gateway", mode), "vehicle1", tmp_path, "all") as service:
         honest = LocalUriProvider("vehicle1", 0x10AB, 1)
         assert await mqtt_call(broker, "10AB", honest, "vehicle1", SUBSCRIBE, mode, subscribing("vehicle1")) == UCode.OK
-        for forged in (LocalUriProvider("vehicle1", 0, 3), LocalUriProvider("cloud", 0, 3), LocalUriProvider("vehicle1", 0x10000, 3)):
+        for forged in (
+            LocalUriProvider("vehicle1", 0, 3),
+            LocalUriProvider("cloud", 0, 3),
+            LocalUriProvider("vehicle1", 0x10000, 3),
+        ):
             answer = await mqtt_call(broker, "9001", forged, "vehicle1", RESET, mode)
             assert (answer == UCode.OK) is not guarded, f"{forged}: {UCode.Name(answer)}"
         assert await subscribers(service) == (["vehicle1"] if guarded else [])
@@ -115,20 +130,29 @@ async def test_mqtt_off_vehicle_a_vehicle_resets_what_is_its_own(make_broker: An
             source = LocalUriProvider(name, 0, 4)
             assert await mqtt_call(broker, name, source, "backend", SUBSCRIBE, mode, subscribing("backend")) == UCode.OK
         for forged in ("vehicle1", "backend"):
-            assert await mqtt_call(broker, "vehicle2", LocalUriProvider(forged, 0, 4), "backend", RESET, mode) != UCode.OK
+            assert (
+                await mqtt_call(broker, "vehicle2", LocalUriProvider(forged, 0, 4), "backend", RESET, mode) != UCode.OK
+            )
         assert await subscribers(service) == ["vehicle1", "vehicle2"]
-        assert await mqtt_call(broker, "vehicle2", LocalUriProvider("vehicle2", 0, 4), "backend", RESET, mode) == UCode.OK
+        assert (
+            await mqtt_call(broker, "vehicle2", LocalUriProvider("vehicle2", 0, 4), "backend", RESET, mode) == UCode.OK
+        )
         assert await subscribers(service) == ["vehicle1"]
 
 
 @pytest.mark.broker
 @pytest.mark.parametrize("reset", ["linked", "off"])
-async def test_mqtt_without_an_acl_a_forged_reset_ends_what_it_claims_or_nothing(make_broker: Any, tmp_path: Path, reset: MayReset) -> None:
+async def test_mqtt_without_an_acl_a_forged_reset_ends_what_it_claims_or_nothing(
+    make_broker: Any, tmp_path: Path, reset: MayReset
+) -> None:
     broker, mode = make_broker(), "in-vehicle"
     async with serving(mqtt(broker, "cloud", 0, "it", mode), "cloud", tmp_path, reset) as service:
         for number, name in enumerate(["cloud"] * 18 + ["vehicle1", "vehicle2"]):
             source = LocalUriProvider(name, 0x10AB if name == "cloud" else 0, 4)
-            assert await mqtt_call(broker, "it", source, "cloud", SUBSCRIBE, mode, subscribing("cloud", number)) == UCode.OK
+            assert (
+                await mqtt_call(broker, "it", source, "cloud", SUBSCRIBE, mode, subscribing("cloud", number))
+                == UCode.OK
+            )
         denied, taken = UCode.PERMISSION_DENIED, UCode.OK if reset == "linked" else UCode.PERMISSION_DENIED
         for forged, expected in (("cloud", denied), ("nobody", denied), ("vehicle1", taken)):
             assert await mqtt_call(broker, "it", LocalUriProvider(forged, 0, 3), "cloud", RESET, mode) == expected
@@ -136,7 +160,8 @@ async def test_mqtt_without_an_acl_a_forged_reset_ends_what_it_claims_or_nothing
         assert service.refused["reset"] == (2 if reset == "linked" else 3)
 
 
-# -- Zenoh ------------------------------------------------------------------------------------------------------------------------
+# -- Zenoh
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def certificates(folder: Path, *names: str) -> None:
@@ -163,7 +188,9 @@ def zenoh_client(at: str, name: str, entity: int) -> ZenohTransport:
 
 
 @pytest.mark.parametrize("guarded", [True, False])
-async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool) -> None:
+async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, guarded: bool
+) -> None:
     monkeypatch.chdir(tmp_path)  # the example names files beside it
     certificates(tmp_path, "gateway", "10AB", "9001")
     settings = tomllib.loads(PAGE.split("```toml\n")[1].split("```")[0])["endpoint"]["settings"]
@@ -180,7 +207,9 @@ async def test_zenoh_a_certificate_speaks_for_its_own_entity_alone(tmp_path: Pat
         assert await answered(app, LocalUriProvider("vehicle1", 0x10AB, 1), SUBSCRIBE, subscribing("vehicle1"))
         forged = await call(thief, LocalUriProvider("vehicle1", 0, 3), "vehicle1", RESET, ttl_ms=SILENCE_MS)
         assert (forged == UCode.OK) is not guarded
-        assert await answered(thief, LocalUriProvider("vehicle1", 0x9001, 1), SUBSCRIBE, subscribing("vehicle1", 1)), "as itself"
+        assert await answered(thief, LocalUriProvider("vehicle1", 0x9001, 1), SUBSCRIBE, subscribing("vehicle1", 1)), (
+            "as itself"
+        )
         assert len(await service.subscriptions()) == (2 if guarded else 1)
         assert service.requests["reset_v4"] == (0 if guarded else 1), "what was forged before has not arrived"
 
@@ -193,7 +222,8 @@ async def answered(transport: UTransport, source: LocalUriProvider, method: int,
     return False
 
 
-# -- DDS --------------------------------------------------------------------------------------------------------------------------
+# -- DDS
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def dds(authority: str, **more: Any) -> DdsTransport:

@@ -1,4 +1,5 @@
-"""The attacks in their short form: bounds of bytes and completeness, not of latency. In full, each on a gateway of its own: `make attack`.
+"""The attacks in their short form: bounds of bytes and completeness, not of latency. In full, each on a gateway of its
+own: `make attack`.
 
 Attacks with one scene share a gateway, one after the other; what one has broken is not there for the next.
 """
@@ -27,7 +28,9 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(300)]
 RATE = 40.0  # honest messages a second
 PEACE_S = 0.7
 SCENES = list(dict.fromkeys(attack.scene for attack in ATTACKS))
-SHORT = sorted((attack for attack in ATTACKS if attack.short is not None), key=lambda attack: SCENES.index(attack.scene))
+SHORT = sorted(
+    (attack for attack in ATTACKS if attack.short is not None), key=lambda attack: SCENES.index(attack.scene)
+)
 LAST = {attack.scene: attack.name for attack in SHORT}  # after it the gateway is started again
 
 

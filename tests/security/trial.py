@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 from chaos.processes import ChaosError
-from streamer.processes import die_with_parent
+from streamer.demo.processes import die_with_parent
 from tests.security.attacks import Attack
 from tests.security.gauges import Gauges, memory_mib
 from tests.security.honest import Honest, percentile
@@ -25,7 +25,8 @@ from tests.security.hostile import MARK
 from tests.security.stage import RETENTION_MIB, Stage
 
 RSS_MIB_MAX: Final = 200  # above idle, at any moment
-RSS_AFTER_MIB_MAX: Final = 200  # above idle, when it is over: caches stay as full as they may be, and Python gives back late and in part
+# above idle, when it is over: caches stay as full as they may be, and Python gives back late and in part
+RSS_AFTER_MIB_MAX: Final = 200
 DISK_MIB_MAX: Final = RETENTION_MIB + 192  # the log with its write-ahead part, dead letters, subscriptions
 LOG_LINES_MAX: Final = 100  # one a minute of each kind, and there are not many
 P99_RATIO_MAX: Final = 10.0  # of honest traffic: under attack to peace
@@ -155,7 +156,10 @@ class Trial:
         """Everything as before: honest traffic, a new subscriber, a new consumer, no complaint."""
         broken = []
         if not self.stage.gateway.running:
-            return [f"{phase}: the gateway has ended, code {self.stage.gateway.ended_code}: {self.stage.gateway.tail()[-300:]}"]
+            return [
+                f"{phase}: the gateway has ended, code {self.stage.gateway.ended_code}: "
+                f"{self.stage.gateway.tail()[-300:]}"
+            ]
         try:
             self.honest.settle(DRAIN_S_MAX)
         except ChaosError as error:
@@ -199,20 +203,48 @@ class Trial:
         """The bounds that hold under every attack."""
         p99_max = max(1000 * P99_FLOOR_S, P99_RATIO_MAX * found.ms["peace"][1])
         bounds = [
-            ("rss", found.peak_mib - found.idle_mib > RSS_MIB_MAX, f"{found.peak_mib - found.idle_mib:.0f} MiB above idle"),
-            ("rss after", found.after_mib - found.idle_mib > RSS_AFTER_MIB_MAX, f"{found.after_mib - found.idle_mib:.0f} MiB above idle"),
-            ("rss restarted", found.restarted_mib - found.idle_mib > RSS_AFTER_MIB_MAX, f"{found.restarted_mib:.0f} MiB"),
+            (
+                "rss",
+                found.peak_mib - found.idle_mib > RSS_MIB_MAX,
+                f"{found.peak_mib - found.idle_mib:.0f} MiB above idle",
+            ),
+            (
+                "rss after",
+                found.after_mib - found.idle_mib > RSS_AFTER_MIB_MAX,
+                f"{found.after_mib - found.idle_mib:.0f} MiB above idle",
+            ),
+            (
+                "rss restarted",
+                found.restarted_mib - found.idle_mib > RSS_AFTER_MIB_MAX,
+                f"{found.restarted_mib:.0f} MiB",
+            ),
             ("lost", found.lost > 0, f"{found.lost} of {found.sent} honest messages"),
-            ("calls", found.calls_failed > 0, f"{found.calls_failed} of {found.calls} honest calls, {self._failures()}"),
-            ("p99", self.by_latency and not found.ms["attack"][1] <= p99_max, f"{found.ms['attack'][1]:.0f} ms, at most {p99_max:.0f}"),
-            ("p99 after", self.by_latency and not found.ms["after"][1] <= p99_max, f"{found.ms['after'][1]:.0f} ms, at most {p99_max:.0f}"),
+            (
+                "calls",
+                found.calls_failed > 0,
+                f"{found.calls_failed} of {found.calls} honest calls, {self._failures()}",
+            ),
+            (
+                "p99",
+                self.by_latency and not found.ms["attack"][1] <= p99_max,
+                f"{found.ms['attack'][1]:.0f} ms, at most {p99_max:.0f}",
+            ),
+            (
+                "p99 after",
+                self.by_latency and not found.ms["after"][1] <= p99_max,
+                f"{found.ms['after'][1]:.0f} ms, at most {p99_max:.0f}",
+            ),
             ("disk", found.disk_mib > DISK_MIB_MAX, f"{found.disk_mib:.0f} MiB, at most {DISK_MIB_MAX}"),
             ("log lines", found.log_lines > LOG_LINES_MAX, f"{found.log_lines}, at most {LOG_LINES_MAX}"),
             ("log", leaked, "a payload is in the log"),
         ]
-        broken = [f"{name}: {detail}" for name, is_broken, detail in bounds if is_broken and name not in self.attack.excused]
+        broken = [
+            f"{name}: {detail}" for name, is_broken, detail in bounds if is_broken and name not in self.attack.excused
+        ]
         return broken + [problem for check in self.attack.checks for problem in check(found.told)]
 
     def _failures(self) -> str:
         found = {(one.method, one.code) for one in self.honest.failed_calls("attack")}
-        return ", ".join(f"{method}: {'no answer' if code is None else f'code {code}'}" for method, code in sorted(found, key=str))
+        return ", ".join(
+            f"{method}: {'no answer' if code is None else f'code {code}'}" for method, code in sorted(found, key=str)
+        )

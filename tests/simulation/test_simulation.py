@@ -1,4 +1,5 @@
-"""Whole gateways in worlds from seeds: a fixed list here, others each time in the CI workflow, more with `make simulate`."""
+"""Whole gateways in worlds from seeds: a fixed list here, others each time in the CI workflow, more with `make
+simulate`."""
 
 from __future__ import annotations
 

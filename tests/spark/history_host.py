@@ -1,4 +1,5 @@
-"""A streamer's history in a process of its own, on Zenoh loopback, that a test tells what to do: one JSON object a line, in and out.
+"""A streamer's history in a process of its own, on Zenoh loopback, that a test tells what to do: one JSON object a
+line, in and out.
 
 python history_host.py PORT LOG_FILE RETENTION_MS
 """

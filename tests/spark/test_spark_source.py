@@ -23,8 +23,8 @@ from spark_ingest.client import History, Options
 from spark_ingest.decode import Decoder
 from spark_ingest.offsets import Offset, Range
 from spark_ingest.source import StreamReader
-from streamer import drive
-from streamer.processes import free_port
+from streamer.demo import drive
+from streamer.demo.processes import free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder, UPayload
@@ -91,7 +91,11 @@ class Host:
     def settings(self) -> dict[str, Any]:
         return {
             "transport": "zenoh",
-            "transport_config": {"mode": "client", "connect": [f"tcp/127.0.0.1:{self.port}"], "connect_timeout_ms": 2_000},
+            "transport_config": {
+                "mode": "client",
+                "connect": [f"tcp/127.0.0.1:{self.port}"],
+                "connect_timeout_ms": 2_000,
+            },
             "authority": "gateway",
             "local_authority": "spark1",
             "poll_timeout_ms": 5_000,
@@ -165,7 +169,9 @@ def reach(*readers: StreamReader) -> None:
 
 
 def rows_of(reader: StreamReader, start: dict[str, Any], end: dict[str, Any]) -> list[int]:
-    return [seq for part in reader.partitions(start, end) for batch in reader.read(part) for seq in batch["seq"].to_pylist()]
+    return [
+        seq for part in reader.partitions(start, end) for batch in reader.read(part) for seq in batch["seq"].to_pylist()
+    ]
 
 
 def _no_loss(loss: object) -> None:
@@ -209,12 +215,16 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
     try:
         start = reader.initialOffset()
         assert start == {}
-        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 0}  # nothing may be forgotten from now on
+        # nothing may be forgotten from now on
+        assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 0}
         end = reader.latestOffset(start, reader.getDefaultReadLimit())
         assert seqs_of(end) == {host.incarnation: 21_000}
         partitions = reader.partitions(start, end)
         assert len(partitions) == 2
-        twice = [[seq for part in partitions for batch in reader.read(part) for seq in batch["seq"].to_pylist()] for _ in range(2)]
+        twice = [
+            [seq for part in partitions for batch in reader.read(part) for seq in batch["seq"].to_pylist()]
+            for _ in range(2)
+        ]
         assert twice == [list(range(1, 21_001))] * 2
         reader.commit(end)
         assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 21_000}
@@ -224,7 +234,9 @@ def test_a_batch_is_planned_read_twice_the_same_and_acknowledged(host: Host) -> 
         reader.prepareForTriggerAvailableNow()
         host.ask(samples(10))
         assert seqs_of(reader.latestOffset(last, reader.getDefaultReadLimit())) == {host.incarnation: 25_010}
-        assert reader.latestOffset({host.incarnation: 25_010}, reader.getDefaultReadLimit()) == {host.incarnation: 25_010}
+        assert reader.latestOffset({host.incarnation: 25_010}, reader.getDefaultReadLimit()) == {
+            host.incarnation: 25_010
+        }
         assert host.ask()["cursors"] == {f"consumer:{host.options().consumer_name}": 25_010}
     finally:
         reader.stop()
@@ -238,7 +250,9 @@ def test_topics_choose_and_quiet_ones_make_no_batch(host: Host) -> None:
     try:
         end = reader.latestOffset({}, reader.getDefaultReadLimit())
         rows = [row for part in reader.partitions({}, end) for batch in reader.read(part) for row in batch.to_pylist()]
-        assert [row["message_id"] for row in rows] == ids([m for m in messages if uris.format(m.attributes.source) == options.topics[0]])
+        assert [row["message_id"] for row in rows] == ids(
+            [m for m in messages if uris.format(m.attributes.source) == options.topics[0]]
+        )
         assert {row["path"] for row in rows} == {"Vehicle.OBD.EngineSpeed"}
         host.ask([UMessageBuilder.publish(uris.uri("vehicle1", 1, 1, 0x8000)).build()])
         assert reader.latestOffset(end, reader.getDefaultReadLimit()) == end
@@ -259,7 +273,8 @@ def test_a_streamer_that_dies_is_waited_for(host: Host) -> None:
     try:
         assert seqs_of(reader.latestOffset({}, reader.getDefaultReadLimit())) == {host.incarnation: 30_000}
         host.kill()
-        assert reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit()) == {host.incarnation: 7}  # no news, no failure
+        # no news, no failure
+        assert reader.latestOffset({host.incarnation: 7}, reader.getDefaultReadLimit()) == {host.incarnation: 7}
         reader.commit({host.incarnation: 7})
         reader._target = {host.incarnation: 9}
         with pytest.raises(UStatusError):  # but a run that is to end can't end like that
@@ -334,14 +349,21 @@ def test_a_log_that_went_back_is_a_loss_whatever_came_since(host: Host, copied: 
         if grown:
             host.ask(samples(grown, seed=3))
         newest = 100 + grown
-        with pytest.raises(UStatusError, match=rf"log {host.incarnation} went back.* agree up to seq 100, .*101 to 200 .*failOnDataLoss"):
+        with pytest.raises(
+            UStatusError,
+            match=rf"log {host.incarnation} went back.* agree up to seq 100, .*101 to "
+            r"200 .*failOnDataLoss",
+        ):
             strict.latestOffset(end, limit)
-        with pytest.raises(UStatusError, match="went back"):  # a batch that was planned before, and is read again as it was
+        # a batch that was planned before, and is read again as it was
+        with pytest.raises(UStatusError, match="went back"):
             rows_of(strict, middle, end)
         assert rows_of(loose, middle, end) == list(range(101, min(200, newest) + 1))
         after = loose.latestOffset(end, limit)
         assert seqs_of(after) == {host.incarnation: newest}
-        assert rows_of(loose, end, after) == rows_of(loose, end, after) == list(range(101, newest + 1)), "from where both agree"
+        assert rows_of(loose, end, after) == rows_of(loose, end, after) == list(range(101, newest + 1)), (
+            "from where both agree"
+        )
         assert loose.latestOffset(after, limit) == after
         host.ask(samples(5, seed=4))
         for reader in (strict, loose):
@@ -447,7 +469,9 @@ def config(host: Host, directory: Path, **source: Any) -> pipeline.Config:
 @contextlib.contextmanager
 def started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
     """In a process group of its own, of which nothing is left at the end."""
-    with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:
@@ -469,7 +493,11 @@ def run(spark: SparkSession, settings: pipeline.Config) -> int:
 @pytest.mark.timeout(240)
 def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: SparkSession, tmp_path: Path) -> None:
     topic = uris.uri("vehicle1", 7, 1, 0x8001)
-    others = [UPayload(b'"on"', UPayloadFormat.UPAYLOAD_FORMAT_JSON), UPayload(b"\xff", UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF), None]
+    others = [
+        UPayload(b'"on"', UPayloadFormat.UPAYLOAD_FORMAT_JSON),
+        UPayload(b"\xff", UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF),
+        None,
+    ]
     messages = samples(3_000) + [UMessageBuilder.publish(topic).build_from_upayload(payload) for payload in others]
     host.ask(messages)
     settings = config(host, tmp_path, max_records_per_batch=1_100)
@@ -480,7 +508,11 @@ def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: Sp
     assert run(spark, settings) == 500
     rows = written(tmp_path)
     assert [row["seq"] for row in rows] == list(range(1, 3_504))
-    decoded = Decoder().decode(range(1, 3_504), [0] * 3_503, [message.SerializeToString() for message in messages + more]).batch
+    decoded = (
+        Decoder()
+        .decode(range(1, 3_504), [0] * 3_503, [message.SerializeToString() for message in messages + more])
+        .batch
+    )
     for row in rows:
         assert row.pop("date") == row["ts"].date()
     assert rows == decoded.to_pylist()
@@ -502,7 +534,8 @@ def test_killed_in_a_batch_and_stopped_by_a_signal_every_row_is_there_once(host:
     host.ask(messages)
     file = tmp_path / "ingest.toml"
     file.write_text(
-        f'[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\nmax_records_per_batch = 4000\n'
+        '[source]\ntransport = "zenoh"\nauthority = "gateway"\nlocal_authority = "spark1"\nmax_records_per_batch = '
+        "4000\n"
         f'[source.transport_config]\nmode = "client"\nconnect = ["tcp/127.0.0.1:{host.port}"]\n'
         f'[sink]\npath = "{tmp_path}/rows"\ncheckpoint = "{tmp_path}/checkpoint"\n'
     )

@@ -1,4 +1,5 @@
-"""The log: nothing of a stranger's making in it but escaped, no variables, no secrets, one line of a kind and minute, and none lost."""
+"""The log: nothing of a stranger's making in it but escaped, no variables, no secrets, one line of a kind and minute,
+and none lost."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def of_json(file: io.StringIO) -> list[dict[str, Any]]:
 
 def test_json_has_utc_with_milliseconds_level_event_and_the_fields(written: Any) -> None:
     file = written("json")
-    logs.log.warning("it happened", endpoint="cloud", count=3, share=0.5, names=["a", "b"], other={1: 2}, odd=float("nan"), none=None)
+    logs.log.warning(
+        "it happened", endpoint="cloud", count=3, share=0.5, names=["a", "b"], other={1: 2}, odd=float("nan"), none=None
+    )
     (line,) = of_json(file)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("timestamp"))
     assert line == {
@@ -230,7 +233,9 @@ def test_what_is_held_is_written_though_no_other_line_comes() -> None:
             repeats(None, "error", {"event": "lost", "exc_info": ValueError("why")})
         assert written.wait(60)
         repeats.close()
-    assert lines == [("error", {"event": "lost", "error": "ValueError('why')", "repeated": 1})], "it keeps no frames alive"
+    assert lines == [("error", {"event": "lost", "error": "ValueError('why')", "repeated": 1})], (
+        "it keeps no frames alive"
+    )
 
 
 PROGRAM = """
@@ -262,7 +267,9 @@ end(password)
 
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_a_process_tells_what_nobody_caught_and_what_is_held_when_it_ends(format: str) -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, format], capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 1
     assert done.stdout == ""
     for words in ("in a thread", "in a task", "at the end", "a library warns", "999"):

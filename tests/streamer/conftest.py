@@ -115,11 +115,15 @@ MakeWorld = Callable[..., Awaitable[World]]
 
 @pytest.fixture
 async def make_world(tmp_path: Path) -> AsyncIterator[MakeWorld]:
-    """`await make_world(endpoints, {topic: [subscribers]})`: a running streamer; "{n}" in TOML makes names of networks unique."""
+    """`await make_world(endpoints, {topic: [subscribers]})`: a running streamer; "{n}" in TOML makes names of networks
+    unique."""
     worlds: list[World] = []
 
     async def make(
-        networks: str | dict[str, str] = THREE, subscriptions: dict[str, Sequence[str]] | None = None, more: str = "", start: bool = True
+        networks: str | dict[str, str] = THREE,
+        subscriptions: dict[str, Sequence[str]] | None = None,
+        more: str = "",
+        start: bool = True,
     ) -> World:
         toml = networks if isinstance(networks, str) else endpoints(networks)
         number = next(_numbers)

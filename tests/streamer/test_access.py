@@ -78,7 +78,9 @@ async def recorded(world: Any, publish: Publish) -> None:
     await world.until(lambda: sum(stream.records for stream in log.streams() if stream.source.ue_id == 0x8001) == 6)
 
 
-async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_there(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_there(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(more=RECORD + RULES)
     await recorded(world, publish)
     async with (
@@ -98,7 +100,9 @@ async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_the
     assert counts["denied"] == 0
 
 
-async def test_a_denied_topic_is_refused_alike_whether_or_not_it_is_there(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_denied_topic_is_refused_alike_whether_or_not_it_is_there(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(more=RECORD + RULES.replace("8002", "FFFF"))
     async with Caller(world, "cloud", "cloud") as cloud:
 
@@ -129,11 +133,15 @@ async def test_a_message_that_may_not_be_read_is_not_found_by_its_id(make_world:
         asked = PollRequest(after_message_id=secret.newest_id)
         ours, theirs = await vehicle.poll(asked), await cloud.poll(asked)
         assert next(place.seq for place in ours.begin if place.incarnation == log.incarnation) == secret.newest_seq
-        made_up = PollRequest(after_message_id=secret.newest_id[:8] + bytes([secret.newest_id[8] ^ 1]) + secret.newest_id[9:])
+        made_up = PollRequest(
+            after_message_id=secret.newest_id[:8] + bytes([secret.newest_id[8] ^ 1]) + secret.newest_id[9:]
+        )
         assert theirs.begin == (await cloud.poll(made_up)).begin
 
 
-async def test_the_rules_of_today_hold_also_for_old_records_and_for_polls_that_wait(make_world: MakeWorld, publish: Publish) -> None:
+async def test_the_rules_of_today_hold_also_for_old_records_and_for_polls_that_wait(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(more=RECORD + RULES)
     await recorded(world, publish)
     vehicle = await world.node("vehicle", "vehicle1")
@@ -142,7 +150,9 @@ async def test_the_rules_of_today_hold_also_for_old_records_and_for_polls_that_w
         waiting = asyncio.create_task(cloud.poll(PollRequest(positions=first.next, wait_ms=60_000)))
         await world.until(lambda: world.streamer.history._waiting)
         await vehicle.send(publish(SECRET, "secret2"))  # wakes nobody
-        await world.until(lambda: next(s.records for s in world.streamer.logs.durable.streams() if s.source == SECRET) == 3)
+        await world.until(
+            lambda: next(s.records for s in world.streamer.logs.durable.streams() if s.source == SECRET) == 3
+        )
         assert not waiting.done()
         await world.streamer.remove_rule("vehicle", "cloud")
         await world.streamer.add_rule(Rule("vehicle", "cloud", deny=[OPEN]))
@@ -156,7 +166,9 @@ async def test_the_rules_of_today_hold_also_for_old_records_and_for_polls_that_w
         assert caught.value.code == UCode.PERMISSION_DENIED
 
 
-async def test_a_poll_that_waits_for_what_is_denied_meanwhile_is_refused(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_poll_that_waits_for_what_is_denied_meanwhile_is_refused(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(more=RECORD + RULES)
     vehicle = await world.node("vehicle", "vehicle1")
     async with Caller(world, "cloud", "cloud") as cloud:
@@ -176,9 +188,19 @@ async def test_a_publish_for_one_authority_is_shown_where_that_lives(make_world:
     message = publish(OF_CLOUD, "for the vehicle")
     message.attributes.sink.CopyFrom(uris.pattern("vehicle1"))
     await cloud.send(message)
-    await cloud.send(UMessageBuilder.notification(OF_CLOUD, uris.parse("//vehicle1/9001/1/0")).build_from_upayload(UPayload(b"note", 5)))
-    await world.until(lambda: sum(s.records for s in world.streamer.logs.durable.streams() if s.source == OF_CLOUD) == 2)
-    async with Caller(world, "cloud", "cloud") as own, Caller(world, "vehicle", "vehicle1") as there, Caller(world, "mcu", "mcu1") as mcu:
+    await cloud.send(
+        UMessageBuilder.notification(OF_CLOUD, uris.parse("//vehicle1/9001/1/0")).build_from_upayload(
+            UPayload(b"note", 5)
+        )
+    )
+    await world.until(
+        lambda: sum(s.records for s in world.streamer.logs.durable.streams() if s.source == OF_CLOUD) == 2
+    )
+    async with (
+        Caller(world, "cloud", "cloud") as own,
+        Caller(world, "vehicle", "vehicle1") as there,
+        Caller(world, "mcu", "mcu1") as mcu,
+    ):
         assert texts(await own.poll()) == texts(await there.poll()) == ["for the vehicle"]
         assert texts(await mcu.poll()) == []
 
@@ -225,7 +247,9 @@ settings = {{ network = "{n}-fleet" }}
 """
 
 
-async def test_one_entry_lets_each_vehicle_of_a_fleet_read_its_own_only(make_world: MakeWorld, publish: Publish) -> None:
+async def test_one_entry_lets_each_vehicle_of_a_fleet_read_its_own_only(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(FLEET, more=RECORD + '[[access]]\nendpoint = "fleet"\nallow = ["/FFFFFFFF/FF/FFFF"]\n')
     vins = ["vin1", "vin2"]
     for vin in vins:
@@ -243,7 +267,9 @@ async def test_one_entry_lets_each_vehicle_of_a_fleet_read_its_own_only(make_wor
         assert texts(await client.poll()) == [vin]
         assert texts(await client.poll(PollRequest(topics=[uris.parse("/8001/1/8001")]))) == [vin]
     with pytest.raises(UStatusError) as caught:
-        await HistoryClient(rpcs[0], uris.uri("cloud", 4, 1)).poll(PollRequest(topics=[uris.uri("vin2", 0x8001, 1, 0x8001)]))
+        await HistoryClient(rpcs[0], uris.uri("cloud", 4, 1)).poll(
+            PollRequest(topics=[uris.uri("vin2", 0x8001, 1, 0x8001)])
+        )
     assert caught.value.code == UCode.PERMISSION_DENIED
     node = await world.node("cloud", "cloud", 0x9001)
     rpcs.append(InMemoryRpcClient(node, node.local))
@@ -253,7 +279,9 @@ async def test_one_entry_lets_each_vehicle_of_a_fleet_read_its_own_only(make_wor
         await rpc.close()
 
 
-async def test_a_service_inside_sees_all_and_nobody_outside_can_claim_to_be_one(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_service_inside_sees_all_and_nobody_outside_can_claim_to_be_one(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(more=RECORD + RULES + f'[[access]]\ndeny = ["{ALL}"]\n')
     await recorded(world, publish)
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as inside:

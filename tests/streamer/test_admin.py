@@ -57,7 +57,9 @@ async def test_every_request_has_an_answer(port: int, request_: bytes, status: b
     assert b"Connection: close" in answer
 
 
-async def test_who_sends_too_much_or_nothing_is_let_go_and_the_next_one_served(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_sends_too_much_or_nothing_is_let_go_and_the_next_one_served(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await ask(port, b"GET /" + b"x" * (2 * admins.REQUEST_BYTES_MAX) + b" HTTP/1.1\r\n\r\n") == b""
     monkeypatch.setattr(admins, "REQUEST_TIMEOUT_S", 0.05)
     assert await ask(port, b"GET /healthz HT") == b""
@@ -75,7 +77,9 @@ async def test_metrics_are_what_prometheus_reads(port: int) -> None:
     assert re.search(r"^up_streamer_ready 1\.0$", body, re.MULTILINE)
 
 
-async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a clock that only making an answer moves."""
     now, made = 1_000.0, []
     monkeypatch.setattr(admins, "time", SimpleNamespace(perf_counter=lambda: now))
@@ -115,7 +119,9 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
     assert told["notes"] == ["a note"]
 
 
-async def test_connections_beyond_the_limit_are_closed_and_then_there_is_room_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connections_beyond_the_limit_are_closed_and_then_there_is_room_again(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admins, "CONNECTIONS_MAX", 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
     assert await ask(port, b"GET /healthz HTTP/1.1\r\n\r\n") == b""

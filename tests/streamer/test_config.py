@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from streamer.cli import app
+from streamer.commands.cli import app
 from streamer.config import load, loads
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -60,7 +60,10 @@ def test_the_fleet_side_is_asked_nothing() -> None:
         (TWO + "[metrics]\nport = 1\n", 14, "unknown key 'metrics'"),
         (TWO.replace('network = "other"', 'netwrok = "other"'), 13, "unknown key 'netwrok'"),
         (
-            TWO.replace('transport = "local"\nauthorities = ["vehicle1"]', 'transport = "carrier-pigeon"\nauthorities = ["vehicle1"]'),
+            TWO.replace(
+                'transport = "local"\nauthorities = ["vehicle1"]',
+                'transport = "carrier-pigeon"\nauthorities = ["vehicle1"]',
+            ),
             6,
             "no transport",
         ),
@@ -90,21 +93,38 @@ def test_a_mistake_is_told_with_its_line(text: str, line: int, words: str) -> No
         (TWO.replace('"backend"', '"vehicle1"'), 12, "'vehicle1' belongs to both endpoint 'vehicle' and 'cloud'"),
         (TWO.replace('"backend"', '"cloud"'), 12, "endpoint 'cloud' names an authority twice"),
         (TWO.replace('name = "cloud"', 'name = "vehicle"'), 10, "two endpoints are named 'vehicle'"),
-        (TWO.replace('["vehicle1"]', '["vehicle1", "*"]').replace('["cloud", "backend"]', '["*"]'), 12, "belongs to both"),
+        (
+            TWO.replace('["vehicle1"]', '["vehicle1", "*"]').replace('["cloud", "backend"]', '["*"]'),
+            12,
+            "belongs to both",
+        ),
         (TWO.replace("[streamer]", "[streamer]\nauthority = 'mars'"), 2, "'mars' is not an authority of any endpoint"),
         (TWO + '[[rule]]\nfrom = "vehicle"\nto = "moon"\n', 16, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nfrom = "moon"\nto = "cloud"\n', 18, "endpoint 'moon', which there is not"),
         (TWO + RULE + '[[rule]]\nto = "vehicle"\nfrom = "vehicle"\n', 18, "in a circle"),
-        (TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'), 11, "only endpoint 'vehicle' can have it"),
-        ('[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n', 4, "at least one endpoint must name an authority"),
-        (TWO.replace('name = "vehicle"', 'name = "vehicle"\nsuffix = "vin1"'), 6, "a suffix is for the networks outside"),
+        (
+            TWO.replace('name = "cloud"', 'name = "cloud"\nusubscription = "embedded"'),
+            11,
+            "only endpoint 'vehicle' can have it",
+        ),
+        (
+            '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\n',
+            4,
+            "at least one endpoint must name an authority",
+        ),
+        (
+            TWO.replace('name = "vehicle"', 'name = "vehicle"\nsuffix = "vin1"'),
+            6,
+            "a suffix is for the networks outside",
+        ),
         (
             TWO.replace('"backend"', '"vehicle1.vin1"').replace('name = "cloud"', 'name = "cloud"\nsuffix = "vin1"'),
             11,
             "suffix 'vin1' of endpoint",
         ),
         (
-            TWO.replace('name = "vehicle"', 'name = "vehicle"\nusubscription = "remote"') + '[usubscription]\nanswers_for = ["ecu1"]\n',
+            TWO.replace('name = "vehicle"', 'name = "vehicle"\nusubscription = "remote"')
+            + '[usubscription]\nanswers_for = ["ecu1"]\n',
             16,
             "nobody would answer",
         ),

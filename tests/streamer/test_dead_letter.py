@@ -27,7 +27,9 @@ TOPIC = uris.parse("//vehicle1/8001/1/8001")
 
 
 def publication(text: str = "x") -> UMessage:
-    return UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT))
+    return UMessageBuilder.publish(TOPIC).build_from_upayload(
+        UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
+    )
 
 
 class Desk:
@@ -53,12 +55,21 @@ async def test_a_letter_is_stored_and_published_with_all_that_is_known(tmp_path:
     await desk.letters.close()
     ((topic, letter),) = desk.published
     assert topic == "up://vehicle1/4/1/8001"
-    assert (letter.message, letter.code, letter.reason, letter.endpoint) == (message, UCode.NOT_FOUND, "not this one", "cloud")
+    assert (letter.message, letter.code, letter.reason, letter.endpoint) == (
+        message,
+        UCode.NOT_FOUND,
+        "not this one",
+        "cloud",
+    )
     assert letter.time.ToMilliseconds() == 1_700_000_000_000
     (stored,) = dead_letter.open_read_only(tmp_path / "letters.db").read()
     assert stored.message == message
     shown = stored.as_dict()
-    assert (shown["code"], shown["reason"], shown["source"]) == ("NOT_FOUND", "not this one", "up://vehicle1/8001/1/8001")
+    assert (shown["code"], shown["reason"], shown["source"]) == (
+        "NOT_FOUND",
+        "not this one",
+        "up://vehicle1/8001/1/8001",
+    )
 
 
 async def test_what_the_rules_deny_does_not_leave_as_a_dead_letter_either(tmp_path: Path) -> None:
@@ -258,7 +269,9 @@ def of(authority: str, payload: bytes = b"x") -> UMessage:
     return UMessageBuilder.publish(topic).build_from_upayload(UPayload(payload, UPayloadFormat.UPAYLOAD_FORMAT_RAW))
 
 
-async def test_the_flood_of_one_pushes_out_its_own_and_leaves_what_others_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_flood_of_one_pushes_out_its_own_and_leaves_what_others_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead_letter, "STORED_MAX", 20)
     monkeypatch.setattr(dead_letter, "QUEUED_MAX", 10)
     desk = Desk(tmp_path / "letters.db")
@@ -277,7 +290,9 @@ async def test_the_flood_of_one_pushes_out_its_own_and_leaves_what_others_have(t
     assert {letter.message.payload for _, letter in desk.published} >= {b"0", b"1", b"2", b"3"}
 
 
-async def test_large_letters_of_one_leave_room_in_bytes_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_letters_of_one_leave_room_in_bytes_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead_letter, "STORED_BYTES_MAX", 40_000)
     desk = Desk(tmp_path / "letters.db", bytes_max=20_000)
     desk.letters.add(of("honest", b"h" * 3_000), UCode.UNAVAILABLE, "away", "cloud")
@@ -293,7 +308,9 @@ async def test_large_letters_of_one_leave_room_in_bytes_for_others(tmp_path: Pat
     assert sum(map(len, stored)) <= 40_000
 
 
-async def test_of_one_kind_so_many_are_told_in_a_minute_and_the_others_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_one_kind_so_many_are_told_in_a_minute_and_the_others_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead_letter, "TOLD_PER_MINUTE", 10)
     now = 0.0
     desk = Desk(tmp_path / "letters.db", runtime=Runtime(monotonic=lambda: now))
@@ -312,7 +329,9 @@ async def test_of_one_kind_so_many_are_told_in_a_minute_and_the_others_are_count
     assert len(payloads(tmp_path / "letters.db")) == 13
 
 
-async def test_beyond_so_many_bytes_of_one_kind_a_letter_has_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_beyond_so_many_bytes_of_one_kind_a_letter_has_no_payload(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dead_letter, "WHOLE_BYTES_PER_MINUTE", 25_000)
     desk = Desk(tmp_path / "letters.db")
     sent = [of("loud", b"%d" % number * 10_000) for number in range(4)]
@@ -357,7 +376,13 @@ def disk_bytes(path: Path) -> int:
 
 
 def large_row(number: int) -> dead_letter.Row:
-    return number, 14, "away", "cloud", of(f"vehicle{number % 7}", bytes([number % 251]) * (4 << 20)).SerializeToString()
+    return (
+        number,
+        14,
+        "away",
+        "cloud",
+        of(f"vehicle{number % 7}", bytes([number % 251]) * (4 << 20)).SerializeToString(),
+    )
 
 
 def test_the_files_of_the_store_are_bounded_also_while_somebody_reads_them(tmp_path: Path) -> None:

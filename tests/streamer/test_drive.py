@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer import drive
+from streamer.demo import drive
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import UPayload, validate
@@ -39,7 +39,14 @@ def test_reads_a_recording_with_brackets_blanks_and_trailing_commas() -> None:
 
 def test_keeps_the_readable_values_of_a_bad_row_and_tells_the_rest() -> None:
     made = drive.read(HEADER + '1,x,3,\n2,nan\n"broken,1,2\n1e999,,7,8,9\nfoo,bar,baz,\n4,5,6,\n')
-    assert made.rows == [(1.0, None, 3.0), (2.0, None, None), (None, None, None), (None, None, 7.0), (None, None, None), (4.0, 5.0, 6.0)]
+    assert made.rows == [
+        (1.0, None, 3.0),
+        (2.0, None, None),
+        (None, None, None),
+        (None, None, 7.0),
+        (None, None, None),
+        (4.0, 5.0, 6.0),
+    ]
     told = [str(problem) for problem in made.problems]
     assert "row 2: Vehicle.OBD.EngineSpeed is not a number: 'x'" in told
     assert "row 3: Vehicle.OBD.EngineSpeed is not a number: 'nan'" in told
@@ -47,7 +54,8 @@ def test_keeps_the_readable_values_of_a_bad_row_and_tells_the_rest() -> None:
     assert "row 5: has 5 cells, the header names 3: the rest is left out" in told
     assert "row 6: has no readable value: skipped" in told
     assert not any(text.startswith(("row 1:", "row 7:")) for text in told)
-    assert [sample.time_ms for sample in made.samples(0)][-1] == 5_000  # a lost row is a lost second, not a shift of all others
+    # a lost row is a lost second, not a shift of all others
+    assert [sample.time_ms for sample in made.samples(0)][-1] == 5_000
 
 
 def test_tells_a_bounded_number_of_problems_and_counts_all() -> None:
@@ -57,7 +65,10 @@ def test_tells_a_bounded_number_of_problems_and_counts_all() -> None:
 
 
 def test_unknown_columns_get_a_path_and_a_topic_of_their_own() -> None:
-    made = drive.read("OIL_PRESSURE (kPa),Vehicle.Cabin.DoorCount,gear mode,LOCKED,OIL_PRESSURE,()\n3,4,sport,true,1,\n4,4,eco,False,1,\n")
+    made = drive.read(
+        "OIL_PRESSURE (kPa),Vehicle.Cabin.DoorCount,gear "
+        "mode,LOCKED,OIL_PRESSURE,()\n3,4,sport,true,1,\n4,4,eco,False,1,\n"
+    )
     assert paths(made) == [
         "Vehicle.OBD.OilPressure",
         "Vehicle.Cabin.DoorCount",
@@ -119,7 +130,9 @@ def test_simulated_drive_comes_from_its_seed() -> None:
 def test_simulated_drive_hangs_together(seed: int) -> None:
     made = drive.simulate(seed, 1_800)
     column = {path: [row[number] for row in made.rows] for number, path in enumerate(paths(made))}
-    speeds, rpms, gears = (column[f"Vehicle.{name}"] for name in ("OBD.Speed", "OBD.EngineSpeed", "Powertrain.Transmission.CurrentGear"))
+    speeds, rpms, gears = (
+        column[f"Vehicle.{name}"] for name in ("OBD.Speed", "OBD.EngineSpeed", "Powertrain.Transmission.CurrentGear")
+    )
     running, fuel = column["Vehicle.Powertrain.CombustionEngine.IsRunning"], column["Vehicle.OBD.FuelLevel"]
     assert all(abs(b - a) < 12 for a, b in itertools.pairwise(speeds))  # km/h in one second
     assert 40 < max(speeds) < 140
@@ -135,7 +148,9 @@ def test_simulated_drive_hangs_together(seed: int) -> None:
             assert rpm / speed == pytest.approx(drive._RPM_PER_MPS[int(gear)] / 3.6, rel=0.08)
 
 
-@pytest.mark.skipif(not RECORDINGS.is_dir(), reason="the recordings are not here; UP_STREAMER_RECORDINGS names their folder")
+@pytest.mark.skipif(
+    not RECORDINGS.is_dir(), reason="the recordings are not here; UP_STREAMER_RECORDINGS names their folder"
+)
 @pytest.mark.parametrize(("name", "rows"), [("idle9", 733), ("drive1", 2_709), ("live1", 3_853), ("long2", 7_516)])
 def test_real_recordings_are_read_whole(name: str, rows: int) -> None:
     made = drive.read((RECORDINGS / f"{name}.csv").read_bytes().decode())

@@ -1,4 +1,5 @@
-"""A pump under random failures: the cursor never passes what was not confirmed, order holds within a class, a slow peer harms nobody."""
+"""A pump under random failures: the cursor never passes what was not confirmed, order holds within a class, a slow peer
+harms nobody."""
 
 from __future__ import annotations
 
@@ -94,7 +95,12 @@ def id_of(message: UMessage) -> int:
 @pytest.mark.spec("local~disp-order")
 @pytest.mark.spec("local~disp-batch")
 @example(seed=1635908, away=0.02, refused=0.1, count=656)
-@given(seed=st.integers(0, 1 << 30), away=st.sampled_from([0.0, 0.02, 0.3]), refused=st.sampled_from([0.0, 0.1]), count=st.integers(1, 700))
+@given(
+    seed=st.integers(0, 1 << 30),
+    away=st.sampled_from([0.0, 0.02, 0.3]),
+    refused=st.sampled_from([0.0, 0.1]),
+    count=st.integers(1, 700),
+)
 def test_the_cursor_never_passes_what_was_not_confirmed(seed: int, away: float, refused: float, count: int) -> None:
     asyncio.run(_pump(seed, away, refused, count))
 
@@ -108,7 +114,10 @@ async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     wanted = TOPICS[:2]
     pump = Pump(peer, log, EverythingFor(peer, wanted), dead_letters, Backoff(1, 1))  # type: ignore[arg-type]
     pump.begin()
-    messages = [UMessageBuilder.publish(draw.choice(TOPICS)).with_priority(draw.choice(PRIORITIES)).build() for _ in range(count)]
+    messages = [
+        UMessageBuilder.publish(draw.choice(TOPICS)).with_priority(draw.choice(PRIORITIES)).build()
+        for _ in range(count)
+    ]
     keys = [uris.key(topic) for topic in wanted]
     mine = [message for message in messages if uris.key(message.attributes.source) in keys]
     seqs = seq_by_id(messages)
@@ -138,11 +147,15 @@ async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     assert faults == []  # told here: what a transport raises is its endpoint's trouble
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert {id_of(message) for message in network.taken} | {id_of(message) for message in letters} == {id_of(message) for message in mine}
+    assert {id_of(message) for message in network.taken} | {id_of(message) for message in letters} == {
+        id_of(message) for message in mine
+    }
     assert [id_of(message) for message in letters] == [id_of(message) for message in network.refused]
     lanes: dict[tuple[Any, int], list[int]] = {}
     for message in network.taken:
-        lanes.setdefault((uris.key(message.attributes.source), message.attributes.priority), []).append(seqs[id_of(message)])
+        lanes.setdefault((uris.key(message.attributes.source), message.attributes.priority), []).append(
+            seqs[id_of(message)]
+        )
     assert all(seqs_ == sorted(set(seqs_)) for seqs_ in lanes.values())  # in order within a class, and each once
     assert log.cursor("egress:cloud") == count
     if not away:
@@ -218,7 +231,11 @@ async def test_what_a_payload_holds_is_nobodys_business(make_world: MakeWorld, p
 @pytest.mark.spec("local~disp-at-least-once")
 async def test_a_slow_peer_disturbs_nobody_else(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//mcu1/9/1/0"]})
-    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1", 9)
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1", 9),
+    )
     neighbour = await world.hear(mcu, TOPICS[0])
     slowly: list[UMessage] = []
     release = asyncio.Event()
@@ -243,7 +260,9 @@ async def test_a_slow_peer_disturbs_nobody_else(make_world: MakeWorld, publish: 
 
 
 @pytest.mark.spec("local~disp-policies")
-async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(
         subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"], "//vehicle1/8001/1/8002": ["//cloud/9001/1/0"]},
         more='[history]\nvolatile = ["//vehicle1/FFFFFFFF/FF/8002"]\nvolatile_mib = 8\n',
@@ -256,7 +275,9 @@ async def test_a_volatile_topic_keeps_the_newest_and_a_durable_one_everything(ma
         part = range(begin, begin + 200)
         await vehicle.send_batch([publish(TOPICS[1], f"{number} {filling}") for number in part])
         await vehicle.send_batch([publish(TOPICS[0], str(number)) for number in part])
-    await world.until(lambda: world.streamer.logs.volatile.newest_seq == count and world.streamer.logs.durable.newest_seq == count)
+    await world.until(
+        lambda: world.streamer.logs.volatile.newest_seq == count and world.streamer.logs.durable.newest_seq == count
+    )
     world.streamer.endpoints["cloud"].transport.reconnect()
     await durable.expect(count)
     await world.until(lambda: volatile.messages and volatile.messages[-1].payload.startswith(b"4999 "))

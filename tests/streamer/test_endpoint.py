@@ -1,4 +1,5 @@
-"""A plugin that raises what it may not: its endpoint's trouble alone, told, tried again, and no message held up by another one."""
+"""A plugin that raises what it may not: its endpoint's trouble alone, told, tried again, and no message held up by
+another one."""
 
 from __future__ import annotations
 
@@ -73,14 +74,20 @@ async def test_what_a_plugin_raises_is_unavailable_and_told_until_it_works() -> 
 async def test_a_message_that_a_plugin_chokes_on_is_refused_and_the_others_pass_in_order() -> None:
     transport = Faulty(b"bad")
     endpoint = Endpoint("cloud", ["cloud"], transport)
-    assert codes(await endpoint.send_batch(messages("a", "bad", "b", "c"))) == [UCode.OK, UCode.INTERNAL, UCode.OK, UCode.OK]
+    assert codes(await endpoint.send_batch(messages("a", "bad", "b", "c"))) == [
+        UCode.OK,
+        UCode.INTERNAL,
+        UCode.OK,
+        UCode.OK,
+    ]
     assert transport.taken == [b"a", b"b", b"c"]
 
 
 async def test_a_plugin_that_chokes_on_everything_has_refused_nothing_for_good() -> None:
     endpoint = Endpoint("cloud", ["cloud"], Faulty(b"a", b"b"))
     assert codes(await endpoint.send_batch(messages("a", "b"))) == [UCode.UNAVAILABLE, UCode.UNAVAILABLE]
-    assert codes(await endpoint.send_batch(messages("a"))) == [UCode.UNAVAILABLE]  # alone, nobody can say whose fault it is
+    # alone, nobody can say whose fault it is
+    assert codes(await endpoint.send_batch(messages("a"))) == [UCode.UNAVAILABLE]
 
 
 async def test_too_few_answers_are_a_fault() -> None:

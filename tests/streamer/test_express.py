@@ -63,14 +63,20 @@ class Inside:
         self.told += messages
 
 
-def express(limit: int, bytes_max: int = 1 << 20) -> tuple[Express, Endpoints, dict[str, Network], list[tuple[UMessage, int]]]:
+def express(
+    limit: int, bytes_max: int = 1 << 20
+) -> tuple[Express, Endpoints, dict[str, Network], list[tuple[UMessage, int]]]:
     networks = {"cloud": Network(), "vehicle1": Network()}
     endpoints = Endpoints([Endpoint(name, [name], network) for name, network in networks.items()])  # type: ignore[arg-type]
     letters: list[tuple[UMessage, int]] = []
-    dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint, **_: letters.append((message, code)))
+    dead_letters: Any = SimpleNamespace(
+        add=lambda message, code, reason, endpoint, **_: letters.append((message, code))
+    )
     hosted: Any = Inside()
     return (
-        Express(endpoints, hosted, dead_letters, messages_max=limit, bytes_max=bytes_max, backoff=lambda: Backoff(1, 2)),
+        Express(
+            endpoints, hosted, dead_letters, messages_max=limit, bytes_max=bytes_max, backoff=lambda: Backoff(1, 2)
+        ),
         endpoints,
         networks,
         letters,
@@ -88,7 +94,9 @@ def request(priority: UPriority.ValueType, ttl_ms: int = 60_000) -> UMessage:
     expired=st.lists(st.booleans(), max_size=40),
     priorities=st.lists(st.sampled_from(CLASSES), min_size=40, max_size=40),
 )
-def test_every_request_leaves_in_its_class_or_is_answered(limit: int, expired: list[bool], priorities: list[UPriority.ValueType]) -> None:
+def test_every_request_leaves_in_its_class_or_is_answered(
+    limit: int, expired: list[bool], priorities: list[UPriority.ValueType]
+) -> None:
     asyncio.run(_run(limit, expired, priorities))
 
 
@@ -117,7 +125,9 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
     alive = [message for message, is_expired in zip(accepted, expired, strict=False) if not is_expired]
     assert networks["vehicle1"].taken == sorted(alive, key=lambda message: -message.attributes.priority)
     codes = {uuids.format(message.attributes.id): code for message, code in letters}
-    assert {code for id, code in codes.items() if id in {uuids.format(one.attributes.id) for one in refused}} <= {UCode.RESOURCE_EXHAUSTED}
+    assert {code for id, code in codes.items() if id in {uuids.format(one.attributes.id) for one in refused}} <= {
+        UCode.RESOURCE_EXHAUSTED
+    }
     assert len(codes) == len(requests) - len(alive) == len(networks["cloud"].taken)
     for answer in networks["cloud"].taken:
         attributes = answer.attributes
@@ -154,7 +164,8 @@ async def test_a_response_that_cannot_be_dispatched_is_a_dead_letter_and_answers
 
 
 async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None:
-    """While a network is away for a day, what the streamer itself asks there must not push out the letters of others."""
+    """While a network is away for a day, what the streamer itself asks there must not push out the letters of
+    others."""
     lanes, endpoints, _, letters = express(1)
     for _ in range(3):
         asked = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/0/3/8"), 1_000).build()
@@ -221,7 +232,9 @@ def test_one_caller_leaves_room_in_bytes_for_others_of_its_authority_and_of_anot
     assert waiting(lanes, "vehicle1")[2] == 1, "another uEntity of that authority"
     for number in range(3, 50):
         lanes.put(endpoints["vehicle1"], large(f"//cloud/{number}/1/0", 9_500), endpoints["cloud"])
-    assert waiting(lanes, "vehicle1").total() == 100_000 // SENDERS_SHARE // 9_600, "made-up callers have no more than their authority"
+    assert waiting(lanes, "vehicle1").total() == 100_000 // SENDERS_SHARE // 9_600, (
+        "made-up callers have no more than their authority"
+    )
     lanes.put(endpoints["vehicle1"], large("//cloud2/99/1/0", 9_500), endpoints["cloud"])
     assert waiting(lanes, "vehicle1")[0x99] == 1, "another authority"
     assert lanes.lanes["vehicle1"].bytes <= 100_000
@@ -247,13 +260,18 @@ def test_all_callers_together_are_bounded_in_bytes_and_one_large_message_always_
 
 
 def test_responses_count_for_who_caused_them_and_for_the_authority_that_sends_them() -> None:
-    """One who asks and does not listen must not keep a service from answering others; nor may a service make up who asked."""
+    """One who asks and does not listen must not keep a service from answering others; nor may a service make up who
+    asked."""
     lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
 
     def respond(caller: str) -> None:
         payload = UPayload(b"x" * 9_500, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
         asked = UMessageBuilder.request(uris.parse(caller), METHOD, 60_000).build().attributes
-        lanes.put(endpoints["cloud"], UMessageBuilder.response_for_request(asked).build_from_upayload(payload), endpoints["vehicle1"])
+        lanes.put(
+            endpoints["cloud"],
+            UMessageBuilder.response_for_request(asked).build_from_upayload(payload),
+            endpoints["vehicle1"],
+        )
 
     for _ in range(20):
         respond("//cloud/1/1/0")
@@ -280,7 +298,11 @@ async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypa
     monkeypatch.setattr(expresses, "ANSWERS_MAX", 10)
     lanes, endpoints, networks, letters = express(4, bytes_max=100_000)
     for number in range(4):  # the way back is full, too
-        lanes.put(endpoints["cloud"], large(f"//mcu{number}/1/1/0", 100, uris.parse("//cloud/9001/1/7")), endpoints["vehicle1"])
+        lanes.put(
+            endpoints["cloud"],
+            large(f"//mcu{number}/1/1/0", 100, uris.parse("//cloud/9001/1/7")),
+            endpoints["vehicle1"],
+        )
     for _ in range(20):
         lanes.put(endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4), endpoints["cloud"])
     assert len(lanes.lanes["cloud"]) == 4 + 10
@@ -293,10 +315,14 @@ async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypa
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    assert (lanes.lanes["cloud"].bytes, lanes.lanes["cloud"]._uses) == (0, {}), "nothing is remembered of who was served"
+    assert (lanes.lanes["cloud"].bytes, lanes.lanes["cloud"]._uses) == (0, {}), (
+        "nothing is remembered of who was served"
+    )
 
 
-async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(expresses, "BATCH_BYTES_MAX", 20_000)
     lanes, endpoints, networks, _ = express(1_000, bytes_max=100_000)
     go_on, sizes = asyncio.Event(), []

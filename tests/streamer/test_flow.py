@@ -1,4 +1,5 @@
-"""Flow control: senders wait for peers that are merely slow, and for nobody else; those of a durable log for a moment only."""
+"""Flow control: senders wait for peers that are merely slow, and for nobody else; those of a durable log for a moment
+only."""
 
 from __future__ import annotations
 
@@ -102,7 +103,9 @@ async def test_a_durable_log_holds_its_senders_for_a_moment_at_a_time(batch: int
     began = loop.time()
     await asyncio.gather(*(append(flow, batch, passed, number) for number in range(batches)))
     assert passed == list(range(batches))
-    assert loop.time() - began >= patience_s * (batches * batch // max(batch, HELD_RECORDS) - 1), "a hold for each share"
+    assert loop.time() - began >= patience_s * (batches * batch // max(batch, HELD_RECORDS) - 1), (
+        "a hold for each share"
+    )
 
 
 async def test_a_slow_peer_of_a_volatile_topic_loses_nothing(make_world: Any, publish: Any, monkeypatch: Any) -> None:

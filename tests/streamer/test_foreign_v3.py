@@ -1,4 +1,5 @@
-"""A uSubscription service of somebody else, version 3, that can't list: it is asked topic by topic, and messages wait for its answer."""
+"""A uSubscription service of somebody else, version 3, that can't list: it is asked topic by topic, and messages wait
+for its answer."""
 
 from __future__ import annotations
 
@@ -66,7 +67,9 @@ class ForeignV3:
         topic = UPayload.of(request).unpack(FetchSubscribersRequest).topic
         if topic.authority_name == "vehicle1":  # not the question by which a client finds out the version
             self.asked[uris.format(topic)] += 1
-        return FetchSubscribersResponse(subscribers=[SubscriberInfo(uri=one) for one in self.subscribers.get(uris.key(topic), [])])
+        return FetchSubscribersResponse(
+            subscribers=[SubscriberInfo(uri=one) for one in self.subscribers.get(uris.key(topic), [])]
+        )
 
     async def change(self, topic: UUri, subscriber: UUri, state: SubscriptionStatus.State.ValueType) -> None:
         """Somebody subscribes or unsubscribes, and who has registered for that topic is told."""
@@ -77,7 +80,8 @@ class ForeignV3:
 
 
 async def beside_a_foreign_service(make_world: MakeWorld) -> tuple[Any, ForeignV3, LocalTransport, Any]:
-    """A streamer, the cloud's service, where CLOUD_APP wants SPEED, a uEntity of the vehicle, and who hears in the cloud."""
+    """A streamer, the cloud's service, where CLOUD_APP wants SPEED, a uEntity of the vehicle, and who hears in the
+    cloud."""
     world = await make_world(FOREIGN, start=False)
     service = ForeignV3(await world.node("cloud", "cloud", 0))
     service.subscribers[uris.key(SPEED)] = [CLOUD_APP]
@@ -88,7 +92,9 @@ async def beside_a_foreign_service(make_world: MakeWorld) -> tuple[Any, ForeignV
     return world, service, vehicle, heard
 
 
-async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(make_world: MakeWorld, publish: Publish) -> None:
+async def test_topics_are_found_one_by_one_and_messages_wait_for_the_answer(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     assert world.streamer.problems() == []
     service.answering.clear()
@@ -137,7 +143,8 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
         await world.restart()
         assert parked(world) == 1
     service.answering.set()
-    await world.until(lambda: not world.streamer.interest.can_list)  # known to be version 3 again, so everything is listened to
+    # known to be version 3 again, so everything is listened to
+    await world.until(lambda: not world.streamer.interest.can_list)
     await vehicle.send(publish(DOOR, "door 3"))
     await vehicle.send(publish(DOOR, "door 4"))
     await heard.expect(9)
@@ -146,7 +153,9 @@ async def test_a_topic_without_answer_is_parked_and_goes_out_in_order_when_someb
     await service.stop()
 
 
-async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_topic_that_nobody_wants_is_forgotten_when_that_is_known(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world, service, vehicle, heard = await beside_a_foreign_service(make_world)
     service.answering.clear()
     await vehicle.send(publish(DOOR, "nobody"))

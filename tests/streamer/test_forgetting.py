@@ -1,4 +1,5 @@
-"""Topics that the log has forgotten: whoever kept their numbers goes on with the new ones, and what is in hand is kept."""
+"""Topics that the log has forgotten: whoever kept their numbers goes on with the new ones, and what is in hand is
+kept."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def forget(log: Log) -> int:
     return log._forget()
 
 
-async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
     log = world.streamer.logs.volatile
     log._tail.bytes_max = RING_BYTES
@@ -51,7 +54,9 @@ async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(make_wor
     assert log.stream_id(SPEED) > old
 
 
-async def test_topics_of_what_waits_for_a_peer_are_kept_though_the_ring_has_passed_them(make_world: MakeWorld, publish: Publish) -> None:
+async def test_topics_of_what_waits_for_a_peer_are_kept_though_the_ring_has_passed_them(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more=VOLATILE)
     log, transport = world.streamer.logs.volatile, world.streamer.endpoints["cloud"].transport
     log._tail.bytes_max = RING_BYTES
@@ -95,8 +100,12 @@ async def test_when_a_thinned_topic_is_due_is_forgotten_with_it(make_world: Make
     assert not pump._due_ms
 
 
-@pytest.mark.parametrize(("volatile", "durable_topics", "volatile_topics"), [("", 16_383, 1), (VOLATILE, 12_288, 4_096)])
-async def test_the_topics_follow_the_memory(make_world: MakeWorld, volatile: str, durable_topics: int, volatile_topics: int) -> None:
+@pytest.mark.parametrize(
+    ("volatile", "durable_topics", "volatile_topics"), [("", 16_383, 1), (VOLATILE, 12_288, 4_096)]
+)
+async def test_the_topics_follow_the_memory(
+    make_world: MakeWorld, volatile: str, durable_topics: int, volatile_topics: int
+) -> None:
     world = await make_world(more=f"{volatile}[limits]\nmemory_mib = 32\n")
     logs = world.streamer.logs
     assert (logs.durable._known.streams_max, logs.volatile._known.streams_max) == (durable_topics, volatile_topics)

@@ -40,7 +40,8 @@ async def test_what_was_not_inside_when_first_called_is_reached_when_it_is(make_
         def on_receive(self, message: UMessage) -> None:
             requests.append(message)
 
-    await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())  # to the vehicle's network, where nobody answers
+    # to the vehicle's network, where nobody answers
+    await cloud.send(UMessageBuilder.request(CLOUD_APP, method, 60_000).build())
     await world.until(lambda: streamer.home.forwarded == 1)
     service, callers = Service(), uris.uri(uris.WILDCARD_AUTHORITY, 0xFFFFFFFF, 0xFF, 0)
     await streamer.hosted.register_listener(callers, service, method)
@@ -159,7 +160,9 @@ async def test_what_comes_while_the_streamer_starts_is_not_lost(
     assert (await heard.expect(1))[0].attributes.id == note.attributes.id
 
 
-async def test_a_network_that_refuses_a_listener_stops_nothing(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
+async def test_a_network_that_refuses_a_listener_stops_nothing(
+    make_world: MakeWorld, publish: Publish, monkeypatch: Any
+) -> None:
     subscriptions = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
     world = await make_world(subscriptions=subscriptions, start=False)
     refusing = True
@@ -174,8 +177,15 @@ async def test_a_network_that_refuses_a_listener_stops_nothing(make_world: MakeW
 
     monkeypatch.setattr(LocalTransport, "register_listener", picky)
     await world.start()
-    assert any("endpoint mcu: listening failed" in problem and "lets nobody listen" in problem for problem in world.streamer.problems())
-    vehicle, cloud, mcu = (await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1"))
+    assert any(
+        "endpoint mcu: listening failed" in problem and "lets nobody listen" in problem
+        for problem in world.streamer.problems()
+    )
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
     heard = await world.hear(cloud, uris.pattern("*"), None)
     await vehicle.send(publish(SPEED, "goes on"))
     await heard.expect(1)

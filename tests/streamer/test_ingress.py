@@ -43,7 +43,9 @@ def failing(error: UStatusError) -> asyncio.Future[int]:
 
 
 @pytest.mark.spec("local~disp-order")
-async def test_what_waits_behind_a_failure_fails_with_it(make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_behind_a_failure_fails_with_it(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full while one batch is written, and has room again for the next one: both come again, in order."""
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")

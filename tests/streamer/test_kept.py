@@ -1,4 +1,5 @@
-"""What waits for somebody is kept: over restarts, renamed endpoints, absences, services that have not answered and disks that are full."""
+"""What waits for somebody is kept: over restarts, renamed endpoints, absences, services that have not answered and
+disks that are full."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ SUBSCRIBED = {"//vehicle1/8001/1/8001": ["//cloud/9001/1/0"]}
 
 def kept(world: Any, topic: UUri) -> int:
     """Records of a topic that the log has taken."""
-    return sum(stream.records for stream in world.streamer.logs.durable.streams() if uris.key(stream.source) == uris.key(topic))
+    return sum(
+        stream.records for stream in world.streamer.logs.durable.streams() if uris.key(stream.source) == uris.key(topic)
+    )
 
 
 @pytest.mark.spec("local~disp-at-least-once")
@@ -118,7 +121,9 @@ async def test_the_backlog_of_a_renamed_endpoint_is_kept_and_told(make_world: Ma
     assert not [problem for problem in world.streamer.problems() if "not configured" in problem]
 
 
-async def test_an_absence_is_told_before_it_ends_and_counts_only_while_we_run(make_world: MakeWorld, publish: Publish) -> None:
+async def test_an_absence_is_told_before_it_ends_and_counts_only_while_we_run(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
     vehicle = await world.node("vehicle", "vehicle1")
     world.streamer.endpoints["cloud"].transport.disconnect()
@@ -172,7 +177,9 @@ class Refusing:
 FULL = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
 
 
-async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_takes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(held_, "RETRY_S", 0.001)
     log: Any = Refusing()
     log.error = FULL

@@ -1,4 +1,5 @@
-"""What each source authority sends, its quota while the streamer is behind, and our own pace toward networks that have quotas."""
+"""What each source authority sends, its quota while the streamer is behind, and our own pace toward networks that have
+quotas."""
 
 from __future__ import annotations
 
@@ -74,7 +75,11 @@ def test_an_authority_beyond_its_quota_loses_its_own_messages_while_the_streamer
     clock = Clock()
     book = ledger(clock)
     get_behind(book, clock)
-    flood, honest, named = book.account("vin1", "fleet"), book.account("vin2", "fleet"), book.account("cloud", "backend")
+    flood, honest, named = (
+        book.account("vin1", "fleet"),
+        book.account("vin2", "fleet"),
+        book.account("cloud", "backend"),
+    )
     burst = int(PER_S * BURST_S)
     assert send(book, flood, 10_000) == 10_000 - burst
     assert flood.dropped == 10_000 - burst
@@ -199,14 +204,22 @@ async def test_a_pace_holds_in_the_mean_and_a_second_may_go_at_once(monkeypatch:
 
 async def fleet_world(make_world: MakeWorld, more: str = "") -> Any:
     networks = (
-        '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["cloud"]\nsettings = {{ network = "{n}-home" }}\n'
-        '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\nsettings = {{ network = "{n}-fleet" }}\n'
+        '[[endpoint]]\nname = "home"\ntransport = "local"\nauthorities = ["cloud"]\nsettings = {{ network = '
+        '"{n}-home" }}\n'
+        '[[endpoint]]\nname = "fleet"\ntransport = "local"\nauthorities = ["*"]\nsettings = {{ network = "{n}-fleet" '
+        "}}\n"
     )
-    return await make_world(networks, subscriptions={"//*/8001/1/8001": ["//cloud/9001/1/0"]} if not more else None, more=more)
+    return await make_world(
+        networks, subscriptions={"//*/8001/1/8001": ["//cloud/9001/1/0"]} if not more else None, more=more
+    )
 
 
-async def test_a_flood_is_that_vehicles_trouble(make_world: MakeWorld, publish: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    world = await fleet_world(make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n')
+async def test_a_flood_is_that_vehicles_trouble(
+    make_world: MakeWorld, publish: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world = await fleet_world(
+        make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n'
+    )
     streamer = world.streamer
     streamer.ledger._pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
@@ -218,7 +231,11 @@ async def test_a_flood_is_that_vehicles_trouble(make_world: MakeWorld, publish: 
     assert 75 <= dropped <= 80
     by_authority = {one["authority"]: one for one in streamer.all_vehicles()}
     assert by_authority["vin1"]["dropped"] == dropped
-    assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (100, 15, 0)
+    assert (by_authority["vin1"]["messages"], by_authority["vin2"]["messages"], by_authority["vin2"]["dropped"]) == (
+        100,
+        15,
+        0,
+    )
     assert streamer.logs.durable.newest_seq == 115 - dropped
     assert by_authority["vin2"]["topics"] == 1
     for _ in range(2 * SLICES):
@@ -241,7 +258,9 @@ async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> N
 
 
 async def test_a_payload_that_is_too_large_is_not_taken(make_world: MakeWorld, publish: Any) -> None:
-    world = await fleet_world(make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nmessage_bytes_max = 65536\n')
+    world = await fleet_world(
+        make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nmessage_bytes_max = 65536\n'
+    )
     node = await world.node("fleet", "vin1")
     await node.send_batch([publish("//vin1/8001/1/8001", "x" * size) for size in (65_536, 65_537, 10)])
     await world.taken("fleet")
@@ -272,8 +291,10 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
 
 async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> None:
     networks = (
-        '[[endpoint]]\nname = "inside"\ntransport = "local"\nauthorities = ["ecu1"]\nsettings = {{ network = "{n}-inside" }}\n'
-        '[[endpoint]]\nname = "out"\ntransport = "local"\nsuffix = "vin1"\nauthorities = ["cloud"]\nsettings = {{ network = "{n}-out" }}\n'
+        '[[endpoint]]\nname = "inside"\ntransport = "local"\nauthorities = ["ecu1"]\nsettings = {{ network = '
+        '"{n}-inside" }}\n'
+        '[[endpoint]]\nname = "out"\ntransport = "local"\nsuffix = "vin1"\nauthorities = ["cloud"]\nsettings = {{ '
+        'network = "{n}-out" }}\n'
     )
     world = await make_world(networks)
     paced = {pump.peer.name for pump in world.streamer.pumps if pump._pace is not None}

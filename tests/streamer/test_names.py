@@ -111,7 +111,9 @@ async def test_a_request_reaches_the_ecu_of_the_vehicle_that_it_names(make_world
         await caller.invoke_method(uris.parse("//ecu1.vin1/9000/1/1"), UPayload(b""), OPTIONS)
     assert [len(one.requests) for one in served] == [3, 0]
     request, answer = served[0].requests[0].attributes, heard.messages[0].attributes
-    assert (request.source.authority_name, request.sink.authority_name) == ("cloud", "ecu1"), "inside, it goes by the inside name"
+    assert (request.source.authority_name, request.sink.authority_name) == ("cloud", "ecu1"), (
+        "inside, it goes by the inside name"
+    )
     assert answer.source == uris.parse("//ecu1.vin1/9000/1/1")
     await app.send(UMessageBuilder.request(APP, uris.parse("//ecu1/9000/1/1"), 60_000).build())
     await caller.invoke_method(uris.parse("//ecu1.vin2/9000/1/1"), UPayload(b""), OPTIONS)
@@ -130,7 +132,9 @@ async def test_all_types_leave_and_come_under_the_vehicles_name(make_world: Make
     method = await world.hear(app, CALLERS, uris.parse("//cloud/9001/1/7"))
     from_cloud = await world.hear(ecu, uris.parse("//cloud/9001/1/8002"))
     await ecu.send(UMessageBuilder.publish(uris.parse("//ecu1/8001/1/8001")).build_from_upayload(UPayload(b"p")))
-    await ecu.send(UMessageBuilder.notification(uris.parse("//ecu1/8001/1/8001"), APP).build_from_upayload(UPayload(b"n")))
+    await ecu.send(
+        UMessageBuilder.notification(uris.parse("//ecu1/8001/1/8001"), APP).build_from_upayload(UPayload(b"n"))
+    )
     request = UMessageBuilder.request(ECU_APP, uris.parse("//cloud/9001/1/7"), 60_000).build()
     await ecu.send(request)
     await published.expect_payload(b"p")
@@ -146,7 +150,9 @@ async def test_all_types_leave_and_come_under_the_vehicles_name(make_world: Make
     await app.send(UMessageBuilder.publish(uris.parse("//cloud/9001/1/8002")).build_from_upayload(UPayload(b"c")))
     await world.until(lambda: len(into.messages) == 2 and from_cloud.messages)
     assert {message.attributes.sink.authority_name for message in into.messages} == {"ecu1"}
-    assert [message.attributes.reqid for message in into.messages if message.attributes.HasField("reqid")] == [request.attributes.id]
+    assert [message.attributes.reqid for message in into.messages if message.attributes.HasField("reqid")] == [
+        request.attributes.id
+    ]
 
 
 async def test_nobody_outside_passes_for_one_inside(make_world: MakeWorld, fleet: str, publish: Publish) -> None:
@@ -156,9 +162,13 @@ async def test_nobody_outside_passes_for_one_inside(make_world: MakeWorld, fleet
     heard = await world.hear(mcu, uris.ANY, uris.parse("//mcu1/9001/1/0"))
     for source in ("//ecu1/8001/1/8001", "//ecu1.vin1/8001/1/8001"):
         await app.send(UMessageBuilder.notification(uris.parse(source), uris.parse("//mcu1.vin1/9001/1/0")).build())
-    await app.send(UMessageBuilder.notification(uris.parse("//ecu1.vin2/8001/1/8001"), uris.parse("//mcu1.vin1/9001/1/0")).build())
+    await app.send(
+        UMessageBuilder.notification(uris.parse("//ecu1.vin2/8001/1/8001"), uris.parse("//mcu1.vin1/9001/1/0")).build()
+    )
     await world.until(lambda: heard.messages)
-    assert [message.attributes.source.authority_name for message in heard.messages] == ["ecu1.vin2"], "another vehicle is another one"
+    assert [message.attributes.source.authority_name for message in heard.messages] == ["ecu1.vin2"], (
+        "another vehicle is another one"
+    )
     assert world.streamer.endpoints["fleet"].dropped["spoofed"] == 2
 
 
@@ -189,19 +199,27 @@ async def test_a_subscription_from_outside_goes_by_the_outside_name(
     assert [row.topic[0] for row in inside] == ["ecu1"], "one topic has one name inside"
 
 
-async def test_history_from_outside_goes_by_the_outside_name(make_world: MakeWorld, fleet: str, publish: Publish) -> None:
+async def test_history_from_outside_goes_by_the_outside_name(
+    make_world: MakeWorld, fleet: str, publish: Publish
+) -> None:
     world = await make_world(vehicle("vin1", fleet, '[history]\nrecord = ["//ecu1/FFFFFFFF/FF/FFFF"]\n'))
     ecu, app = await world.node("vehicle", "ecu1"), await world.node("fleet", "cloud", 0x9001)
     await ecu.send_batch([publish("//ecu1/8001/1/8001", f"{number}") for number in range(5)])
     await world.until(lambda: world.streamer.logs.durable.newest_seq >= 5)
     method, topic = "//ecu1.vin1/4/1/2", uris.parse("//ecu1.vin1/8001/1/8001")
-    answer = await call(app, method, ustreamer_pb2.PollRequest(topics=[topic], earliest=True), ustreamer_pb2.PollResponse)
+    answer = await call(
+        app, method, ustreamer_pb2.PollRequest(topics=[topic], earliest=True), ustreamer_pb2.PollResponse
+    )
     records = [UMessage.FromString(record) for batch in answer.batches for record in batch.message]
-    assert [(record.attributes.source, record.payload) for record in records] == [(topic, b"%d" % number) for number in range(5)]
+    assert [(record.attributes.source, record.payload) for record in records] == [
+        (topic, b"%d" % number) for number in range(5)
+    ]
     none = ustreamer_pb2.PollRequest(topics=[uris.parse("//ecu1.vin2/8001/1/8001")], earliest=True)
     assert not (await call(app, method, none, ustreamer_pb2.PollResponse)).batches
     own = ustreamer_pb2.PollRequest(topics=[UUri(ue_id=0x8001, ue_version_major=1, resource_id=0x8001)], earliest=True)
-    assert not (await call(app, method, own, ustreamer_pb2.PollResponse)).batches, "its own host's topic, which is not here"
+    assert not (await call(app, method, own, ustreamer_pb2.PollResponse)).batches, (
+        "its own host's topic, which is not here"
+    )
     assert (await call(ecu, "/4/1/2", own, ustreamer_pb2.PollResponse, "ecu1")).batches
     described = await call(app, "//ecu1.vin1/4/1/1", ustreamer_pb2.DescribeRequest(), ustreamer_pb2.DescribeResponse)
     assert topic in [state.topic for state in described.topics]
@@ -269,7 +287,9 @@ def test_names_that_any_vehicle_may_have_are_told_of(authorities: str, suffix: s
 # For whom uSubscription answers
 
 
-async def test_the_service_answers_for_an_authority_that_has_none(make_world: MakeWorld, fleet: str, publish: Publish) -> None:
+async def test_the_service_answers_for_an_authority_that_has_none(
+    make_world: MakeWorld, fleet: str, publish: Publish
+) -> None:
     world = await make_world(vehicle("vin1", fleet, '[usubscription]\nanswers_for = ["mcu1"]\n'))
     mcu, app = await world.node("mcu", "mcu1"), await world.node("fleet", "cloud", 0x9001)
     topic = uris.parse("//mcu1.vin1/8001/1/8001")
@@ -291,14 +311,20 @@ async def test_a_subscription_that_hung_stands_once_somebody_answers_for_its_top
     heard = await world.hear(ecu, uris.parse("//mcu1/8001/1/8001"))
     updates = await world.hear(ecu, uris.uri("ecu1", 0, 3, 0x8000), uris.parse("//ecu1/9001/1/0"))
     before = world.config
-    world.config = before.model_copy(update={"usubscription": before.usubscription.model_copy(update={"answers_for": ["mcu1"]})})
+    world.config = before.model_copy(
+        update={"usubscription": before.usubscription.model_copy(update={"answers_for": ["mcu1"]})}
+    )
     await world.restart()
     await world.until(lambda: updates.messages)
     update = UPayload.of(updates.messages[-1]).unpack(v3.Update)
     assert update.status.state == v3.SubscriptionStatus.SUBSCRIBED
     world.config = before
     await world.restart()
-    await world.until(lambda: UPayload.of(updates.messages[-1]).unpack(v3.Update).status.state == v3.SubscriptionStatus.SUBSCRIBE_PENDING)
+    await world.until(
+        lambda: (
+            UPayload.of(updates.messages[-1]).unpack(v3.Update).status.state == v3.SubscriptionStatus.SUBSCRIBE_PENDING
+        )
+    )
     await mcu.send(publish("//mcu1/8001/1/8001", "warm"))
     await heard.expect_payload(b"warm")
 
@@ -328,13 +354,19 @@ async def test_a_family_of_authorities_has_a_network_and_a_service(make_world: M
     crane, truck = await world.node("depot", "crane.depot"), await world.node("yard", "truck.yard.depot")
     app = await world.node("cloud", "cloud", 0x9001)
     for topic in ("//crane.depot/8001/1/8001", "//lift.depot/8001/1/8001"):
-        answer = await call(app, "//gate/0/3/1", v3.SubscriptionRequest(topic=uris.parse(topic)), v3.SubscriptionResponse)
+        answer = await call(
+            app, "//gate/0/3/1", v3.SubscriptionRequest(topic=uris.parse(topic)), v3.SubscriptionResponse
+        )
         assert answer.status.state == v3.SubscriptionStatus.SUBSCRIBED
     heard = await world.hear(app, uris.parse("//crane.depot/8001/1/8001"))
     await crane.send(publish("//crane.depot/8001/1/8001", "lifting"))
     await heard.expect_payload(b"lifting")
     reached = await world.hear(truck, uris.ANY, uris.parse("//truck.yard.depot/9001/1/0"))
-    await app.send(UMessageBuilder.notification(uris.parse("//cloud/9001/1/8001"), uris.parse("//truck.yard.depot/9001/1/0")).build())
+    await app.send(
+        UMessageBuilder.notification(
+            uris.parse("//cloud/9001/1/8001"), uris.parse("//truck.yard.depot/9001/1/0")
+        ).build()
+    )
     await world.until(lambda: reached.messages)
     assert world.streamer.endpoints.owner("truck.yard.depot").name == "yard", "the longest suffix"
     assert world.streamer.endpoints.owner("cloud2") is None
@@ -366,7 +398,9 @@ async def test_what_comes_without_authority_is_of_the_only_host_there(make_world
 
 async def test_what_nobody_can_complete_is_counted(make_world: MakeWorld, fleet: str, publish: Publish) -> None:
     world = await make_world(vehicle("vin1", fleet))
-    nameless = UMessageBuilder.notification(uris.parse("//cloud/9001/1/8001"), uris.parse("//ecu1.vin1/8001/1/0")).build()
+    nameless = UMessageBuilder.notification(
+        uris.parse("//cloud/9001/1/8001"), uris.parse("//ecu1.vin1/8001/1/0")
+    ).build()
     nameless.attributes.source.authority_name = ""
     world.networks["fleet"].inject(nameless)
     fleet_endpoint = world.streamer.endpoints["fleet"]
@@ -433,7 +467,9 @@ def test_what_is_configured_is_what_is_answered_for() -> None:
 
 
 HOSTS = st.sampled_from(["ecu1", "mcu1", "cloud", "ecu1.vin2", "", "*"])
-ADDRESSES = st.builds(lambda host: UUri(authority_name=host, ue_id=0x8001, ue_version_major=1, resource_id=0x8001), HOSTS)
+ADDRESSES = st.builds(
+    lambda host: UUri(authority_name=host, ue_id=0x8001, ue_version_major=1, resource_id=0x8001), HOSTS
+)
 INSIDE = Names("vin1", lambda authority: authority in ("ecu1", "mcu1"))
 
 
@@ -474,7 +510,9 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
     elif uris.is_topic(service):
         builder = UMessageBuilder.notification(service, peer)
     else:
-        builder = UMessageBuilder.request(uris.parse("//ecu1/8001/1/0"), uris.uri("cloud", entity, major, resource), 1000)
+        builder = UMessageBuilder.request(
+            uris.parse("//ecu1/8001/1/0"), uris.uri("cloud", entity, major, resource), 1000
+        )
     message = builder.build_from_upayload(payload)
     gone = INSIDE.leave(message)
     assert gone.attributes.source.authority_name == "ecu1.vin1"
@@ -487,9 +525,9 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
 
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff\xff", b"\x0a\x7fshort"])
 def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None:
-    message = UMessageBuilder.request(uris.parse("//ecu1/8001/1/0"), uris.parse("//cloud/0/3/1"), 1000).build_from_upayload(
-        UPayload(payload, 2)
-    )
+    message = UMessageBuilder.request(
+        uris.parse("//ecu1/8001/1/0"), uris.parse("//cloud/0/3/1"), 1000
+    ).build_from_upayload(UPayload(payload, 2))
     assert INSIDE.leave(message).payload == payload
 
 

@@ -53,7 +53,9 @@ async def until(heard: socket.socket, key: str) -> dict[str, str]:
 async def test_it_hears_of_start_readiness_beats_and_end(manager: tuple[socket.socket, str]) -> None:
     heard, name = manager
     status = "endpoint cloud: its\nnetwork is away"
-    async with ServiceManager({"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "30000", "WATCHDOG_PID": str(os.getpid())}) as service:
+    async with ServiceManager(
+        {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "30000", "WATCHDOG_PID": str(os.getpid())}
+    ) as service:
         first = await hear(heard)
         assert int(first["EXTEND_TIMEOUT_USEC"]) > 0
         assert "READY" not in first
@@ -83,7 +85,10 @@ async def test_a_loop_that_hangs_falls_silent(manager: tuple[socket.socket, str]
 
 
 async def test_no_manager_no_beats(tmp_path: Path) -> None:
-    async with ServiceManager({}) as nobody, ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000"}) as gone:
+    async with (
+        ServiceManager({}) as nobody,
+        ServiceManager({"NOTIFY_SOCKET": str(tmp_path / "gone"), "WATCHDOG_USEC": "1000"}) as gone,
+    ):
         for service in (nobody, gone):
             service.ready(lambda: "ready")
             service.stopping()
@@ -105,8 +110,10 @@ async def test_the_command_line_tells_it(manager: tuple[socket.socket, str], tmp
     config = tmp_path / "gateway.toml"
     config.write_text(CONFIG.format(data_dir=tmp_path / "data"))
     environment = os.environ | {"NOTIFY_SOCKET": name, "WATCHDOG_USEC": "3000000"}
-    command = [sys.executable, "-m", "streamer.cli", "run", "--config", str(config)]
-    process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command = [sys.executable, "-m", "streamer.commands.cli", "run", "--config", str(config)]
+    process = await asyncio.create_subprocess_exec(
+        *command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     try:
         assert (await until(heard, "READY"))["WATCHDOG"] == "1"
         process.send_signal(signal.SIGTERM)
@@ -124,5 +131,10 @@ def test_a_wrong_file_ends_it_with_a_code_of_its_own(tmp_path: Path, text: str |
     config = tmp_path / "gateway.toml"
     if text is not None:
         config.write_text(text)
-    done = subprocess.run([sys.executable, "-m", "streamer.cli", "run", "-c", str(config)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "streamer.commands.cli", "run", "-c", str(config)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == os.EX_CONFIG == 78, done.stderr

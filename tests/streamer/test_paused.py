@@ -1,4 +1,5 @@
-"""Pause and Resume: what is paused waits in the log, what is not goes on, nothing is lost, and who may is asked first."""
+"""Pause and Resume: what is paused waits in the log, what is not goes on, nothing is lost, and who may is asked
+first."""
 
 from __future__ import annotations
 
@@ -93,7 +94,11 @@ async def test_what_is_paused_waits_in_order_while_all_else_goes_on_and_comes_be
     make_world: MakeWorld, publish: Publish
 ) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
-    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1")
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
     speed, door, there = await world.hear(cloud, SPEED), await world.hear(cloud, DOOR), await world.hear(mcu, SPEED)
     await vehicle.send(publish(SPEED, "0"))
     await speed.expect(1)
@@ -157,7 +162,9 @@ async def test_a_pause_outlives_restarts_and_so_does_what_waits(make_world: Make
     assert (speed.texts, door.texts) == (texts(0, 3), texts(0, 3))
 
 
-async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, start=False)
     data = world.config.streamer.data_dir
     data.mkdir(parents=True)
@@ -172,7 +179,9 @@ async def test_a_pause_toward_a_peer_that_is_gone_holds_nothing_and_says_so(make
     assert world.streamer.notes() == []
 
 
-async def test_what_nobody_wants_any_more_does_not_come_when_it_is_resumed(make_world: MakeWorld, publish: Publish) -> None:
+async def test_what_nobody_wants_any_more_does_not_come_when_it_is_resumed(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions={})
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     speed = await world.hear(cloud, SPEED)
@@ -198,7 +207,10 @@ async def test_one_authority_behind_an_endpoint_is_paused_and_the_others_are_not
     await world.streamer.paused.pause(ALL, "phone")
 
     def told(number: int) -> list[UMessage]:
-        return [UMessageBuilder.notification(SPEED, sink).build_from_upayload(UPayload(b"%d" % number, 4)) for sink in (APP, PHONE)]
+        return [
+            UMessageBuilder.notification(SPEED, sink).build_from_upayload(UPayload(b"%d" % number, 4))
+            for sink in (APP, PHONE)
+        ]
 
     for number in range(5):
         await vehicle.send_batch(told(number))
@@ -233,7 +245,9 @@ async def test_what_expires_while_it_is_paused_is_told(make_world: MakeWorld) ->
     await world.until(lambda: world.streamer.dead_letters.by_code.get("DEADLINE_EXCEEDED") == 1)
 
 
-async def test_what_retention_will_take_of_it_is_told_before_and_when_it_does(make_world: MakeWorld, publish: Publish) -> None:
+async def test_what_retention_will_take_of_it_is_told_before_and_when_it_does(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, more="[history]\nabsent_hours = 10\n")
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1")
     there = await world.hear(mcu, SPEED)
@@ -303,7 +317,10 @@ async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> 
     world = await make_world(subscriptions=SUBSCRIBED)
     for network, authority in (("vehicle", "vehicle1"), ("cloud", "cloud")):
         node = await world.node(network, authority, 0x9001)
-        assert await code_of(call(node, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud"))) == UCode.PERMISSION_DENIED
+        assert (
+            await code_of(call(node, control.PAUSE, wire.PauseRequest(topic=SPEED, peer="cloud")))
+            == UCode.PERMISSION_DENIED
+        )
     assert list(world.streamer.paused) == []
 
 
@@ -313,7 +330,9 @@ async def test_nobody_may_unless_the_operator_says_so(make_world: MakeWorld) -> 
 def made(path: Path) -> Paused:
     transport: Any = SimpleNamespace()
     found = Paused(
-        path, Endpoints([Endpoint("vehicle", ["vehicle1"], transport), Endpoint("net", ["cloud", "phone"], transport)]), "vehicle1"
+        path,
+        Endpoints([Endpoint("vehicle", ["vehicle1"], transport), Endpoint("net", ["cloud", "phone"], transport)]),
+        "vehicle1",
     )
     found.load()
     return found
@@ -338,7 +357,9 @@ async def test_patterns_are_resumed_by_what_covers_them_and_errors_say_what_to_d
 
 async def test_pauses_are_bounded(tmp_path: Path) -> None:
     paused = made(tmp_path / "paused.json")
-    pauses.write(tmp_path / "paused.json", [Pause(f"//vehicle1/{one + 1:X}/1/8001", "net") for one in range(PAUSES_MAX)])
+    pauses.write(
+        tmp_path / "paused.json", [Pause(f"//vehicle1/{one + 1:X}/1/8001", "net") for one in range(PAUSES_MAX)]
+    )
     paused.load()
     assert await code_of(paused.pause(SPEED, "net")) == UCode.RESOURCE_EXHAUSTED
     assert len(paused) == PAUSES_MAX
@@ -440,7 +461,12 @@ class Interest:
 
 @spec("local~disp-start-stop")
 @spec("local~disp-order")
-@given(seed=st.integers(0, 1 << 30), away=st.sampled_from([0.0, 0.05, 0.2]), needs_sink=st.booleans(), one_authority=st.booleans())
+@given(
+    seed=st.integers(0, 1 << 30),
+    away=st.sampled_from([0.0, 0.05, 0.2]),
+    needs_sink=st.booleans(),
+    one_authority=st.booleans(),
+)
 def test_nothing_is_lost_or_out_of_order_and_nothing_that_is_paused_leaves(
     tmp_path_factory: pytest.TempPathFactory, seed: int, away: float, needs_sink: bool, one_authority: bool
 ) -> None:
@@ -449,7 +475,11 @@ def test_nothing_is_lost_or_out_of_order_and_nothing_that_is_paused_leaves(
 
 
 async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool, one_authority: bool) -> None:
-    log, network, inside = await Log.open(None, name="test"), Network(draw, away, needs_sink=needs_sink), SimpleNamespace()
+    log, network, inside = (
+        await Log.open(None, name="test"),
+        Network(draw, away, needs_sink=needs_sink),
+        SimpleNamespace(),
+    )
     peer = Endpoint("net", ["cloud", "phone"], network)  # type: ignore[arg-type]
     endpoints, rules, interest = Endpoints([Endpoint("vehicle", ["vehicle1"], inside), peer]), Rules(), Interest()  # type: ignore[arg-type]
     rules.add(Rule("vehicle", "net"))
@@ -460,7 +490,8 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     pump = Pump(peer, log, view, letters, Backoff(1, 1), paused=paused)
     paused.on_change(pump.wake)
     network.may = lambda message: any(
-        not paused.holds(peer, authority, message.attributes.source) for authority in receivers(message, interest, needs_sink)
+        not paused.holds(peer, authority, message.attributes.source)
+        for authority in receivers(message, interest, needs_sink)
     )
     pump.begin()
     running = asyncio.create_task(pump.run())
@@ -469,7 +500,9 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     for _ in range(draw.randrange(5, 25)):
         match draw.randrange(5):
             case 0:
-                await paused.pause(draw.choice((SPEED, DOOR, ALL)), draw.choice(("cloud", "phone", "net")) if one_authority else "net")
+                await paused.pause(
+                    draw.choice((SPEED, DOOR, ALL)), draw.choice(("cloud", "phone", "net")) if one_authority else "net"
+                )
             case 1 if len(paused):
                 pause = draw.choice(sorted(paused))
                 await paused.resume(uris.parse(pause.topic), pause.peer)
@@ -478,7 +511,10 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
                     await asyncio.sleep(0)
             case _:
                 batch = [drawn(draw, len(sent) + one, mixed) for one in range(draw.randrange(1, 25))]
-                streams = [log.stream_id(m.attributes.source, m.attributes.sink if m.attributes.HasField("sink") else None) for m in batch]
+                streams = [
+                    log.stream_id(m.attributes.source, m.attributes.sink if m.attributes.HasField("sink") else None)
+                    for m in batch
+                ]
                 sent += batch
                 await log.append(streams, batch)
     for pause in list(paused):
@@ -501,7 +537,11 @@ def receivers(message: UMessage, interest: Interest, needs_sink: bool) -> list[s
 
 def drawn(draw: random.Random, number: int, mixed: bool) -> UMessage:
     topic = draw.choice((SPEED, DOOR))
-    builder = UMessageBuilder.publish(topic) if draw.random() < 0.7 else UMessageBuilder.notification(topic, draw.choice((APP, PHONE)))
+    builder = (
+        UMessageBuilder.publish(topic)
+        if draw.random() < 0.7
+        else UMessageBuilder.notification(topic, draw.choice((APP, PHONE)))
+    )
     builder.with_priority(draw.choice(PRIORITIES) if mixed else PRIORITIES[topic is SPEED])
     return builder.build_from_upayload(UPayload(b"%d" % number, 4))
 

@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from streamer import processes
-from streamer.processes import PORTS, free_port
+from streamer.demo import processes
+from streamer.demo.processes import PORTS, free_port
 from uprotocol.status import UStatusError
 
 

@@ -1,4 +1,5 @@
-"""What the specification asks of a dispatcher, each requirement by itself: dead letters, retries, and what travels with a call."""
+"""What the specification asks of a dispatcher, each requirement by itself: dead letters, retries, and what travels with
+a call."""
 
 from __future__ import annotations
 
@@ -34,9 +35,12 @@ Publish = Callable[..., UMessage]
 
 
 class Picky:
-    """Stands before an endpoint's transport: `verdicts` are answered for a payload, one for each try, instead of or after sending it."""
+    """Stands before an endpoint's transport: `verdicts` are answered for a payload, one for each try, instead of or
+    after sending it."""
 
-    def __init__(self, transport: Any, monkeypatch: pytest.MonkeyPatch, verdicts: dict[bytes, list[int]], *, sends: bool = False) -> None:
+    def __init__(
+        self, transport: Any, monkeypatch: pytest.MonkeyPatch, verdicts: dict[bytes, list[int]], *, sends: bool = False
+    ) -> None:
         self._send_batch, self._verdicts, self._sends = transport.send_batch, verdicts, sends
         self.tried: list[UMessage] = []
         monkeypatch.setattr(transport, "send_batch", self.send_batch)
@@ -53,7 +57,9 @@ class Picky:
             if code == UCode.OK or self._sends:
                 (status,) = await self._send_batch([message])
                 assert status.code == UCode.OK
-            statuses.append(UStatus(code=UCode.ValueType(code), message="" if code == UCode.OK else "as the test wants it"))
+            statuses.append(
+                UStatus(code=UCode.ValueType(code), message="" if code == UCode.OK else "as the test wants it")
+            )
         return statuses
 
 
@@ -97,8 +103,10 @@ async def test_an_entity_elsewhere_subscribes_to_the_dead_letter_topic(make_worl
 async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The queue of a durable peer is the log, and full when its megabytes are. One by one while they are few, then as a range."""
-    for limit in ("RECORDS_MAX", "BYTES_MAX"):  # what one step of retention hands over begins with what waits in memory still
+    """The queue of a durable peer is the log, and full when its megabytes are. One by one while they are few, then as a
+    range."""
+    # what one step of retention hands over begins with what waits in memory still
+    for limit in ("RECORDS_MAX", "BYTES_MAX"):
         monkeypatch.setattr(f"history.passed.{limit}", 64 << 20)
     world = await make_world(subscriptions=TO_MCU, more="[history]\nretention_mib = 1\n")
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1", 0x9001)
@@ -107,7 +115,8 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     endpoint.transport.disconnect()
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "mcu" and pump.log.durable)
     draw = random.Random(7)
-    sent = [publish(SPEED, f"{number} {draw.randbytes(2_000).hex()}") for number in range(3_000)]  # not to be compressed much
+    # not to be compressed much
+    sent = [publish(SPEED, f"{number} {draw.randbytes(2_000).hex()}") for number in range(3_000)]
     for begin in range(0, len(sent), 500):
         await vehicle.send_batch(sent[begin : begin + 500])
     await world.until(lambda: world.streamer.dead_letters.total >= 100 and pump.gaps > 0)
@@ -115,8 +124,12 @@ async def test_what_the_log_must_delete_before_a_peer_is_back_is_a_dead_letter(
     await heard.until(lambda: heard.messages[-1:] == sent[-1:], "the last one")
     assert world.streamer.dead_letters.by_code == {"RESOURCE_EXHAUSTED": 100}
     await world.stop()
-    stored = [one.message for one in dead_letter.open_read_only(world.config.streamer.data_dir / "dead-letters.db").read()]
-    arrived, letters = ([int(message.payload.split()[0]) for message in messages] for messages in (heard.messages, stored))
+    stored = [
+        one.message for one in dead_letter.open_read_only(world.config.streamer.data_dir / "dead-letters.db").read()
+    ]
+    arrived, letters = (
+        [int(message.payload.split()[0]) for message in messages] for messages in (heard.messages, stored)
+    )
     missing = sorted(set(range(len(sent))) - set(arrived))
     assert arrived == sorted(arrived)
     assert letters == missing[:100], "the oldest of what is lost, in order; what had been read ahead is not lost"
@@ -166,7 +179,9 @@ async def test_what_is_refused_for_good_is_never_sent_again(
 
 @pytest.mark.spec("local~l1-send-unsure")
 @given(st.integers(1, 1_000), st.integers(0, 60_000), st.integers(1, 40))
-def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_starts_anew_after_a_success(min_ms: int, more: int, tries: int) -> None:
+def test_the_pause_before_the_next_try_doubles_up_to_its_limit_and_starts_anew_after_a_success(
+    min_ms: int, more: int, tries: int
+) -> None:
     class Longest:
         def randint(self, low: int, high: int) -> int:
             assert low == min_ms, "never shorter"
@@ -209,19 +224,28 @@ async def test_a_network_whose_topics_need_a_sink_gets_one_for_each_authority_th
     world = await make_world(TWO_BEHIND_ONE, wanted)
     transport = world.streamer.endpoints["cloud"].transport
     monkeypatch.setattr(transport, "capabilities", transport.capabilities & ~Capability.PUBLISH_WITHOUT_SINK)
-    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1")
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
     in_cloud, at_mcu = await world.hear(cloud, uris.ANY, uris.ANY), await world.hear(mcu, SPEED)
     sent = publish(SPEED, "fast")
     await vehicle.send_batch([publish(uris.parse("//vehicle1/8001/1/8002"), "nobody wants it"), sent])
     heard = await in_cloud.expect(2)
-    assert {uris.format(message.attributes.sink) for message in heard} == {"up://cloud/FFFFFFFF/FF/FFFF", "up://backup/FFFFFFFF/FF/FFFF"}
+    assert {uris.format(message.attributes.sink) for message in heard} == {
+        "up://cloud/FFFFFFFF/FF/FFFF",
+        "up://backup/FFFFFFFF/FF/FFFF",
+    }
     for message in heard:
         message.attributes.ClearField("sink")
     assert heard == [sent, sent], "all else is as it was"
     assert await at_mcu.expect(1) == [sent]
     await vehicle.send(publish(SPEED, "again"))
     await in_cloud.expect(4)
-    assert [message.payload for message in in_cloud.messages[2:]] == [b"again", b"again"], "one for an authority, however many subscribed"
+    assert [message.payload for message in in_cloud.messages[2:]] == [b"again", b"again"], (
+        "one for an authority, however many subscribed"
+    )
 
 
 @pytest.mark.spec("local~cap-carry")

@@ -1,4 +1,5 @@
-"""Whatever the networks do: what was published on a subscribed topic and acknowledged arrives at least once, and in order.
+"""Whatever the networks do: what was published on a subscribed topic and acknowledged arrives at least once, and in
+order.
 
 One seed draws the faults of every network, what is published, and when the streamer is stopped and started again.
 """
@@ -21,7 +22,11 @@ from uprotocol.v1.uri_pb2 import UUri
 MakeWorld = Any
 Publish = Callable[..., UMessage]
 
-TOPICS = [uris.parse(f"//{authority}/8001/1/{resource}") for authority in ("vehicle1", "mcu1") for resource in ("8001", "8002")]
+TOPICS = [
+    uris.parse(f"//{authority}/8001/1/{resource}")
+    for authority in ("vehicle1", "mcu1")
+    for resource in ("8001", "8002")
+]
 SUBSCRIBED = {
     "//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//mcu1/9001/1/0"],
     "//mcu1/8001/1/8001": ["//cloud/9001/1/0", "//vehicle1/9001/1/0"],
@@ -56,9 +61,13 @@ def unique(messages: list[UMessage]) -> dict[str, list[bytes]]:
 @pytest.mark.spec("local~disp-at-least-once")
 @pytest.mark.spec("local~disp-no-discard")
 @pytest.mark.spec("local~disp-order")
-async def test_what_was_acknowledged_arrives_in_order(make_world: MakeWorld, publish: Publish, seed: int, volatile: bool) -> None:
+async def test_what_was_acknowledged_arrives_in_order(
+    make_world: MakeWorld, publish: Publish, seed: int, volatile: bool
+) -> None:
     draw = random.Random(seed)
-    world = await make_world(subscriptions=SUBSCRIBED, more='[history]\nvolatile = ["//*/FFFFFFFF/FF/FFFF"]\n' if volatile else "")
+    world = await make_world(
+        subscriptions=SUBSCRIBED, more='[history]\nvolatile = ["//*/FFFFFFFF/FF/FFFF"]\n' if volatile else ""
+    )
     vehicle, mcu = await world.node("vehicle", "vehicle1"), await world.node("mcu", "mcu1")
     cloud = await world.node("cloud", "cloud", 0x9001)
     publishers = {"vehicle1": vehicle, "mcu1": mcu}
@@ -69,12 +78,23 @@ async def test_what_was_acknowledged_arrives_in_order(make_world: MakeWorld, pub
     }
     expected: dict[str, list[bytes]] = {uris.format(topic): [] for topic in TOPICS}
     for round in range(ROUNDS):
-        # only the cloud's network may take itself away: on the others the streamer listens, and nobody keeps what it misses
+        # only the cloud's network may take itself away: on the others the streamer listens, and nobody keeps what it
+        # misses
         world.networks["cloud"].set_faults(
-            Faults(seed + round, fail_send=0.1, unsure_send=0.05, drop_connection=0.2, away_ms=5, duplicate=0.05, delay_ms_max=3)
+            Faults(
+                seed + round,
+                fail_send=0.1,
+                unsure_send=0.05,
+                drop_connection=0.2,
+                away_ms=5,
+                duplicate=0.05,
+                delay_ms_max=3,
+            )
         )
         for name in ("vehicle", "mcu"):
-            world.networks[name].set_faults(Faults(seed * 7 + round, fail_send=0.05, unsure_send=0.05, duplicate=0.05, delay_ms_max=2))
+            world.networks[name].set_faults(
+                Faults(seed * 7 + round, fail_send=0.05, unsure_send=0.05, duplicate=0.05, delay_ms_max=2)
+            )
         batches = []
         for authority, node in publishers.items():
             mine = [topic for topic in TOPICS if topic.authority_name == authority]
@@ -85,7 +105,8 @@ async def test_what_was_acknowledged_arrives_in_order(make_world: MakeWorld, pub
                 messages.append(publish(topic, f"{round} {number}"))
             batches.append(publish_until_acknowledged(node, messages))
         await asyncio.gather(*batches)
-        if not volatile and draw.random() < 0.5:  # a restart with records that wait; what is volatile ends with the process
+        # a restart with records that wait; what is volatile ends with the process
+        if not volatile and draw.random() < 0.5:
             for name in ("vehicle", "mcu"):
                 await world.until(lambda network=world.networks[name]: not network._held)
                 await world.taken(name)
@@ -98,6 +119,8 @@ async def test_what_was_acknowledged_arrives_in_order(make_world: MakeWorld, pub
     for name, topics in wanted.items():
         full = {f"up:{topic}": expected[f"up:{topic}"] for topic in topics}
         count = sum(map(len, full.values()))
-        await world.until(lambda hearer=heard[name], count=count: sum(map(len, unique(hearer.messages).values())) >= count)
+        await world.until(
+            lambda hearer=heard[name], count=count: sum(map(len, unique(hearer.messages).values())) >= count
+        )
         assert unique(heard[name].messages) == full, f"seed {seed}, {name}"
     assert world.streamer.dead_letters.total == 0

@@ -35,7 +35,9 @@ def test_whoever_has_most_gives_way(arrived: list[tuple[str, int]]) -> None:
     taken = [room.take()[0] for _ in range(len(room))]
     for owner in "abcdef":
         assert [item for item in taken if item[0] == owner] == model.get(owner, [])
-    assert [item[0] for item in taken[: len([one for one in model.values() if one])]] == list(dict.fromkeys(item[0] for item in taken))
+    assert [item[0] for item in taken[: len([one for one in model.values() if one])]] == list(
+        dict.fromkeys(item[0] for item in taken)
+    )
 
 
 def test_many_owners_cost_no_more_memory_than_their_items() -> None:

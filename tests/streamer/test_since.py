@@ -1,4 +1,5 @@
-"""subscribe(topic, listener, since=...): what was published before comes too, once and in order, from the streamer's history."""
+"""subscribe(topic, listener, since=...): what was published before comes too, once and in order, from the streamer's
+history."""
 
 from __future__ import annotations
 
@@ -144,7 +145,9 @@ async def test_a_history_that_does_not_answer_is_told_at_once(car: Car) -> None:
     assert await listener.until(2) == [0, 1, 2]
 
 
-async def test_a_feed_that_the_history_refused_can_be_asked_for_again(car: Car, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_feed_that_the_history_refused_can_be_asked_for_again(
+    car: Car, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def refuse(self: HistoryClient, request: Any = None) -> Any:
         raise UStatusError(UCode.PERMISSION_DENIED, "not for you")
 

@@ -19,13 +19,20 @@ NETWORKS = {"vehicle": "", "cloud": "none"}
 
 
 async def call(
-    world: Any, network: str, caller: LocalUriProvider, method: tuple[int, int], request: Any = None, ttl_ms: int = 20_000
+    world: Any,
+    network: str,
+    caller: LocalUriProvider,
+    method: tuple[int, int],
+    request: Any = None,
+    ttl_ms: int = 20_000,
 ) -> UCode.ValueType:
     node = await world.node(network, caller.get_authority(), 0x7001)
     sink = uris.uri("vehicle1", 0, *method)
     async with InMemoryRpcClient(node, caller) as rpc:
         try:
-            await rpc.invoke_method(sink, UPayload.pack(request) if request is not None else None, CallOptions(timeout_ms=ttl_ms))
+            await rpc.invoke_method(
+                sink, UPayload.pack(request) if request is not None else None, CallOptions(timeout_ms=ttl_ms)
+            )
         except UStatusError as error:
             return error.code
     return UCode.OK
@@ -43,7 +50,10 @@ async def test_a_stranger_on_either_network_ends_nothing(make_world: Any, reset:
     for version, method in ((3, 9), (4, 6)):
         assert await call(world, "cloud", LocalUriProvider("cloud", 0, 3), (version, method)) == UCode.PERMISSION_DENIED
         # the answer to who claims to be the service itself goes to the service itself
-        assert await call(world, "vehicle", LocalUriProvider("vehicle1", 0, 3), (version, method), ttl_ms=500) == UCode.DEADLINE_EXCEEDED
+        assert (
+            await call(world, "vehicle", LocalUriProvider("vehicle1", 0, 3), (version, method), ttl_ms=500)
+            == UCode.DEADLINE_EXCEEDED
+        )
     await world.until(lambda: world.streamer.usubscription.refused["reset"] == 4)
     assert len(await world.streamer.usubscription.subscriptions()) == 20
     metrics = expose(world.streamer).decode()

@@ -1,4 +1,5 @@
-"""A whole data_dir of version 0.1.0: each store opens with everything in it; a newer one is refused and no byte of it changes."""
+"""A whole data_dir of version 0.1.0: each store opens with everything in it; a newer one is refused and no byte of it
+changes."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def keys(content: Any) -> dict[int, tuple[Any, ...]]:
 
 
 @NAMES
-def test_subscriptions_links_registrations_and_what_is_to_be_told(old_data: OldData, old_content: Any, name: str) -> None:
+def test_subscriptions_links_registrations_and_what_is_to_be_told(
+    old_data: OldData, old_content: Any, name: str
+) -> None:
     path = old_data(name) / "usubscription.db"
     expected, uri = old_content["usubscription"], keys(old_content["usubscription"])
     database = Database(path, "vehicle1")
@@ -35,15 +38,24 @@ def test_subscriptions_links_registrations_and_what_is_to_be_told(old_data: OldD
     reader = Reader(path)
     try:
         rows, more = reader.subscriptions(None, None, old_content["now_ms"])
-        found = [(row.topic, row.subscriber, int(row.status), row.expires_ms, row.sample_period_ms, row.details.hex()) for row in rows]
+        found = [
+            (row.topic, row.subscriber, int(row.status), row.expires_ms, row.sample_period_ms, row.details.hex())
+            for row in rows
+        ]
         assert found == [
             (uri[topic], uri[subscriber], status, expires_ms, period, details or "")
             for _, topic, subscriber, status, _, expires_ms, period, details in expected["subscription"]
         ]
         assert not more
-        assert {topic: tuple(link) for topic, link in reader.links()} == {uri[topic]: tuple(link) for topic, *link in expected["link"]}
-        registered = sorted((client, major, topic) for client, major, topic in reader.registrations() if topic is not None)
-        assert registered == sorted((uri[client], major, uri[topic]) for topic, client, major in expected["registration"] if topic)
+        assert {topic: tuple(link) for topic, link in reader.links()} == {
+            uri[topic]: tuple(link) for topic, *link in expected["link"]
+        }
+        registered = sorted(
+            (client, major, topic) for client, major, topic in reader.registrations() if topic is not None
+        )
+        assert registered == sorted(
+            (uri[client], major, uri[topic]) for topic, client, major in expected["registration"] if topic
+        )
         assert [client for client, _, topic in reader.registrations() if topic is None] == [
             uri[client] for topic, client, _ in expected["registration"] if not topic
         ]
@@ -65,7 +77,9 @@ def test_an_old_store_keeps_from_now_on_how_subscribers_write_their_topics(old_d
         database.apply(events, 0)
         database.close()
     reader = Reader(path)
-    ended = {stored.change.subscriber: stored.change.bare for stored in reader.outbox(0, 100) if stored.change.status == 0}
+    ended = {
+        stored.change.subscriber: stored.change.bare for stored in reader.outbox(0, 100) if stored.change.status == 0
+    }
     reader.close()
     assert ended[known]
     assert ended[fresh]
@@ -79,7 +93,10 @@ def test_dead_letters(old_data: OldData, old_content: Any, name: str) -> None:
     store.write([(1, UCode.INTERNAL, "new", "cloud", b"")])
     letters = store.read()
     store.close()
-    found = [[one.number, one.time_ms, one.code, one.reason, one.endpoint, one.message.SerializeToString().hex()] for one in letters]
+    found = [
+        [one.number, one.time_ms, one.code, one.reason, one.endpoint, one.message.SerializeToString().hex()]
+        for one in letters
+    ]
     assert found[:-1] == old_content["dead_letters"]
     assert found[-1][0] == len(found)
 
@@ -88,9 +105,9 @@ def test_dead_letters(old_data: OldData, old_content: Any, name: str) -> None:
 def test_the_remembered_interest(old_data: OldData, old_content: Any, name: str) -> None:
     known = InterestMemory(old_data(name) / "interest-cloud.json", list).load()
     found = [[uris.format(one.topic), uris.format(one.subscriber), one.sample_period_ms] for one in known]
-    assert [[topic.removeprefix("up:"), subscriber.removeprefix("up:"), period] for topic, subscriber, period in found] == old_content[
-        "interest"
-    ]
+    assert [
+        [topic.removeprefix("up:"), subscriber.removeprefix("up:"), period] for topic, subscriber, period in found
+    ] == old_content["interest"]
 
 
 @NAMES

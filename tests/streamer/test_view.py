@@ -1,4 +1,5 @@
-"""What is pure in the walk, held to models: who owns an authority, what rules let pass, who gets a record, which ids are known."""
+"""What is pure in the walk, held to models: who owns an authority, what rules let pass, who gets a record, which ids
+are known."""
 
 from __future__ import annotations
 
@@ -61,11 +62,19 @@ def viewed(endpoints: Endpoints, rules: Rules, interest: Interest) -> View:
 def network(*, wildcard: bool = False) -> Endpoints:
     transport: Any = SimpleNamespace()
     third = ["c1", "*"] if wildcard else ["c1"]
-    return Endpoints([Endpoint("a", ["a1", "a2"], transport), Endpoint("b", ["b1"], transport), Endpoint("c", third, transport)])
+    return Endpoints(
+        [Endpoint("a", ["a1", "a2"], transport), Endpoint("b", ["b1"], transport), Endpoint("c", third, transport)]
+    )
 
 
-@given(st.dictionaries(authorities, st.sampled_from("abc")), st.sampled_from([None, *"abc"]), st.lists(authorities, max_size=20))
-def test_an_authority_is_its_endpoints_or_the_wildcards(named: dict[str, str], wildcard: str | None, asked: list[str]) -> None:
+@given(
+    st.dictionaries(authorities, st.sampled_from("abc")),
+    st.sampled_from([None, *"abc"]),
+    st.lists(authorities, max_size=20),
+)
+def test_an_authority_is_its_endpoints_or_the_wildcards(
+    named: dict[str, str], wildcard: str | None, asked: list[str]
+) -> None:
     mine = {name: [authority for authority, owner in named.items() if owner == name] for name in "abc"}
     if wildcard is not None:
         mine[wildcard].append("*")
@@ -88,7 +97,9 @@ def test_made_up_authorities_do_not_grow_the_cache(monkeypatch: pytest.MonkeyPat
 
 
 @given(st.lists(patterns, max_size=3), st.lists(patterns, max_size=3), topics)
-def test_deny_is_stronger_than_allow_and_nothing_allowed_is_everything(allow: list[UUri], deny: list[UUri], address: UUri) -> None:
+def test_deny_is_stronger_than_allow_and_nothing_allowed_is_everything(
+    allow: list[UUri], deny: list[UUri], address: UUri
+) -> None:
     rule = Rule("a", "b", allow, deny)
     allowed = not allow or any(uris.matches(pattern, address) for pattern in allow)
     assert rule.allows(address) == (allowed and not any(uris.matches(pattern, address) for pattern in deny))
@@ -99,7 +110,11 @@ def test_rules_are_a_table_whose_version_rises_with_each_change(steps: list[tupl
     rules, model = Rules(), set()
     for add, ingress, egress in steps:
         version, possible = rules.version, ((ingress, egress) in model) is not add
-        change = functools.partial(rules.add, Rule(ingress, egress)) if add else functools.partial(rules.remove, ingress, egress)
+        change = (
+            functools.partial(rules.add, Rule(ingress, egress))
+            if add
+            else functools.partial(rules.remove, ingress, egress)
+        )
         if possible:
             change()
             (model.add if add else model.discard)((ingress, egress))
@@ -116,13 +131,24 @@ def test_rules_are_a_table_whose_version_rises_with_each_change(steps: list[tupl
 periods = st.sampled_from([None, 0, 100])
 wanted = st.dictionaries(authorities, st.builds(Want, periods), max_size=5)
 rule_tables = st.dictionaries(
-    st.tuples(st.sampled_from("abc"), st.sampled_from("abc")).filter(lambda pair: pair[0] != pair[1]), st.lists(patterns, max_size=1)
+    st.tuples(st.sampled_from("abc"), st.sampled_from("abc")).filter(lambda pair: pair[0] != pair[1]),
+    st.lists(patterns, max_size=1),
 )
 
 
-@given(rule_tables, st.dictionaries(st.sampled_from(range(len(TOPICS))), wanted), st.booleans(), topics, st.none() | authorities)
+@given(
+    rule_tables,
+    st.dictionaries(st.sampled_from(range(len(TOPICS))), wanted),
+    st.booleans(),
+    topics,
+    st.none() | authorities,
+)
 def test_a_record_goes_to_whom_rules_and_interest_or_its_sink_say(
-    denied: dict[tuple[str, str], list[UUri]], interest: dict[int, dict[str, Want]], wildcard: bool, source: UUri, sink: str | None
+    denied: dict[tuple[str, str], list[UUri]],
+    interest: dict[int, dict[str, Want]],
+    wildcard: bool,
+    source: UUri,
+    sink: str | None,
 ) -> None:
     endpoints, rules = network(wildcard=wildcard), Rules()
     for (ingress, egress), deny in denied.items():
@@ -144,7 +170,9 @@ def test_a_record_goes_to_whom_rules_and_interest_or_its_sink_say(
             continue
         if not any(uris.matches(pattern, source) for pattern in denied[origin, peer]):
             expected.setdefault(peer, set()).add((authority, want.sample_period_ms or None))
-    assert {leg.peer.name: {(target.authority, target.period_ms) for target in leg.targets} for leg in decision.legs} == expected
+    assert {
+        leg.peer.name: {(target.authority, target.period_ms) for target in leg.targets} for leg in decision.legs
+    } == expected
     if sink is None and origin is not None:
         assert view.leaves(endpoints[origin], source) is bool(expected)
     for other in endpoints:
@@ -183,7 +211,9 @@ def test_a_subscription_counts_from_its_place_in_each_log() -> None:
     view = viewed(network(), rules, interest)
 
     def since(log: Any) -> dict[str, int]:
-        return {target.authority: target.since for leg in view.decide(TOPICS[0], None, log).legs for target in leg.targets}
+        return {
+            target.authority: target.since for leg in view.decide(TOPICS[0], None, log).legs for target in leg.targets
+        }
 
     assert since(LOGS[0]) == {"b1": 0, "c1": 9}
     assert since(LOGS[1]) == {"b1": 0, "c1": 4}

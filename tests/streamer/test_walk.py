@@ -68,7 +68,11 @@ async def test_a_message_arrives_as_it_was_sent(make_world: MakeWorld) -> None:
 
 async def test_a_notification_goes_where_its_sink_lives(make_world: MakeWorld) -> None:
     world = await make_world()
-    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1")
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1"),
+    )
     heard = await world.hear(cloud, uris.ANY, CLOUD_APP)
     other = await world.hear(mcu, uris.ANY, uris.ANY)
     await vehicle.send(UMessageBuilder.notification(SPEED, CLOUD_APP).build())
@@ -80,7 +84,9 @@ async def test_a_request_is_answered_across_networks(make_world: MakeWorld) -> N
     world = await make_world()
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     server = InMemoryRpcServer(vehicle, vehicle.local)
-    await server.register_request_handler(7, lambda request: UPayload(request.payload[::-1], UPayloadFormat.UPAYLOAD_FORMAT_RAW))
+    await server.register_request_handler(
+        7, lambda request: UPayload(request.payload[::-1], UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+    )
     async with InMemoryRpcClient(cloud, cloud.local) as client:
         answer = await client.invoke_method(METHOD, UPayload(b"abc", UPayloadFormat.UPAYLOAD_FORMAT_RAW))
     assert answer.data == b"cba"
@@ -90,7 +96,8 @@ async def test_a_request_is_answered_across_networks(make_world: MakeWorld) -> N
 @pytest.mark.spec("local~disp-rpc-error")
 async def test_a_request_that_no_rule_allows_is_answered_with_permission_denied(make_world: MakeWorld) -> None:
     world = await make_world(
-        more='[[rule]]\nfrom = "cloud"\nto = "vehicle"\ndeny = ["//vehicle1/8001/1/7"]\n[[rule]]\nfrom = "vehicle"\nto = "cloud"\n'
+        more='[[rule]]\nfrom = "cloud"\nto = "vehicle"\ndeny = ["//vehicle1/8001/1/7"]\n[[rule]]\nfrom = '
+        '"vehicle"\nto = "cloud"\n'
     )
     cloud = await world.node("cloud", "cloud", 0x9001)
     async with InMemoryRpcClient(cloud, cloud.local) as client:
@@ -158,7 +165,9 @@ async def test_an_id_is_forwarded_once(make_world: MakeWorld, publish: Publish) 
 
 
 @pytest.mark.spec("dsn~up-attributes-ttl-timeout~1")
-async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_world: MakeWorld, publish: Publish) -> None:
+async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -167,7 +176,9 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_w
     old.attributes.id.msb -= 5_000 << 16
     world.networks["vehicle"].inject(old)
     world.networks["vehicle"].inject(UMessage())
-    world.networks["vehicle"].inject(UMessage(attributes=UAttributes(type=UMessageType.UMESSAGE_TYPE_PUBLISH, source=SPEED)))
+    world.networks["vehicle"].inject(
+        UMessage(attributes=UAttributes(type=UMessageType.UMESSAGE_TYPE_PUBLISH, source=SPEED))
+    )
     await vehicle.send(publish(SPEED, "good"))
     await heard.expect(1)
     assert heard.texts == ["good"]
@@ -177,7 +188,9 @@ async def test_what_is_invalid_or_expired_is_dropped_and_the_rest_goes_on(make_w
 
 
 @pytest.mark.spec("dsn~up-attributes-traceparent~1")
-async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(make_world: MakeWorld, publish: Publish) -> None:
+async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -185,7 +198,9 @@ async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(ma
     for message in messages:
         message.attributes.traceparent = "my trace 17"
         world.networks["vehicle"].inject(message)
-    assert [message.attributes.id for message in await heard.expect(3)] == [message.attributes.id for message in messages]
+    assert [message.attributes.id for message in await heard.expect(3)] == [
+        message.attributes.id for message in messages
+    ]
     assert not any(message.attributes.traceparent for message in heard.messages)
     text = metrics.expose(world.streamer).decode()
     assert 'up_streamer_mended_total{endpoint="vehicle",field="traceparent"} 3.0' in text
@@ -196,9 +211,15 @@ async def test_a_traceparent_that_is_none_is_not_passed_on_and_the_message_is(ma
 @pytest.mark.spec("local~disp-queue")
 @pytest.mark.spec("local~disp-retry")
 @pytest.mark.spec("local~disp-order")
-async def test_what_a_peer_missed_comes_in_order_and_nobody_else_notices(make_world: MakeWorld, publish: Publish) -> None:
+async def test_what_a_peer_missed_comes_in_order_and_nobody_else_notices(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     world = await make_world(subscriptions={"//vehicle1/8001/1/8001": ["//cloud/9001/1/0", "//mcu1/9/1/0"]})
-    vehicle, cloud, mcu = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud"), await world.node("mcu", "mcu1", 9)
+    vehicle, cloud, mcu = (
+        await world.node("vehicle", "vehicle1"),
+        await world.node("cloud", "cloud"),
+        await world.node("mcu", "mcu1", 9),
+    )
     heard, neighbour = await world.hear(cloud, SPEED), await world.hear(mcu, SPEED)
     world.streamer.endpoints["cloud"].transport.disconnect()
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(3_000)])
@@ -232,8 +253,15 @@ async def test_higher_classes_leave_first(make_world: MakeWorld, publish: Publis
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
     world.streamer.endpoints["cloud"].transport.disconnect()
-    classes = [UPriority.UPRIORITY_CS0, UPriority.UPRIORITY_UNSPECIFIED, UPriority.UPRIORITY_CS6, UPriority.UPRIORITY_CS3]
-    await vehicle.send_batch([publish(SPEED, f"{number % 4} {number}", priority=classes[number % 4]) for number in range(40)])
+    classes = [
+        UPriority.UPRIORITY_CS0,
+        UPriority.UPRIORITY_UNSPECIFIED,
+        UPriority.UPRIORITY_CS6,
+        UPriority.UPRIORITY_CS3,
+    ]
+    await vehicle.send_batch(
+        [publish(SPEED, f"{number % 4} {number}", priority=classes[number % 4]) for number in range(40)]
+    )
     pump = next(pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable)
     await world.until(lambda: pump.retries >= 2 and pump.log.newest_seq == 40)
     world.streamer.endpoints["cloud"].transport.reconnect()
@@ -274,7 +302,9 @@ def _at(topic: UUri, time_ms: int) -> UMessage:
     return message
 
 
-async def test_the_embedded_usubscription_serves_the_own_network_and_the_others(make_world: MakeWorld, publish: Publish) -> None:
+async def test_the_embedded_usubscription_serves_the_own_network_and_the_others(
+    make_world: MakeWorld, publish: Publish
+) -> None:
     from usubscription_client.client import USubscriptionClient
 
     world = await make_world()
@@ -313,7 +343,9 @@ async def test_volatile_topics_never_touch_the_disk(make_world: MakeWorld, publi
 @pytest.mark.spec("local~disp-dlt-header")
 @pytest.mark.spec("local~disp-dlt-full")
 @pytest.mark.spec("local~disp-dlt-reason")
-async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, publish: Publish, tmp_path: Path) -> None:
+async def test_what_expires_on_the_way_is_a_dead_letter(
+    make_world: MakeWorld, publish: Publish, tmp_path: Path
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle = await world.node("vehicle", "vehicle1")
     heard = await world.hear(vehicle, dead_letter.topic("vehicle1"))
@@ -331,7 +363,9 @@ async def test_what_expires_on_the_way_is_a_dead_letter(make_world: MakeWorld, p
 
 
 @pytest.mark.spec("local~disp-dlt")
-async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
+async def test_a_refused_message_is_a_dead_letter_and_the_next_one_goes(
+    make_world: MakeWorld, publish: Publish, monkeypatch: Any
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -390,7 +424,8 @@ async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: P
 async def test_allow_and_deny_hold_for_topics(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(
         subscriptions={**SUBSCRIBED, "//vehicle1/8001/1/8002": ["//cloud/9001/1/0"]},
-        more='[[rule]]\nfrom = "vehicle"\nto = "cloud"\nallow = ["//vehicle1/FFFFFFFF/FF/FFFF"]\ndeny = ["//vehicle1/8001/1/8002"]\n',
+        more='[[rule]]\nfrom = "vehicle"\nto = "cloud"\nallow = ["//vehicle1/FFFFFFFF/FF/FFFF"]\ndeny = '
+        '["//vehicle1/8001/1/8002"]\n',
     )
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, uris.pattern("vehicle1"))
@@ -399,7 +434,9 @@ async def test_allow_and_deny_hold_for_topics(make_world: MakeWorld, publish: Pu
     assert heard.texts == ["allowed"]
 
 
-async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(make_world: MakeWorld, publish: Publish, monkeypatch: Any) -> None:
+async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(
+    make_world: MakeWorld, publish: Publish, monkeypatch: Any
+) -> None:
     world = await make_world(subscriptions=SUBSCRIBED)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -422,7 +459,9 @@ async def test_what_the_log_refuses_is_not_confirmed_and_comes_again(make_world:
 
 async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, publish: Publish) -> None:
     world = await make_world(subscriptions=SUBSCRIBED, start=False)
-    world.config = world.config.model_copy(update={"streamer": world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})})
+    world.config = world.config.model_copy(
+        update={"streamer": world.config.streamer.model_copy(update={"admin": "127.0.0.1:0"})}
+    )
     await world.start()
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -441,7 +480,10 @@ async def test_admin_tells_metrics_health_and_readiness(make_world: MakeWorld, p
     assert status == 200
     assert 'up_streamer_forwarded_total{endpoint="cloud"} 7.0' in metrics
     assert 'up_streamer_log_newest_seq{log="durable"} 7.0' in metrics
-    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))}
+    values = {
+        name: float(value)
+        for name, value in (line.rsplit(" ", 1) for line in metrics.splitlines() if not line.startswith("#"))
+    }
     assert values['up_streamer_log_disk_limit_bytes{log="durable"}'] == world.streamer.logs.durable.retention_bytes
     used = values['up_streamer_log_disk_bytes{log="durable"}']
     assert 100_000 < used < 10_000_000, "the whole of it: database, write-ahead log, its index, the mark"
@@ -460,7 +502,9 @@ async def test_an_admin_port_in_use_is_a_clear_error(make_world: MakeWorld) -> N
     server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     world = await make_world(start=False)
-    world.config = world.config.model_copy(update={"streamer": world.config.streamer.model_copy(update={"admin": f"127.0.0.1:{port}"})})
+    world.config = world.config.model_copy(
+        update={"streamer": world.config.streamer.model_copy(update={"admin": f"127.0.0.1:{port}"})}
+    )
     with pytest.raises(UStatusError, match=f"admin port 127.0.0.1:{port} can't be opened"):
         await world.start()
     server.close()

@@ -1,4 +1,5 @@
-"""Run a program under what the systemd unit forbids, where there is no systemd: its system calls, its sockets, its memory.
+"""Run a program under what the systemd unit forbids, where there is no systemd: its system calls, its sockets, its
+memory.
 
     python sandbox.py UNIT PROGRAM ARGUMENT ...
 
@@ -35,7 +36,9 @@ def members(group: str) -> set[str]:
     """The system calls of a group, as this machine's systemd has them."""
     if not group.startswith("@"):
         return {group}
-    said = subprocess.run(["systemd-analyze", "syscall-filter", group], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        ["systemd-analyze", "syscall-filter", group], capture_output=True, text=True, check=True
+    ).stdout
     words = {line.strip() for line in said.splitlines()[1:] if line.strip() and not line.strip().startswith("#")}
     return set().union(*(members(word) for word in words - {group}))
 
@@ -51,7 +54,12 @@ def allowed(unit: Path) -> set[str]:
 def program(unit: Path) -> bytes:
     numbers = {name: int(number) for name, number in re.findall(r"#define __NR_(\w+) (\d+)", HEADER.read_text())}
     families = [FAMILIES[name] for name in settings(unit, "RestrictAddressFamilies")[0].split()]
-    code: list[tuple[int, int, int, int]] = [(LOAD, 0, 0, ARCH), (EQUAL, 1, 0, ARCHITECTURE), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
+    code: list[tuple[int, int, int, int]] = [
+        (LOAD, 0, 0, ARCH),
+        (EQUAL, 1, 0, ARCHITECTURE),
+        (RETURN, 0, 0, KILL),
+        (LOAD, 0, 0, NUMBER),
+    ]
 
     def only(call: str, body: list[tuple[int, int, int, int]]) -> None:
         """`body` for that call, which it must answer, or fall through to what loads the number again."""

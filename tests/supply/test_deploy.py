@@ -1,4 +1,5 @@
-"""What is in deploy/: nobody unknown gets in, nothing runs with more than it needs, and the script's certificates work for real."""
+"""What is in deploy/: nobody unknown gets in, nothing runs with more than it needs, and the script's certificates work
+for real."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ import pytest
 import yaml
 
 from streamer import config as configs
-from streamer.cli import EXIT_CONFIG
-from streamer.processes import free_port
+from streamer.commands.cli import EXIT_CONFIG
+from streamer.demo.processes import free_port
 from transports import plugin
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
@@ -33,7 +34,9 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 DEPLOY: Final = ROOT / "deploy"
 COMPOSE: Final[dict[str, Any]] = yaml.safe_load((DEPLOY / "docker/compose.yaml").read_text())
 CLOUD: Final = tomllib.loads((DEPLOY / "docker/cloud.toml").read_text())
-MOSQUITTO: Final = [line.split(maxsplit=1) for line in (DEPLOY / "mosquitto/mosquitto.conf").read_text().splitlines() if line.strip()]
+MOSQUITTO: Final = [
+    line.split(maxsplit=1) for line in (DEPLOY / "mosquitto/mosquitto.conf").read_text().splitlines() if line.strip()
+]
 UNIT: Final = DEPLOY / "systemd/up-streamer.service"
 EXPOSURE_MAX: Final = 2.0
 DEADLINE_S: Final = 60
@@ -47,7 +50,11 @@ def test_nobody_unknown_reaches_what_the_containers_publish() -> None:
     assert published == {"8883:8883", "7447:7447"}
     broker = {words[0]: words[1] for words in MOSQUITTO if words[0] != "#"}
     assert [words[1] for words in MOSQUITTO if words[0] == "listener"] == ["8883"]
-    assert (broker["require_certificate"], broker["use_identity_as_username"], broker["allow_anonymous"]) == ("true", "true", "false")
+    assert (broker["require_certificate"], broker["use_identity_as_username"], broker["allow_anonymous"]) == (
+        "true",
+        "true",
+        "false",
+    )
     zenoh = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
     assert zenoh["listen"] == ["tls/0.0.0.0:7447"]
     assert zenoh["tls"]["mutual"] is True
@@ -80,14 +87,18 @@ def test_no_container_runs_as_root_or_with_rights_to_spare() -> None:
 
 def dockerfile() -> list[tuple[str, str]]:
     text = (DEPLOY / "docker/Dockerfile").read_text().replace("\\\n", "")
-    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line and not line.startswith("#")]
+    return [
+        (line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line and not line.startswith("#")
+    ]
 
 
 def test_an_image_is_made_of_the_wheel_and_the_lock() -> None:
     lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert lines[0] == "*", "everything stays out, but for ..."
     let_in = [line.removeprefix("!") for line in lines[1:]]
-    copied = [path for word, rest in dockerfile() if word == "COPY" and "--from" not in rest for path in rest.split()[:-1]]
+    copied = [
+        path for word, rest in dockerfile() if word == "COPY" and "--from" not in rest for path in rest.split()[:-1]
+    ]
     assert sorted(let_in) == sorted(copied) == ["deploy/requirements.lock", "dist/*.whl"]
     for path in ("uprotocol/uri.py", ".git/config", "deploy/docker/certs/ca.key"):
         assert not any(fnmatch(path, pattern) for pattern in let_in)
@@ -159,9 +170,12 @@ class Heard:
 
 
 async def crosses(sender: UTransport, receiver: UTransport) -> None:
-    """A notification from `vehicle1` to `backend`, sent until it has come: a network may need a moment to know who listens."""
+    """A notification from `vehicle1` to `backend`, sent until it has come: a network may need a moment to know who
+    listens."""
     heard = Heard()
-    message = UMessageBuilder.notification(uris.parse("//vehicle1/8001/1/8001"), uris.parse("//backend/8001/1/0")).build()
+    message = UMessageBuilder.notification(
+        uris.parse("//vehicle1/8001/1/8001"), uris.parse("//backend/8001/1/0")
+    ).build()
     await receiver.register_listener(uris.ANY, heard, uris.pattern("backend"))
     async with asyncio.timeout(DEADLINE_S):
         while True:
@@ -193,7 +207,10 @@ async def test_the_broker_takes_them_and_nobody_without(certificates: Path, make
         }
         return Mqtt5Transport(Mqtt5Config.model_validate(given), LocalUriProvider(name, 1, 1))
 
-    own = {name: {"ca_file": "ca.crt", "cert_file": f"{name}.crt", "key_file": f"{name}.key"} for name in ("vehicle1", "backend")}
+    own = {
+        name: {"ca_file": "ca.crt", "cert_file": f"{name}.crt", "key_file": f"{name}.key"}
+        for name in ("vehicle1", "backend")
+    }
     async with end("vehicle1", **own["vehicle1"]) as vehicle, end("backend", **own["backend"]) as backend:
         await crosses(vehicle, backend)
     with pytest.raises(UStatusError):
@@ -204,14 +221,27 @@ async def test_the_broker_takes_them_and_nobody_without(certificates: Path, make
 async def test_the_gateway_takes_them_on_zenoh_and_nobody_without(certificates: Path) -> None:
     port = free_port()
     written = next(one["settings"] for one in CLOUD["endpoint"] if one["transport"] == "zenoh")
-    here = {key: value.replace("/certs", str(certificates)) if isinstance(value, str) else value for key, value in written["tls"].items()}
-    router = plugin.create("zenoh", written | {"listen": [f"tls/127.0.0.1:{port}"], "tls": here}, LocalUriProvider("backend", 4, 1))
+    here = {
+        key: value.replace("/certs", str(certificates)) if isinstance(value, str) else value
+        for key, value in written["tls"].items()
+    }
+    router = plugin.create(
+        "zenoh", written | {"listen": [f"tls/127.0.0.1:{port}"], "tls": here}, LocalUriProvider("backend", 4, 1)
+    )
 
     def client(**tls: Any) -> UTransport:
-        settings = {"mode": "client", "connect": [f"tls/localhost:{port}"], "tls": {"root_ca": str(certificates / "ca.crt"), **tls}}
+        settings = {
+            "mode": "client",
+            "connect": [f"tls/localhost:{port}"],
+            "tls": {"root_ca": str(certificates / "ca.crt"), **tls},
+        }
         return plugin.create("zenoh", settings, LocalUriProvider("vehicle1", 1, 1))
 
-    shown = {"certificate": str(certificates / "vehicle1.crt"), "private_key": str(certificates / "vehicle1.key"), "mutual": True}
+    shown = {
+        "certificate": str(certificates / "vehicle1.crt"),
+        "private_key": str(certificates / "vehicle1.key"),
+        "mutual": True,
+    }
     async with router:
         async with client(**shown) as vehicle:
             await crosses(vehicle, router)

@@ -41,13 +41,17 @@ def wanted(extras: tuple[str, ...], python: str) -> list[Requirement]:
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-@pytest.mark.parametrize(("lock", "extras"), [(LOCKS[0], tuple(PROJECT["optional-dependencies"])), (LOCKS[1], GATEWAY_EXTRAS)], ids=LOCKS)
+@pytest.mark.parametrize(
+    ("lock", "extras"), [(LOCKS[0], tuple(PROJECT["optional-dependencies"])), (LOCKS[1], GATEWAY_EXTRAS)], ids=LOCKS
+)
 def test_each_dependency_is_pinned_within_its_bounds(lock: str, extras: tuple[str, ...], python: str) -> None:
     versions = pinned(lock, python)
     for requirement in wanted(extras, python):
         version = versions.get(canonicalize_name(requirement.name))
         assert version is not None, f"{lock} lacks {requirement}: run `make lock`"
-        assert requirement.specifier.contains(version), f"{lock} pins {version}, {requirement} is asked for: run `make lock`"
+        assert requirement.specifier.contains(version), (
+            f"{lock} pins {version}, {requirement} is asked for: run `make lock`"
+        )
 
 
 @pytest.mark.parametrize("python", PYTHONS)

@@ -1,4 +1,5 @@
-"""A gateway works under what its systemd unit forbids: Zenoh with scouting, DDS, MQTT, the log, the admin port, the manager's socket."""
+"""A gateway works under what its systemd unit forbids: Zenoh with scouting, DDS, MQTT, the log, the admin port, the
+manager's socket."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from typing import Final
 
 import pytest
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from tests.supply import sandbox
 from transports import plugin
 from transports.mqtt5.broker import Broker
@@ -65,7 +66,8 @@ def sandboxed(*program: str) -> list[str]:
 
 FORBIDDEN: Final = {
     "a raw socket": "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
-    "memory that is written and run": "import mmap; mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)",
+    "memory that is written and run": "import mmap; mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | "
+    "mmap.PROT_EXEC)",
     "another root": "import os; os.chroot('/')",
 }
 
@@ -73,7 +75,13 @@ FORBIDDEN: Final = {
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_the_sandbox_forbids(what: str) -> None:
     """Else the test below would show nothing."""
-    done = subprocess.run(sandboxed(sys.executable, "-c", FORBIDDEN[what]), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+    done = subprocess.run(
+        sandboxed(sys.executable, "-c", FORBIDDEN[what]),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+    )
     assert done.returncode == 1
     assert "OSError: [Errno 97]" in done.stderr or "PermissionError: [Errno 1]" in done.stderr, done.stderr
 
@@ -92,7 +100,9 @@ async def crosses(sender: UTransport, receiver: UTransport, source: str, sink: s
     await receiver.register_listener(uris.ANY, heard, uris.pattern(sink))
     async with asyncio.timeout(DEADLINE_S):
         while True:
-            message = UMessageBuilder.notification(uris.parse(f"//{source}/8001/1/8001"), uris.parse(f"//{sink}/8001/1/0")).build()
+            message = UMessageBuilder.notification(
+                uris.parse(f"//{source}/8001/1/8001"), uris.parse(f"//{sink}/8001/1/0")
+            ).build()
             await sender.send(message)
             try:
                 came = await asyncio.wait_for(heard.messages.get(), 1)
@@ -113,7 +123,7 @@ async def test_a_gateway_works_in_it(tmp_path: Path, make_broker: Callable[..., 
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "notify"))
         manager.settimeout(DEADLINE_S)
-        command = sandboxed(sys.executable, "-m", "streamer.cli", "run", "--config", str(config), "--json")
+        command = sandboxed(sys.executable, "-m", "streamer.commands.cli", "run", "--config", str(config), "--json")
         environment = os.environ | {"NOTIFY_SOCKET": str(tmp_path / "notify")}
         process = await asyncio.create_subprocess_exec(*command, env=environment, stdout=subprocess.PIPE)
         try:
@@ -129,7 +139,9 @@ async def test_a_gateway_works_in_it(tmp_path: Path, make_broker: Callable[..., 
                 await crosses(ecu, mcu, "ecu1", "mcu1")
                 await crosses(mcu, cloud, "mcu1", "cloud")
                 await crosses(cloud, ecu, "cloud", "ecu1")
-            answer = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{ready['admin_port']}/healthz", None, DEADLINE_S)
+            answer = await asyncio.to_thread(
+                urllib.request.urlopen, f"http://127.0.0.1:{ready['admin_port']}/healthz", None, DEADLINE_S
+            )
             with answer:
                 assert answer.status == 200
             process.terminate()

@@ -17,14 +17,33 @@ import pytest
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES: Final[list[str]] = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-INSTALLERS: Final = {"apt", "apt-get", "apk", "brew", "conda", "dnf", "dpkg", "microdnf", "pacman", "pip", "pip3", "sudo", "yum", "zypper"}
+INSTALLERS: Final = {
+    "apt",
+    "apt-get",
+    "apk",
+    "brew",
+    "conda",
+    "dnf",
+    "dpkg",
+    "microdnf",
+    "pacman",
+    "pip",
+    "pip3",
+    "sudo",
+    "yum",
+    "zypper",
+}
 
 
 def constants(path: Path) -> set[str]:
     """Every string in a module but its docstrings, which nothing runs."""
     nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
     docs = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    return {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs}
+    return {
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs
+    }
 
 
 def installs(path: Path) -> set[str]:
@@ -51,7 +70,14 @@ def test_the_java_that_is_named_is_that_of_the_extra() -> None:
 
 def imported(module: str, *path: Path) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
-    return subprocess.run([sys.executable, "-c", f"import {module}"], cwd="/", env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", f"import {module}"],
+        cwd="/",
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 @pytest.fixture
@@ -63,7 +89,7 @@ def site(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("module", ["uprotocol.v1.uri_pb2", "streamer.cli", "history.log"])
+@pytest.mark.parametrize("module", ["uprotocol.v1.uri_pb2", "streamer.commands.cli", "history.log"])
 def test_up_python_in_the_same_folder_is_told_at_import(site: Path, module: str) -> None:
     assert imported(module, site).returncode == 0
     (site / "up_python-0.2.0.dev0.dist-info").mkdir()
@@ -74,8 +100,10 @@ def test_up_python_in_the_same_folder_is_told_at_import(site: Path, module: str)
     assert "virtual environment" in last
 
 
-@pytest.mark.parametrize("module", ["streamer.cli", "transports.plugin", "transports.zenoh"])
-def test_up_python_before_us_on_the_path_is_told_at_import(site: Path, tmp_path_factory: pytest.TempPathFactory, module: str) -> None:
+@pytest.mark.parametrize("module", ["streamer.commands.cli", "transports.plugin", "transports.zenoh"])
+def test_up_python_before_us_on_the_path_is_told_at_import(
+    site: Path, tmp_path_factory: pytest.TempPathFactory, module: str
+) -> None:
     other = tmp_path_factory.mktemp("other")
     (other / "uprotocol").mkdir()
     (other / "uprotocol" / "__init__.py").touch()

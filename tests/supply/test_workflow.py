@@ -29,7 +29,11 @@ def test_the_newest_versions_are_tried_though_nobody_pushes() -> None:
 
 def test_the_audit_and_the_bill_of_materials_are_kept() -> None:
     assert "make audit" in commands("audit")
-    (kept,) = (step["with"]["path"].split() for step in WORKFLOW["jobs"]["audit"]["steps"] if "upload-artifact" in step.get("uses", ""))
+    (kept,) = (
+        step["with"]["path"].split()
+        for step in WORKFLOW["jobs"]["audit"]["steps"]
+        if "upload-artifact" in step.get("uses", "")
+    )
     assert set(kept) == {"dist/sbom.json", "dist/audit.json"}
     makefile = (ROOT / "Makefile").read_text()
     assert "--strict" in makefile[makefile.index("\naudit:") :], "an audit that could not look must not pass"

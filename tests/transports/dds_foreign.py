@@ -1,4 +1,5 @@
-"""A DDS application of somebody else: it has docs/dds-mapping.md, protobuf's wire format and cyclonedds, and nothing of ours.
+"""A DDS application of somebody else: it has docs/dds-mapping.md, protobuf's wire format and cyclonedds, and nothing of
+ours.
 
 page -> the IDL -> type, topics -> writers and readers, each in a Publisher or Subscriber of its own partition
 stdin: a JSON object a line, {"do": NAME, ...} -> the function of that name -> stdout: its answer, as JSON
@@ -40,7 +41,10 @@ def type_of(page: str) -> Any:
     members = [line.split() for line in body.split(";") if line.strip()]
     fields = [(member, KINDS[kind]) for kind, member in members]
     made = types.new_class(
-        name, (IdlStruct,), {"typename": ".".join([*modules, name])}, lambda space: space.update(__annotations__=dict(fields))
+        name,
+        (IdlStruct,),
+        {"typename": ".".join([*modules, name])},
+        lambda space: space.update(__annotations__=dict(fields)),
     )
     return dataclasses.dataclass(made)
 
@@ -134,7 +138,9 @@ class App:
             policies += [Policy.DataRepresentation(use_cdrv0_representation=not xcdr2, use_xcdrv2_representation=xcdr2)]
         if numbered:
             policies += [Policy.Userdata(b"uprotocol/1 numbered")]
-        self.writers[where] = DataWriter(Publisher(self.participant, Qos(Policy.Partition([where]))), self.topic, Qos(*policies))
+        self.writers[where] = DataWriter(
+            Publisher(self.participant, Qos(Policy.Partition([where]))), self.topic, Qos(*policies)
+        )
         return where
 
     def ready(self, where: str) -> bool:
@@ -162,7 +168,8 @@ class App:
         if representation:
             policies += [
                 Policy.DataRepresentation(
-                    use_cdrv0_representation=representation != "XCDR2", use_xcdrv2_representation=representation != "XCDR1"
+                    use_cdrv0_representation=representation != "XCDR2",
+                    use_xcdrv2_representation=representation != "XCDR1",
                 )
             ]
         subscriber = Subscriber(self.participant, Qos(Policy.Partition([where])))
@@ -204,7 +211,12 @@ class App:
                 assert sample.version == 1
                 fields = unpacked(bytes(sample.attributes))
                 payload = bytes(sample.payload).decode() if sample.has_payload else None
-                one = {"type": fields[2][0], "priority": fields.get(5, [0])[0], "ttl": fields.get(6, [0])[0], "payload": payload}
+                one = {
+                    "type": fields[2][0],
+                    "priority": fields.get(5, [0])[0],
+                    "ttl": fields.get(6, [0])[0],
+                    "payload": payload,
+                }
                 messages.append(one | {"id": fields[1][0].hex(), "source": fields[3][0].hex()})
             return len(messages) >= count
 

@@ -1,5 +1,5 @@
-"""The other process of the DDS fault tests: listens to the publishes of `alpha` with one resource id, and answers each line of input with
-what it has seen so far, as JSON."""
+"""The other process of the DDS fault tests: listens to the publishes of `alpha` with one resource id, and answers each
+line of input with what it has seen so far, as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import structlog
 
 from transports.dds import DdsTransport
-from transports.dds_config import DdsConfig
+from transports.dds.config import DdsConfig
 from uprotocol import uri as uris
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -31,7 +31,10 @@ async def main(settings: str, authority: str, resource: str) -> None:
         await transport.register_listener(uris.uri("alpha", 0x10AB, 3, int(resource)), heard)
         print("ready", flush=True)
         while await loop.run_in_executor(None, sys.stdin.readline):
-            print(json.dumps({"seen": heard.seen, "dropped": transport.dropped, "troubles": transport.troubles}), flush=True)
+            print(
+                json.dumps({"seen": heard.seen, "dropped": transport.dropped, "troubles": transport.troubles}),
+                flush=True,
+            )
 
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for the answers

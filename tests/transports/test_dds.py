@@ -20,13 +20,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from transports import dds_mapping as mapping
 from transports import plugin
 from transports.conformance import Sink, TransportConformance
-from transports.dds import DdsTransport
-from transports.dds_config import DdsConfig
-from transports.dds_link import Participant
-from transports.dds_writers import Route, Writers
+from transports.dds import DdsTransport, mapping
+from transports.dds.config import DdsConfig
+from transports.dds.link import Participant
+from transports.dds.writers import Route, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -52,7 +51,10 @@ def end(tag: str, authority: str, **more: Any) -> DdsTransport:
 
 
 def numbered(first: int, count: int, topic: UUri = TOPIC) -> list[UMessage]:
-    return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % n, RAW)) for n in range(first, first + count)]
+    return [
+        UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"%d" % n, RAW))
+        for n in range(first, first + count)
+    ]
 
 
 async def deliver(sender: UTransport, messages: list[UMessage]) -> None:
@@ -83,7 +85,8 @@ class Raw:
 
 
 def malformed() -> list[bytes]:
-    """Whole samples of the type that hold no message; broken CDR Cyclone itself neither sends nor hands over (see test_dds_mapping.py)."""
+    """Whole samples of the type that hold no message; broken CDR Cyclone itself neither sends nor hands over (see
+    test_dds_mapping.py)."""
     good = mapping.encode(numbered(0, 1)[0])
     return [
         mapping.pack(b"", b"no attributes", has_payload=True),
@@ -107,14 +110,17 @@ class TestDds(TransportConformance):
         raw.close()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        return end(self.tag, authority, discovery_quiet_ms=10, **limits)  # both ends are in this process, which needs no discovery
+        # both ends are in this process, which needs no discovery
+        return end(self.tag, authority, discovery_quiet_ms=10, **limits)
 
     def normalise(self, message: UMessage) -> UMessage:
         return message  # the sample says whether there is a payload
 
     async def inject(self, message: UMessage) -> None:
         attributes = message.attributes
-        await self._raw(attributes.source, attributes.sink if attributes.HasField("sink") else None, mapping.encode(message))
+        await self._raw(
+            attributes.source, attributes.sink if attributes.HasField("sink") else None, mapping.encode(message)
+        )
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         await self._raw(source, sink, *malformed())
@@ -134,7 +140,8 @@ class TestDds(TransportConformance):
 
 
 class OtherProcess:
-    """A publisher elsewhere: `send(resource, count)` lets it send that many numbered messages on that topic of `alpha` at once."""
+    """A publisher elsewhere: `send(resource, count)` lets it send that many numbered messages on that topic of `alpha`
+    at once."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -145,7 +152,12 @@ class OtherProcess:
         script = str(Path(__file__).with_name("dds_publisher.py"))
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
-            sys.executable, script, json.dumps(settings(tag, send_timeout_ms=SLOW_MS)), stdin=pipe, stdout=pipe, env=environment
+            sys.executable,
+            script,
+            json.dumps(settings(tag, send_timeout_ms=SLOW_MS)),
+            stdin=pipe,
+            stdout=pipe,
+            env=environment,
         )
         other = cls(process)
         await other._line()
@@ -195,7 +207,9 @@ async def test_a_new_writer_loses_nothing_to_a_listener_that_was_there_before(ta
 
 
 @pytest.mark.parametrize("writer_was_there", [True, False])
-async def test_a_new_listener_gets_all_that_is_sent_from_then_on(tag: str, other: OtherProcess, writer_was_there: bool) -> None:
+async def test_a_new_listener_gets_all_that_is_sent_from_then_on(
+    tag: str, other: OtherProcess, writer_was_there: bool
+) -> None:
     async with end(tag, "beta") as beta:
         for resource in range(0x8000, 0x8010):
             if writer_was_there:
@@ -393,7 +407,9 @@ async def test_an_open_that_is_given_up_leaves_nothing_behind(tag: str) -> None:
         pass
 
 
-async def test_an_open_that_is_given_up_before_there_is_anything_leaves_nothing_behind(tag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_open_that_is_given_up_before_there_is_anything_leaves_nothing_behind(
+    tag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As while a name is being resolved."""
     resolve, resolving, known = threading.Event(), threading.Event(), socket.getaddrinfo
 
@@ -428,7 +444,7 @@ async def test_an_open_that_cannot_listen_again_may_be_tried_again(tag: str, mon
             raise OSError("no more files")
 
         with monkeypatch.context() as patch:
-            patch.setattr("transports.dds_readers.DataReader", fail)
+            patch.setattr("transports.dds.readers.DataReader", fail)
             with pytest.raises(UStatusError, match="no more files"):
                 await beta.open()
         assert not beta.connected
@@ -444,7 +460,9 @@ async def test_listeners_come_and_go_while_the_transport_closes(tag: str) -> Non
     await asyncio.gather(*(beta.register_listener(topic, listener) for topic, listener in listeners))
     going = [beta.unregister_listener(topic, listener) for topic, listener in listeners]
     results = await asyncio.gather(*going, beta.close(), return_exceptions=True)
-    assert all(result is None or (isinstance(result, UStatusError) and result.code == UCode.UNAVAILABLE) for result in results)
+    assert all(
+        result is None or (isinstance(result, UStatusError) and result.code == UCode.UNAVAILABLE) for result in results
+    )
 
 
 @dataclass
@@ -469,7 +487,12 @@ def test_our_octets_are_those_of_the_generated_type(attributes: bytes, payload: 
 def test_the_configuration_of_cyclone() -> None:
     assert DdsConfig().configuration() is None
     config = DdsConfig(
-        interface="lo", multicast=False, peers=["10.0.0.1", "localhost:7410"], tag="<t>", lease_ms=1500, participants_per_host_max=5
+        interface="lo",
+        multicast=False,
+        peers=["10.0.0.1", "localhost:7410"],
+        tag="<t>",
+        lease_ms=1500,
+        participants_per_host_max=5,
     )
     xml = config.configuration()
     assert xml is not None
@@ -503,7 +526,19 @@ def test_the_configuration_of_cyclone() -> None:
         ({"peers": ["127.0.0.1"] * 257}, "256"),
         *(
             ({"peers": [peer]}, "(?i)peer|octet")
-            for peer in ("", "::1", "[::1]", "a b", "udp/127.0.0.1", "256.1.1.1", "1", "127.1", "0.0.0.0", "0x7f000001", "255.255.255.255")
+            for peer in (
+                "",
+                "::1",
+                "[::1]",
+                "a b",
+                "udp/127.0.0.1",
+                "256.1.1.1",
+                "1",
+                "127.1",
+                "0.0.0.0",
+                "0x7f000001",
+                "255.255.255.255",
+            )
         ),
         *(({"peers": [f"127.0.0.1:{port}"]}, "peer") for port in ("0", "65536", "99999", "x", "", "-1")),
     ],
@@ -524,10 +559,16 @@ def whole(discovery: str) -> dict[str, str]:
         ({"peers": ["no-such-host.invalid"]}, "'no-such-host.invalid' has no IPv4 address now"),
         ({"peers": ["no-such-host.invalid:7410"]}, "no IPv4 address now"),
         ({"cyclone_file": "/nosuch/file.xml"}, "/nosuch/file.xml can't be used now"),
-        (whole("<Discovery><Peers><Peer address='::1'/></Peers></Discovery>"), "::1: unknown address; ended by signal 6"),
+        (
+            whole("<Discovery><Peers><Peer address='::1'/></Peers></Discovery>"),
+            "::1: unknown address; ended by signal 6",
+        ),
         (whole("<Discovery><Peers><Peer address='0.0.0.0'/></Peers></Discovery>"), "ended by signal 11"),
         (whole("<Discovery><LeaseDuration>never</LeaseDuration></Discovery>"), "LeaseDuration"),
-        (whole("<General><Interfaces><NetworkInterface name='nosuch0'/></Interfaces></General>"), "nosuch0: does not match an available"),
+        (
+            whole("<General><Interfaces><NetworkInterface name='nosuch0'/></Interfaces></General>"),
+            "nosuch0: does not match an available",
+        ),
     ],
 )
 async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[str, Any], words: str) -> None:
@@ -541,7 +582,10 @@ async def test_what_cyclone_would_refuse_or_die_of_is_a_clear_error(wrong: dict[
 
 
 async def test_the_environment_is_tried_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CYCLONEDDS_URI", whole("<Discovery><Peers><Peer address='127.0.0.1:99999'/></Peers></Discovery>")["cyclone_xml"])
+    monkeypatch.setenv(
+        "CYCLONEDDS_URI",
+        whole("<Discovery><Peers><Peer address='127.0.0.1:99999'/></Peers></Discovery>")["cyclone_xml"],
+    )
     transport = DdsTransport(DdsConfig(domain_id=DOMAIN), LocalUriProvider("alpha", 1, 1))
     with pytest.raises(UStatusError, match=r"127\.0\.0\.1:99999: not a valid address; ended by signal 6") as raised:
         await transport.open()
@@ -561,7 +605,9 @@ async def test_a_peer_that_gets_its_address_later_is_found_then(tag: str, monkey
     with pytest.raises(UStatusError):
         await alpha.open()
     known = socket.getaddrinfo
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest: known("127.0.0.1" if host == "later.invalid" else host, *rest))
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *rest: known("127.0.0.1" if host == "later.invalid" else host, *rest)
+    )
     async with alpha:
         assert alpha.connected
 

@@ -1,4 +1,5 @@
-"""DDS when somebody is away, stuck, or of another mind: nothing that was taken is lost without a word, and others don't notice.
+"""DDS when somebody is away, stuck, or of another mind: nothing that was taken is lost without a word, and others don't
+notice.
 
 alpha (here) -- uprotocol/v1 --+-- beta, a process that is stopped and goes on
                                +-- gamma, one that is well
@@ -25,11 +26,10 @@ from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
-from transports import dds_mapping as mapping
 from transports.conformance import Sink
-from transports.dds import DdsTransport
-from transports.dds_config import DdsConfig
-from transports.dds_link import Participant, binding, delete
+from transports.dds import DdsTransport, mapping
+from transports.dds.config import DdsConfig
+from transports.dds.link import Participant, binding, delete
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -83,7 +83,9 @@ class Listening:
         script = str(Path(__file__).with_name("dds_subscriber.py"))
         pipe = asyncio.subprocess.PIPE
         arguments = [script, json.dumps(settings(tag, **more)), authority, str(topic)]
-        process = await asyncio.create_subprocess_exec(sys.executable, *arguments, stdin=pipe, stdout=pipe, env=environment, limit=1 << 24)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *arguments, stdin=pipe, stdout=pipe, env=environment, limit=1 << 24
+        )
         assert process.stdout is not None
         assert await asyncio.wait_for(process.stdout.readline(), DEADLINE_S) == b"ready\n"
         return cls(process)
@@ -155,7 +157,8 @@ async def test_what_a_pause_beyond_the_lease_lost_is_counted(tag: str, start: St
         assert await send(alpha, numbered(STUCK, range(10))) == [UCode.OK] * 10
         await beta.until_seen(9)
         beta.stop()
-        assert await send(alpha, numbered(STUCK, range(10, 50))) == [UCode.OK] * 40  # they wait for it, until its lease ends
+        # they wait for it, until its lease ends
+        assert await send(alpha, numbered(STUCK, range(10, 50))) == [UCode.OK] * 40
         await eventually(lambda: "peers=0" in repr(alpha), "the end of its lease")
         assert await send(alpha, numbered(STUCK, range(50, 100))) == [UCode.OK] * 50  # nobody is there
         beta.go_on()
@@ -205,7 +208,10 @@ async def test_a_receiver_that_stops_taking_holds_up_its_own_topic_alone(tag: st
         assert f"{beta.pid} on" in trouble
         assert f"{gamma.pid} on" not in trouble
         for first in range(0, 500, 50):  # each batch has messages for both: those for gamma pass
-            stuck, well = numbered(STUCK, range(taken, taken + 50), octets=2_000), numbered(WELL, range(first, first + 50))
+            stuck, well = (
+                numbered(STUCK, range(taken, taken + 50), octets=2_000),
+                numbered(WELL, range(first, first + 50)),
+            )
             codes = await send(alpha, [message for both in zip(stuck, well, strict=True) for message in both])
             assert codes[1::2] == [UCode.OK] * 50
             fitted = codes[::2].count(UCode.OK)  # one more now and then: what DDS keeps for a writer is no sharp bound
@@ -227,7 +233,10 @@ async def fill(alpha: DdsTransport, topic: int) -> None:
 
 
 async def test_of_two_receivers_the_one_is_named_that_acknowledges_nothing_else(tag: str, start: Start) -> None:
-    async with end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha, end(tag, "gamma", lease_ms=60_000) as gamma:
+    async with (
+        end(tag, "alpha", send_timeout_ms=200, lease_ms=60_000) as alpha,
+        end(tag, "gamma", lease_ms=60_000) as gamma,
+    ):
         beta = await start("beta", STUCK, lease_ms=60_000)
         well = Sink(DEADLINE_S)
         for topic in (STUCK, WELL):
@@ -294,7 +303,9 @@ async def test_endpoints_that_cannot_talk_with_ours_are_told_while_they_last(tag
         foreign = Participant(DdsConfig(**settings(tag, lease_ms=5_000)))
         with binding:
             dds_topic = Topic(foreign.entity, mapping.TOPIC, Foreign)
-            publisher = Publisher(foreign.entity, Qos(Policy.Partition([mapping.writer_partition(topic, None, "alpha")])))
+            publisher = Publisher(
+                foreign.entity, Qos(Policy.Partition([mapping.writer_partition(topic, None, "alpha")]))
+            )
             writer = DataWriter(publisher, dds_topic, Qos(Policy.Reliability.BestEffort))
             subscriber = Subscriber(foreign.entity, Qos(Policy.Partition(["up/beta/*"])))
             kept = Qos(Policy.Reliability.Reliable(0), Policy.Durability.TransientLocal)

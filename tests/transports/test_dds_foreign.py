@@ -1,4 +1,5 @@
-"""docs/dds-mapping.md is enough to write an application: dds_foreign.py is one, in a process of its own, and talks with our transport."""
+"""docs/dds-mapping.md is enough to write an application: dds_foreign.py is one, in a process of its own, and talks with
+our transport."""
 
 from __future__ import annotations
 
@@ -15,10 +16,9 @@ from typing import Any
 
 import pytest
 
-from transports import dds_mapping as mapping
 from transports.conformance import Sink
-from transports.dds import DdsTransport
-from transports.dds_config import DdsConfig
+from transports.dds import DdsTransport, mapping
+from transports.dds.config import DdsConfig
 from uprotocol import uri as uris
 from uprotocol.communication.rpc_client import InMemoryRpcClient
 from uprotocol.communication.rpc_server import InMemoryRpcServer
@@ -69,7 +69,8 @@ class Foreign:
 async def beta_and_foreign() -> AsyncIterator[tuple[DdsTransport, Foreign]]:
     settings = config()
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-I", str(APP), str(PAGE), str(DOMAIN), settings.xml(["127.0.0.1"])]  # -I: nothing of ours on the path
+    # -I: nothing of ours on the path
+    command = [sys.executable, "-I", str(APP), str(PAGE), str(DOMAIN), settings.xml(["127.0.0.1"])]
     foreign = Foreign(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
     assert await foreign.answer() == "ready"
     async with DdsTransport(settings, LocalUriProvider("beta", 0x10AB, 3)) as beta:
@@ -147,7 +148,10 @@ async def test_what_we_publish_is_heard(beta_and_foreign: tuple[DdsTransport, Fo
     assert not any(status.code for status in await beta.send_batch(messages))
     for where in (one, everything):
         heard = await foreign.do("take", where=where, count=2)
-        assert sorted((m["payload"] or "", m["type"], m["priority"], m["ttl"]) for m in heard) == [("", 1, 0, 0), ("hello", 1, 3, 20_000)]
+        assert sorted((m["payload"] or "", m["type"], m["priority"], m["ttl"]) for m in heard) == [
+            ("", 1, 0, 0),
+            ("hello", 1, 3, 20_000),
+        ]
 
 
 async def echo(request: UMessage) -> UPayload:
@@ -186,7 +190,7 @@ async def test_an_announcement_of_its_own_is_what_registering_waits_for(
 ) -> None:
     """Registering would wait for an hour if the announcement were not understood."""
     beta, foreign = beta_and_foreign
-    monkeypatch.setattr("transports.dds.SEEN_S", 3_600.0)
+    monkeypatch.setattr("transports.dds.transport.SEEN_S", 3_600.0)
     heard = Sink(DEADLINE_S)
     registering = asyncio.ensure_future(beta.register_listener(uris.uri("alpha", 0x10AB, 3, 0x8001), heard))
     assert await foreign.do("announce_when_found")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transports import dds_mapping as mapping
+from transports.dds import mapping
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -31,7 +31,11 @@ def u(text: str | None) -> UUri | None:
         ("up:/403AB/3/0", "up://device2/CD/4/B", "up/device1/3AB/4/3/0/device2/CD/0/4/B"),
         ("up:/10AB/3/80CD", "up://device2/FFFFFFFF/FF/FFFF", "up/device1/10AB/0/3/80CD/device2/{}/{}/{}/{}"),
         ("up://[2001:db8::7]/10AB/3/80CD", "up://[::1]/CD/4/0", "up/2001:db8::7/10AB/0/3/80CD/::1/CD/0/4/0"),
-        ("up://[v1.fe80::a+en1]/10AB/3/80CD", "up://[v1.a*!b]/CD/4/0", "up/%5Bv1.fe80::a+en1%5D/10AB/0/3/80CD/%5Bv1.a%2A%21b%5D/CD/0/4/0"),
+        (
+            "up://[v1.fe80::a+en1]/10AB/3/80CD",
+            "up://[v1.a*!b]/CD/4/0",
+            "up/%5Bv1.fe80::a+en1%5D/10AB/0/3/80CD/%5Bv1.a%2A%21b%5D/CD/0/4/0",
+        ),
     ],
 )
 def test_where_a_message_goes(source: str, sink: str | None, partition: str) -> None:
@@ -87,7 +91,9 @@ def test_a_partition_is_a_plain_name_of_eleven_segments(source: UUri, sink: UUri
 
 
 @given(addresses(numbers), addresses(numbers), addresses(numbers) | st.none(), addresses(numbers) | st.none())
-def test_different_addresses_have_different_partitions(one: UUri, other: UUri, sink: UUri | None, other_sink: UUri | None) -> None:
+def test_different_addresses_have_different_partitions(
+    one: UUri, other: UUri, sink: UUri | None, other_sink: UUri | None
+) -> None:
     same = (one, sink) == (other, other_sink)
     assert (mapping.writer_partition(one, sink, LOCAL) == mapping.writer_partition(other, other_sink, LOCAL)) == same
 
@@ -96,10 +102,15 @@ def test_different_addresses_have_different_partitions(one: UUri, other: UUri, s
 def test_every_priority_has_a_rank_of_its_own() -> None:
     ranks = [mapping.TRANSPORT_PRIORITY[priority] for priority in sorted(UPriority.values()) if priority]
     assert ranks == [0, 8, 16, 24, 32, 40, 48]
-    assert mapping.TRANSPORT_PRIORITY[UPriority.UPRIORITY_UNSPECIFIED] == mapping.TRANSPORT_PRIORITY[UPriority.UPRIORITY_CS1]
+    assert (
+        mapping.TRANSPORT_PRIORITY[UPriority.UPRIORITY_UNSPECIFIED]
+        == mapping.TRANSPORT_PRIORITY[UPriority.UPRIORITY_CS1]
+    )
 
 
-@pytest.mark.parametrize(("ttl", "lifespan"), [(0, None), (1, 1_024), (1_024, 1_024), (1_025, 2_048), (5_000, 8_192), (2**32 - 1, None)])
+@pytest.mark.parametrize(
+    ("ttl", "lifespan"), [(0, None), (1, 1_024), (1_024, 1_024), (1_025, 2_048), (5_000, 8_192), (2**32 - 1, None)]
+)
 def test_lifespans(ttl: int, lifespan: int | None) -> None:
     assert mapping.lifespan_ms(ttl) == lifespan
 
@@ -113,8 +124,15 @@ def test_a_lifespan_is_never_shorter_than_the_ttl(ttl: int) -> None:
 payloads = st.none() | st.builds(UPayload, st.binary(max_size=70), st.integers(0, 7))
 
 
-@given(addresses(st.integers(0x8000, 0xFFFE)), payloads, st.integers(0, 2**32 - 1), st.sampled_from(sorted(UPriority.values())))
-def test_decode_is_the_inverse_of_encode(source: UUri, payload: UPayload | None, ttl: int, priority: UPriority.ValueType) -> None:
+@given(
+    addresses(st.integers(0x8000, 0xFFFE)),
+    payloads,
+    st.integers(0, 2**32 - 1),
+    st.sampled_from(sorted(UPriority.values())),
+)
+def test_decode_is_the_inverse_of_encode(
+    source: UUri, payload: UPayload | None, ttl: int, priority: UPriority.ValueType
+) -> None:
     """Also an empty payload stays apart from none."""
     message = UMessageBuilder.publish(source).with_ttl(ttl).with_priority(priority).build_from_upayload(payload)
     assert mapping.decode(mapping.encode(message)) == message
@@ -122,9 +140,18 @@ def test_decode_is_the_inverse_of_encode(source: UUri, payload: UPayload | None,
 
 @given(st.binary(max_size=40), st.binary(max_size=40))
 def test_either_byte_order_is_read(attributes: bytes, payload: bytes) -> None:
-    big = b"\x00\x00\x00\x00\x01\x01\x00\x00" + len(attributes).to_bytes(4, "big") + attributes + bytes(-len(attributes) % 4)
+    big = (
+        b"\x00\x00\x00\x00\x01\x01\x00\x00"
+        + len(attributes).to_bytes(4, "big")
+        + attributes
+        + bytes(-len(attributes) % 4)
+    )
     big += len(payload).to_bytes(4, "big") + payload + bytes(-len(payload) % 4)
-    assert mapping.unpack(big) == mapping.unpack(mapping.pack(attributes, payload, has_payload=True)) == (attributes, payload)
+    assert (
+        mapping.unpack(big)
+        == mapping.unpack(mapping.pack(attributes, payload, has_payload=True))
+        == (attributes, payload)
+    )
 
 
 @given(st.binary(max_size=64))
@@ -136,7 +163,9 @@ def test_anything_at_all_is_decoded_or_refused(sample: bytes) -> None:
 
 @given(st.integers(0, 60))
 def test_a_sample_cut_short_is_refused(length: int) -> None:
-    whole = mapping.encode(UMessageBuilder.publish(uris.uri("a", 1, 1, 0x8000)).build_from_upayload(UPayload(b"data", 3)))
+    whole = mapping.encode(
+        UMessageBuilder.publish(uris.uri("a", 1, 1, 0x8000)).build_from_upayload(UPayload(b"data", 3))
+    )
     with pytest.raises(UStatusError):
         mapping.decode(whole[: min(length, len(whole) - 1)])
 
@@ -154,7 +183,10 @@ TIMES = st.integers(0, 1 << 62)
 @given(TIMES, st.integers(0, 1 << 40), st.integers(1, mapping.NUMBERS // 2 - 1), st.integers(-(10**12), 10**12))
 def test_a_time_stamp_tells_how_many_are_missing(now_ns: int, number: int, ahead: int, later_ns: int) -> None:
     """Also when the clock is put back meanwhile, and when the numbers begin anew."""
-    last, following = mapping.numbered_ns(now_ns, number), mapping.numbered_ns(max(now_ns + later_ns, 0), number + ahead)
+    last, following = (
+        mapping.numbered_ns(now_ns, number),
+        mapping.numbered_ns(max(now_ns + later_ns, 0), number + ahead),
+    )
     assert mapping.missing(last, following) == ahead - 1
     assert 0 < last - now_ns < 2 * mapping.NUMBERS  # later, by 34 ms at most: no lifespan ends early
 

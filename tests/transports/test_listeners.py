@@ -121,7 +121,9 @@ def test_registrations_made_later_count_for_known_stamps() -> None:
     assert (early.payloads, late.payloads) == ([b"1", b"2"], [b"2", b"3"])
 
 
-@pytest.mark.parametrize("what", [name for name in INVALID if name not in ("format without payload", "bad traceparent")])
+@pytest.mark.parametrize(
+    "what", [name for name in INVALID if name not in ("format without payload", "bad traceparent")]
+)
 def test_what_is_invalid_is_counted_however_it_comes(what: str) -> None:
     table, heard = ListenerTable("beta"), Sink(1)
     table.add(uris.ANY, uris.ANY, heard)
@@ -139,7 +141,8 @@ def test_a_traceparent_that_is_none_is_taken_off_told_once_for_each_source_and_n
     assert filter is not None
     sent = []
     with capture_logs() as lines:
-        for number in range(6):  # one in two as the network has it: what is remembered of a stream must not bring it back
+        # one in two as the network has it: what is remembered of a stream must not bring it back
+        for number in range(6):
             for text in ("00-12-34-01", "x" * 500, ""):
                 message = INVALID["bad traceparent"]()
                 message.attributes.traceparent = text
@@ -293,7 +296,8 @@ def test_what_two_hosts_send_without_naming_themselves_is_not_one_stream() -> No
     hosts = ["alpha", "gamma", "alpha", "gamma"]
     assert listened is not None
     table.deliver_encoded(
-        [wired(listened, message) for message in nameless], lambda place, attributes: attrs.complete(attributes, hosts[place])
+        [wired(listened, message) for message in nameless],
+        lambda place, attributes: attrs.complete(attributes, hosts[place]),
     )
     assert [message.attributes.source.authority_name for message in heard.messages] == hosts
     assert heard.payloads == [b"0", b"1", b"2", b"3"]

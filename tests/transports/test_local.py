@@ -19,7 +19,13 @@ from uprotocol.v1.uri_pb2 import UUri
 
 
 class TestLocal(TransportConformance):
-    capabilities = Capability.PUSH | Capability.PULL | Capability.ACK | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    capabilities = (
+        Capability.PUSH
+        | Capability.PULL
+        | Capability.ACK
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
+    )
 
     @pytest.fixture(autouse=True)
     def _network(self) -> None:

@@ -66,7 +66,9 @@ class Mqtt5Conformance(TransportConformance):
         proxy = self.proxies.setdefault(authority, TcpProxy(self.broker.host, self.broker.port))
         if not proxy.port:
             await proxy.start()
-        return Mqtt5Transport(Mqtt5Config(port=proxy.port, mode=self.mode, **limits), LocalUriProvider(authority, 0x10AB, 3))
+        return Mqtt5Transport(
+            Mqtt5Config(port=proxy.port, mode=self.mode, **limits), LocalUriProvider(authority, 0x10AB, 3)
+        )
 
     async def make_unreachable(self, authority: str) -> UTransport:
         return Mqtt5Transport(Mqtt5Config(port=1, mode=self.mode), LocalUriProvider(authority, 0x10AB, 3))
@@ -100,7 +102,13 @@ class Mqtt5Conformance(TransportConformance):
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         mapping = Mapping(self.mode, "alpha")
         topic = mapping.topic(4, source, sink)
-        good = {"uP": "1", "1": uuids.format(uuids.new()), "2": "up-not.v1", "3": uris.format(source), "4": uris.format(sink)}
+        good = {
+            "uP": "1",
+            "1": uuids.format(uuids.new()),
+            "2": "up-not.v1",
+            "3": uris.format(source),
+            "4": uris.format(sink),
+        }
         changes: list[dict[str, Any]] = [
             dict.fromkeys(good),
             {"uP": "2"},
@@ -114,7 +122,10 @@ class Mqtt5Conformance(TransportConformance):
             {"7": "-1"},
             {"8": "0x1"},
         ]
-        packets = [Packet(topic, [(k, v) for k, v in (good | change).items() if v is not None], payload=b"x") for change in changes]
+        packets = [
+            Packet(topic, [(k, v) for k, v in (good | change).items() if v is not None], payload=b"x")
+            for change in changes
+        ]
         valid = Packet(topic, list(good.items()), payload=b"x")
         packets += [valid._replace(correlation=b"short"), valid._replace(content_type="text/plain")]
         raw_publish(self.broker, packets)

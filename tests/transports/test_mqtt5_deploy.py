@@ -23,7 +23,16 @@ ROOT = Path(__file__).parents[2]
 BYTES_PER_MESSAGE = 1_200  # of mosquitto 2.0.11's memory, beside the payload
 DEADLINE_S = 20
 TOPIC = uris.parse("up://vehicle1/8001/1/8001")
-HERE = ("listener", "cafile", "certfile", "keyfile", "require_certificate", "use_identity_as_username", "allow_anonymous", "acl_file")
+HERE = (
+    "listener",
+    "cafile",
+    "certfile",
+    "keyfile",
+    "require_certificate",
+    "use_identity_as_username",
+    "allow_anonymous",
+    "acl_file",
+)
 
 
 def lines(path: str) -> list[str]:
@@ -37,7 +46,13 @@ def setting(path: str, name: str) -> int:
 
 
 def end(broker: Broker, name: str) -> Mqtt5Transport:
-    settings = {"port": broker.port, "mode": "off-vehicle", "username": name, "password": name, "client_id": f"{name}-gateway"}
+    settings = {
+        "port": broker.port,
+        "mode": "off-vehicle",
+        "username": name,
+        "password": name,
+        "client_id": f"{name}-gateway",
+    }
     return Mqtt5Transport(Mqtt5Config.model_validate(settings), LocalUriProvider(name, 4, 1))
 
 
@@ -51,10 +66,13 @@ class Heard:
 
 @pytest.mark.broker
 async def test_the_broker_for_a_fleet(make_broker: Callable[..., Broker]) -> None:
-    """No vehicle speaks for another one, and of the count of dropped messages the gateway in the cloud alone is told."""
+    """No vehicle speaks for another one, and of the count of dropped messages the gateway in the cloud alone is
+    told."""
     settings = [*lines("deploy/mosquitto/mosquitto.conf"), "sys_interval 1"]
     acl = (ROOT / "deploy/mosquitto/acl").read_text()
-    broker = make_broker(users={name: name for name in ("vehicle1", "vehicle2", "backend")}, acl=acl, persistent=True, settings=settings)
+    broker = make_broker(
+        users={name: name for name in ("vehicle1", "vehicle2", "backend")}, acl=acl, persistent=True, settings=settings
+    )
     heard = Heard()
     async with end(broker, "backend") as backend, end(broker, "vehicle1") as vehicle, end(broker, "vehicle2") as thief:
         await backend.register_listener(uris.ANY, heard, uris.pattern("backend"))
@@ -85,7 +103,12 @@ def test_the_docs_say_how_long_the_broker_bears_an_outage() -> None:
     messages, payload_bytes = setting(config, "max_queued_messages"), setting(config, "max_queued_bytes")
     docs = (ROOT / "docs/mqtt5.md").read_text()
     rates = (100, 1_000, 7_500, 30_000)
-    rows = re.findall(r"^\| ([\d,]+) bytes \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) GB \|$", docs, re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([\d,]+) bytes \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) GB "
+        r"\|$",
+        docs,
+        re.MULTILINE,
+    )
     assert len(rows) == 5
     for row in rows:
         size, *seconds = (int(cell.replace(",", "")) for cell in row[:5])
@@ -111,16 +134,29 @@ async def test_the_access_rules_for_names_with_the_vehicle_behind_them(make_brok
     heard, hears = Heard(), Heard()
     async with end(broker, "backend") as backend:
         await backend.register_listener(uris.ANY, heard, uris.pattern("backend"))
-        for source, code in (("ecu1.vin2", UCode.PERMISSION_DENIED), ("vin1", UCode.PERMISSION_DENIED), ("mcu1.vin1", UCode.OK)):
+        for source, code in (
+            ("ecu1.vin2", UCode.PERMISSION_DENIED),
+            ("vin1", UCode.PERMISSION_DENIED),
+            ("mcu1.vin1", UCode.OK),
+        ):
             message = UMessageBuilder.publish(uris.parse(f"//{source}/8001/1/8001")).build()
             message.attributes.sink.CopyFrom(uris.pattern("backend"))
-            async with end(broker, "vin1") as vehicle:  # anew: mosquitto 2.0.11 hangs up on whom it has refused something
+            # anew: mosquitto 2.0.11 hangs up on whom it has refused something
+            async with end(broker, "vin1") as vehicle:
                 (status,) = await vehicle.send_batch([message])
             assert status.code == code, source
-        assert (await asyncio.wait_for(heard.messages.get(), DEADLINE_S)).attributes.source.authority_name == "mcu1.vin1"
+        assert (
+            await asyncio.wait_for(heard.messages.get(), DEADLINE_S)
+        ).attributes.source.authority_name == "mcu1.vin1"
         async with end(broker, "vin1") as vehicle:
             for name in ("ecu1.vin2", "ecu1.vin1"):
                 await vehicle.register_listener(uris.ANY, hears, uris.pattern(name))
             for name in ("ecu1.vin2", "ecu1.vin1"):
-                await backend.send(UMessageBuilder.notification(uris.parse("//backend/1/1/8001"), uris.parse(f"//{name}/1/1/0")).build())
-            assert (await asyncio.wait_for(hears.messages.get(), DEADLINE_S)).attributes.sink.authority_name == "ecu1.vin1"
+                await backend.send(
+                    UMessageBuilder.notification(
+                        uris.parse("//backend/1/1/8001"), uris.parse(f"//{name}/1/1/0")
+                    ).build()
+                )
+            assert (
+                await asyncio.wait_for(hears.messages.get(), DEADLINE_S)
+            ).attributes.sink.authority_name == "ecu1.vin1"

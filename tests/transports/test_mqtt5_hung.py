@@ -136,7 +136,9 @@ async def test_closing_while_it_is_connecting(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.broker
-async def test_closing_while_it_reconnects_to_a_peer_that_is_mute(make_broker: Callable[..., Broker], monkeypatch: Any) -> None:
+async def test_closing_while_it_reconnects_to_a_peer_that_is_mute(
+    make_broker: Callable[..., Broker], monkeypatch: Any
+) -> None:
     monkeypatch.setattr(link, "RECONNECT_MS", (10,))
     broker = make_broker()
     one = end(broker.port, connect_timeout_ms=DEADLINE_S * 1000)
@@ -168,7 +170,8 @@ async def test_closing_with_a_stopped_broker(make_broker: Callable[..., Broker])
 
 @pytest.mark.broker
 async def test_unregistering_with_a_stopped_broker(make_broker: Callable[..., Broker]) -> None:
-    """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each of them."""
+    """Whoever stops a service unregisters its listeners, one after the other: a broker that hangs must not hold up each
+    of them."""
     broker = make_broker()
     one, listener = end(broker.port), Deaf()
     topics = [uris.parse(f"up://sender/10AB/3/{resource:X}") for resource in range(0x8001, 0x8021)]
@@ -229,7 +232,11 @@ async def test_only_a_status_escapes_from_open(settings: dict[str, Any], code: i
 
 
 async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:
-    for error, code in ((RuntimeError("x"), UCode.INTERNAL), (ssl.SSLError("x"), UCode.UNAUTHENTICATED), (KeyError("x"), UCode.INTERNAL)):
+    for error, code in (
+        (RuntimeError("x"), UCode.INTERNAL),
+        (ssl.SSLError("x"), UCode.UNAUTHENTICATED),
+        (KeyError("x"), UCode.INTERNAL),
+    ):
 
         async def fail(*_: Any, error: BaseException = error) -> Any:
             raise error
@@ -241,7 +248,8 @@ async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [b"\x20\x00", b"\x20\x02\x00", b"\x20\x03\x00\xfe\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 9, b""]
+    "answer",
+    [b"\x20\x00", b"\x20\x02\x00", b"\x20\x03\x00\xfe\x00", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\xff" * 9, b""],
 )
 async def test_a_peer_that_speaks_no_mqtt(answer: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

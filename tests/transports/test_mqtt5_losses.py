@@ -1,4 +1,5 @@
-"""A broker that loses what it has acknowledged, and a transport that tells: a queue that was full, a session that is gone."""
+"""A broker that loses what it has acknowledged, and a transport that tells: a queue that was full, a session that is
+gone."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ SESSION = {"client_id": "gateway", "session_expiry_s": 3_600}
 
 
 def end(port: int, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0)
+    return Mqtt5Transport(
+        Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
+    )
 
 
 def messages(count: int) -> list[UMessage]:
@@ -219,7 +222,9 @@ async def test_nothing_is_told_of_a_session_that_was_ended_on_purpose(make_broke
 @pytest.mark.broker
 async def test_a_broker_that_does_not_tell_is_used_all_the_same(make_broker: MakeBroker) -> None:
     """Its access rules hide the count: mosquitto grants the subscription, and sends nothing."""
-    broker = make_broker(users={"gateway": "g"}, acl="user gateway\ntopic readwrite sender/#\n", settings=["sys_interval 1"])
+    broker = make_broker(
+        users={"gateway": "g"}, acl="user gateway\ntopic readwrite sender/#\n", settings=["sys_interval 1"]
+    )
     one, heard = end(broker.port, "gateway", username="gateway", password="g", **SESSION), Heard()
     async with one:
         await one.register_listener(TOPIC, heard)
@@ -229,7 +234,9 @@ async def test_a_broker_that_does_not_tell_is_used_all_the_same(make_broker: Mak
 
 
 @pytest.mark.broker
-async def test_a_subscription_that_is_refused_is_a_trouble_until_it_is_left(make_broker: MakeBroker, monkeypatch: Any) -> None:
+async def test_a_subscription_that_is_refused_is_a_trouble_until_it_is_left(
+    make_broker: MakeBroker, monkeypatch: Any
+) -> None:
     """When the broker has forgotten us, and its rules have changed meanwhile."""
     broker = make_broker()
     one, listener = end(broker.port, "gateway"), Heard()
@@ -254,7 +261,9 @@ async def test_a_subscription_that_is_refused_is_a_trouble_until_it_is_left(make
 # How the count is read.
 
 
-def read(dropped: Dropped, *counts: int, retained: bool = False, behind: bool = False, now_s: float = 0.0) -> list[Loss | None]:
+def read(
+    dropped: Dropped, *counts: int, retained: bool = False, behind: bool = False, now_s: float = 0.0
+) -> list[Loss | None]:
     return [dropped.seen(count, retained=retained, behind=behind, now_s=now_s) for count in counts]
 
 
@@ -316,7 +325,8 @@ def test_a_broker_that_has_been_started_anew_counts_from_0() -> None:
     after=st.integers(0, 3),
 )
 def test_no_overflow_goes_untold(room: int, others: list[int], overflow: list[int], after: int) -> None:
-    """A broker as mosquitto is: updates are queued until our queue is full; from then on everything for us is dropped and counted."""
+    """A broker as mosquitto is: updates are queued until our queue is full; from then on everything for us is dropped
+    and counted."""
     count, last = 100, 100
     dropped = resumed(count)
     told: list[Loss] = []

@@ -1,4 +1,5 @@
-"""The MQTT 5 mapping: the specification's own examples (the corrected ones), every property, and decode(encode(m)) == m."""
+"""The MQTT 5 mapping: the specification's own examples (the corrected ones), every property, and decode(encode(m)) ==
+m."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ ID = uuids.parse("0192a7b0-0000-7000-8000-0123456789ab")
 spec = pytest.mark.spec
 
 
-def message(type: int = attrs.PUBLISH, source: str = "up://device1/3BA/3/9876", sink: str | None = None, **more: Any) -> UMessage:
+def message(
+    type: int = attrs.PUBLISH, source: str = "up://device1/3BA/3/9876", sink: str | None = None, **more: Any
+) -> UMessage:
     payload = more.pop("payload", None)
     made = UMessage(attributes=UAttributes(id=ID, type=UMessageType.ValueType(type), source=uris.parse(source), **more))
     if sink is not None:
@@ -54,7 +57,12 @@ def packet(*changes: tuple[str, str | None], topic: str = "device1/3BA/0/3/9876"
     ("type", "source", "sink", "topic"),
     [
         (attrs.PUBLISH, "up://device1/3BA/3/9876", None, "device1/3BA/0/3/9876"),
-        (attrs.NOTIFICATION, "up://device1/3BA/3/8001", "up://device1/200AB/1/0", "device1/3BA/0/3/8001/device1/AB/2/1/0"),
+        (
+            attrs.NOTIFICATION,
+            "up://device1/3BA/3/8001",
+            "up://device1/200AB/1/0",
+            "device1/3BA/0/3/8001/device1/AB/2/1/0",
+        ),
         (attrs.REQUEST, "up://device1/403BA/3/0", "up:/AB/1/2", "device1/3BA/4/3/0/device1/AB/0/1/2"),
         (attrs.RESPONSE, "up:/3BA/3/67", "up://device1/100AB/1/0", "device1/3BA/0/3/67/device1/AB/1/1/0"),
         (attrs.PUBLISH, "up://device1/3BA/3/9876", "up://vehicle1/FFFFFFFF/FF/FFFF", "device1/3BA/0/3/9876"),
@@ -88,7 +96,9 @@ def test_off_vehicle_topic_names() -> None:
 
 
 @spec("dsn~up-transport-mqtt5-d2d-topic-names~1")
-@pytest.mark.parametrize(("sink", "expected"), [("up://backend/FFFFFFFF/FF/FFFF", "+/backend"), ("up:/FFFFFFFF/FF/FFFF", "+/device1")])
+@pytest.mark.parametrize(
+    ("sink", "expected"), [("up://backend/FFFFFFFF/FF/FFFF", "+/backend"), ("up:/FFFFFFFF/FF/FFFF", "+/device1")]
+)
 def test_off_vehicle_filters(sink: str, expected: str) -> None:
     assert D2D.topic_filter(uris.parse("up://*/FFFFFFFF/FF/FFFF"), uris.parse(sink)) == expected
 
@@ -99,7 +109,10 @@ def test_an_address_of_a_later_ip_version_is_carried_unless_it_has_a_wildcard_of
     carried = mapping.encode(plain)
     assert {"[v1.fe80::a*$b]", "[v1.x]"} <= set(carried.topic.split("/"))
     assert mapping.decode(carried) == plain
-    for source, sink in (("up://[v1.fe80::a+en1]/3BA/3/8001", "up://backend/AB/1/0"), ("up://a/3BA/3/8001", "up://[v1.a+en1]/AB/1/0")):
+    for source, sink in (
+        ("up://[v1.fe80::a+en1]/3BA/3/8001", "up://backend/AB/1/0"),
+        ("up://a/3BA/3/8001", "up://[v1.a+en1]/AB/1/0"),
+    ):
         with pytest.raises(UStatusError, match=r"a\+en1\] has a \+") as refused:
             mapping.encode(message(attrs.NOTIFICATION, source, sink))
         assert refused.value.code == UCode.INVALID_ARGUMENT
@@ -118,7 +131,12 @@ def test_off_vehicle_every_message_needs_a_sink() -> None:
 
 @spec("dsn~up-transport-mqtt5-attributes-mapping~1")
 def test_a_bare_publish_carries_what_it_has_and_nothing_else() -> None:
-    expected = {"uP": "1", "1": "0192a7b0-0000-7000-8000-0123456789ab", "2": "up-pub.v1", "3": "up://device1/3BA/3/9876"}
+    expected = {
+        "uP": "1",
+        "1": "0192a7b0-0000-7000-8000-0123456789ab",
+        "2": "up-pub.v1",
+        "3": "up://device1/3BA/3/9876",
+    }
     assert E2E.encode(message()) == Packet("device1/3BA/0/3/9876", list(expected.items()))
 
 
@@ -238,7 +256,9 @@ def test_what_can_not_be_read(changed: Packet) -> None:
 
 
 @spec("req~utransport-send-prevent-address-spoofing~1")
-@pytest.mark.parametrize("topic", ["device2/3BA/0/3/9876", "device1/3BA/0/3/9877", "device1/3BA/0/3/9876/a/1/0/1/0", "x", ""])
+@pytest.mark.parametrize(
+    "topic", ["device2/3BA/0/3/9876", "device1/3BA/0/3/9877", "device1/3BA/0/3/9876/a/1/0/1/0", "x", ""]
+)
 def test_addresses_that_the_topic_does_not_have(topic: str) -> None:
     with pytest.raises(UStatusError) as refused:
         E2E.decode(packet(topic=topic))
@@ -254,7 +274,11 @@ def test_a_token_that_would_end_the_connection(token: str) -> None:
 
 
 authorities = st.from_regex(r"[a-z0-9][a-z0-9.\-_~]{0,20}", fullmatch=True)
-ids = st.builds(lambda a, b: UUID(msb=a & ~0xF000 | 0x7000, lsb=b >> 2 | 1 << 63), st.integers(0, uuids.MSB_MAX), st.integers(0, 2**64 - 1))
+ids = st.builds(
+    lambda a, b: UUID(msb=a & ~0xF000 | 0x7000, lsb=b >> 2 | 1 << 63),
+    st.integers(0, uuids.MSB_MAX),
+    st.integers(0, 2**64 - 1),
+)
 
 
 def addresses(resources: st.SearchStrategy[int]) -> st.SearchStrategy[UUri]:
@@ -283,7 +307,9 @@ def messages(draw: st.DrawFn) -> UMessage:
     if draw(st.booleans()):
         if type == attrs.REQUEST:
             made.attributes.permission_level = draw(st.integers(0, 2**32 - 1))
-            made.attributes.token = draw(st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn"]), min_size=1))
+            made.attributes.token = draw(
+                st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn"]), min_size=1)
+            )
         if type == attrs.RESPONSE:
             made.attributes.commstatus = draw(st.integers(0, 16))
         made.attributes.traceparent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -311,7 +337,10 @@ def test_a_priority_without_a_name_is_refused() -> None:
     assert caught.value.code == UCode.INVALID_ARGUMENT
 
 
-@given(st.text(max_size=30), st.lists(st.tuples(st.sampled_from(["uP", *"1234567", "8", "10", "11"]), st.text(max_size=40))))
+@given(
+    st.text(max_size=30),
+    st.lists(st.tuples(st.sampled_from(["uP", *"1234567", "8", "10", "11"]), st.text(max_size=40))),
+)
 def test_nonsense_is_refused_and_nothing_else(topic: str, user_properties: list[tuple[str, str]]) -> None:
     try:
         E2E.decode(Packet(topic, user_properties))

@@ -46,7 +46,8 @@ class Heard:
 
 @pytest.mark.parametrize("mode", ["in-vehicle", "off-vehicle"])
 async def test_a_request_that_nobody_can_take_is_unavailable_at_once(make_broker: Any, mode: str) -> None:
-    """Only requests: that nobody hears a publish, a notification or a late response is no error. What is behind it is sent."""
+    """Only requests: that nobody hears a publish, a notification or a late response is no error. What is behind it is
+    sent."""
     broker = make_broker()
     async with end(broker, "caller", mode) as caller:
         there = UMessageBuilder.notification(TOPIC, uris.parse("up://vehicle9/8001/1/0")).build()
@@ -91,7 +92,10 @@ async def test_a_service_that_comes_later_or_is_away_for_a_while(make_broker: An
 
 async def test_a_caller_is_told_at_once(make_broker: Any) -> None:
     broker = make_broker()
-    async with end(broker, "caller", "in-vehicle") as caller, InMemoryRpcClient(caller, LocalUriProvider("caller", 0x10AB, 3)) as client:
+    async with (
+        end(broker, "caller", "in-vehicle") as caller,
+        InMemoryRpcClient(caller, LocalUriProvider("caller", 0x10AB, 3)) as client,
+    ):
         with pytest.raises(UStatusError) as told:
             await asyncio.wait_for(client.invoke_method(METHOD, None, CallOptions(timeout_ms=60_000)), DEADLINE_S)
         assert told.value.code == UCode.UNAVAILABLE

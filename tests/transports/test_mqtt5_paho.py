@@ -84,7 +84,9 @@ class Connection:
                 pass
 
 
-async def send_until_taken(transport: Mqtt5Transport, connection: Connection, messages: Sequence[UMessage]) -> list[int]:
+async def send_until_taken(
+    transport: Mqtt5Transport, connection: Connection, messages: Sequence[UMessage]
+) -> list[int]:
     """As the streamer does: what was not taken is sent again, in order. Returns the codes of failures."""
     failures: list[int] = []
     rest = list(messages)
@@ -141,7 +143,9 @@ async def test_a_broker_that_crashes_is_subscribed_to_again(own_broker: Broker) 
         await own_broker.start_async()
         await lost.until(True)
         await back.until(True)
-        notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(UPayload(b"3", 6))
+        notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(
+            UPayload(b"3", 6)
+        )
         statuses = await sender.send_batch([publish(2), notification, UMessageBuilder.publish(gone).build()])
         assert [status.code for status in statuses] == [UCode.OK] * 3
         await heard.until(lambda numbers: len(numbers) == 2)
@@ -307,7 +311,9 @@ async def test_access_rules_of_the_broker_guard_addresses(make_broker: MakeBroke
         connection = Connection(sender)
         codes = await send_until_taken(sender, connection, [publish(1), hidden, spoofed, publish(2)])
         assert UCode.PERMISSION_DENIED in codes  # mosquitto 2.0.11 says so, and hangs up
-        notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(UPayload(b"3", 6))
+        notification = UMessageBuilder.notification(TOPIC, uris.parse("up://receiver/1/1/0")).build_from_upayload(
+            UPayload(b"3", 6)
+        )
         await sender.send(notification)
         await heard.until(lambda numbers: 3 in numbers)
         assert firsts(heard.numbers) == [1, 2, 3]
@@ -364,7 +370,8 @@ async def test_a_broker_with_a_small_window(make_broker: MakeBroker) -> None:
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_QUICKACK"), reason="only Linux lets us acknowledge at once")
 async def test_no_batch_waits_for_a_delayed_acknowledgement(broker: Broker) -> None:
-    """mosquitto has Nagle's algorithm on: without our doing the second PUBACK of every batch comes after 40 ms, never earlier."""
+    """mosquitto has Nagle's algorithm on: without our doing the second PUBACK of every batch comes after 40 ms, never
+    earlier."""
     async with end(broker, "sender") as sender:
         took_s = []
         for number in range(20):
@@ -406,7 +413,19 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("broker", "client"):
         new = ["req", "-newkey", "rsa:2048", "-nodes", "-subj", f"/CN={name}"]
         openssl(*new, "-keyout", f"{name}.key", "-out", f"{name}.csr", directory=directory)
-        sign = ["x509", "-req", "-days", "2", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "names"]
+        sign = [
+            "x509",
+            "-req",
+            "-days",
+            "2",
+            "-CA",
+            "ca.pem",
+            "-CAkey",
+            "ca.key",
+            "-CAcreateserial",
+            "-extfile",
+            "names",
+        ]
         openssl(*sign, "-in", f"{name}.csr", "-out", f"{name}.pem", directory=directory)
     return directory
 
@@ -417,7 +436,10 @@ async def test_mutual_tls(make_broker: MakeBroker, authority: Path) -> None:
     ours = {"cert_file": authority / "client.pem", "key_file": authority / "client.key"}
     good = {"ca_file": authority / "ca.pem", **ours}
     heard = Heard()
-    async with end(broker, "sender", tls=good) as sender, end(broker, "receiver", tls=good, host="localhost") as receiver:
+    async with (
+        end(broker, "sender", tls=good) as sender,
+        end(broker, "receiver", tls=good, host="localhost") as receiver,
+    ):
         await receiver.register_listener(TOPIC, heard)
         large = UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b" " * 100_000 + b"7", 6))
         for status in await sender.send_batch([*(publish(n) for n in range(1_000)), large]):
@@ -427,7 +449,14 @@ async def test_mutual_tls(make_broker: MakeBroker, authority: Path) -> None:
     for settings, words in (
         ({"ca_file": authority / "stranger.pem", **ours}, "ca_file"),
         ({"ca_file": authority / "ca.pem"}, "cert_file"),
-        ({"ca_file": authority / "ca.pem", "cert_file": authority / "stranger.pem", "key_file": authority / "stranger.key"}, "cert_file"),
+        (
+            {
+                "ca_file": authority / "ca.pem",
+                "cert_file": authority / "stranger.pem",
+                "key_file": authority / "stranger.key",
+            },
+            "cert_file",
+        ),
     ):
         with pytest.raises(UStatusError, match=words) as refused:
             await end(broker, "sender", tls=settings).open()
@@ -449,7 +478,15 @@ async def test_tls_without_checking(make_broker: MakeBroker, authority: Path) ->
 @spec("req~up-transport-mqtt5-reconnection~1")
 def test_the_waits_before_reconnecting() -> None:
     assert RECONNECT_MS == (500, 1_000, 2_000, 4_000, 10_000)
-    assert [reconnect_wait_ms(attempt, 0.0) for attempt in range(1, 8)] == [500, 1_000, 2_000, 4_000, 10_000, 10_000, 10_000]
+    assert [reconnect_wait_ms(attempt, 0.0) for attempt in range(1, 8)] == [
+        500,
+        1_000,
+        2_000,
+        4_000,
+        10_000,
+        10_000,
+        10_000,
+    ]
     assert all(0 < reconnect_wait_ms(attempt, 1.0) < reconnect_wait_ms(attempt, 0.0) for attempt in range(1, 8))
 
 
@@ -514,7 +551,15 @@ def test_the_password_is_not_shown() -> None:
 
 def test_paho_has_what_the_batch_client_uses_of_it() -> None:
     """None of it is public: a release of paho that changes it must be looked at first."""
-    for name in ("_sock_recv", "_sock_send", "_create_socket", "_packet_read", "_loop_rc_handle", "_packet_queue", "_mid_generate"):
+    for name in (
+        "_sock_recv",
+        "_sock_send",
+        "_create_socket",
+        "_packet_read",
+        "_loop_rc_handle",
+        "_packet_queue",
+        "_mid_generate",
+    ):
         assert callable(getattr(paho.Client, name)), name
     client = BatchClient("x", lambda _: None, lambda _: None)
     assert client._sock is None

@@ -1,4 +1,5 @@
-"""Large packets over MQTT 5: read without copying them again and again, refused where they are too large, and bounded while they wait."""
+"""Large packets over MQTT 5: read without copying them again and again, refused where they are too large, and bounded
+while they wait."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def packet(payload: bytes, packet_id: int = 1) -> bytes:
 
 
 def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0)
+    return Mqtt5Transport(
+        Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
+    )
 
 
 class Wire:
@@ -114,7 +117,9 @@ class Rude:
 async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
     rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
     server = await asyncio.start_server(rude.serve, "127.0.0.1", 0)
-    one = Mqtt5Transport(Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0)
+    one = Mqtt5Transport(
+        Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0
+    )
     async with server:
         await one.open()
         try:
@@ -123,7 +128,9 @@ async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() 
         finally:
             await one.close()
     assert bytes(rude.said).endswith(b"\xe0\x01\x95")
-    assert b"\x27" + struct.pack("!I", one.wire_bytes_max + BROKER_ADDS_BYTES) in rude.connect, "CONNECT names a Maximum Packet Size"
+    assert b"\x27" + struct.pack("!I", one.wire_bytes_max + BROKER_ADDS_BYTES) in rude.connect, (
+        "CONNECT names a Maximum Packet Size"
+    )
     (status,) = await one.send_batch([message(b"")])
     assert status.code == UCode.UNAVAILABLE
 
@@ -164,7 +171,8 @@ class Held:
 async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, pressed_s_max: float
 ) -> None:
-    """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once shedding has begun."""
+    """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once
+    shedding has begun."""
     monkeypatch.setattr(intake, "BYTES_MAX", 2 * MIB)
     monkeypatch.setattr(paho, "PRESSED_S_MAX", pressed_s_max)
     held = Held()
@@ -185,7 +193,9 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
 
 
 @pytest.mark.broker
-async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """mosquitto with `max_inflight_messages 0` does not keep to Receive Maximum."""
     monkeypatch.setattr(intake, "MESSAGES_MAX", 500)
     held = Held()

@@ -26,7 +26,9 @@ from uprotocol.v1.umessage_pb2 import UMessage
 
 paho_packet = pytest.importorskip("paho.mqtt._packet")  # paho's own decoder, where it has one apart
 
-texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Cs"], exclude_characters="\ufeff"), max_size=40)
+texts = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cc", "Cn", "Cs"], exclude_characters="\ufeff"), max_size=40
+)
 packets = st.builds(
     Packet,
     texts,
@@ -133,9 +135,15 @@ def builders() -> list[UMessageBuilder]:
         UMessageBuilder.publish(TOPIC).with_ttl(60_001),
         UMessageBuilder(attrs.PUBLISH, TOPIC, attrs.streamer_sink("backend")),
         UMessageBuilder.notification(TOPIC, uris.parse("up://device2/1/1/0")),
-        UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_permission_level(0),
-        UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_token("\x26 1 $"),
-        UMessageBuilder.response(uris.parse("up://device1/1/1/7"), uris.parse("up://device2/1/1/0"), uuids.new()).with_ttl(60_000),
+        UMessageBuilder.request(
+            uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000
+        ).with_permission_level(0),
+        UMessageBuilder.request(uris.parse("up://device1/1/1/0"), uris.parse("up://device2/1/1/7"), 60_000).with_token(
+            "\x26 1 $"
+        ),
+        UMessageBuilder.response(
+            uris.parse("up://device1/1/1/7"), uris.parse("up://device2/1/1/0"), uuids.new()
+        ).with_ttl(60_000),
         UMessageBuilder.publish(TOPIC).with_traceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
     ]
 
@@ -191,7 +199,11 @@ def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
     rest = [("uP", "1"), ("2", "up-pub.v1"), ("3", "up://device1/10AB/3/80CD")]
     mapping = Mapping(Mode.IN_VEHICLE, "device1")
     for before in ([], [("1", "short")], [("1", uuids.format(uuids.new()))], [("x", "y")]):
-        for more in ({}, {"correlation": wire.ID_KEY + b"\x70\x00\x80" + bytes(7)}, {"expiry_s": 0x26000131, "content_type": "2"}):
+        for more in (
+            {},
+            {"correlation": wire.ID_KEY + b"\x70\x00\x80" + bytes(7)},
+            {"expiry_s": 0x26000131, "content_type": "2"},
+        ):
             codec = Codec(mapping, Outbox())
             for id in (one, two, "no id at all, but as long as one is..", two.upper(), one):
                 publish = publish_of([*before, ("1", id), *rest], **more)
@@ -228,7 +240,8 @@ def test_the_oldest_subscription_that_the_broker_knows_leads() -> None:
     subscriptions = Subscriptions()
     one, two = subscriptions.add("a/+"), subscriptions.add("a/b")
     assert subscriptions.match("x/y", (1,)) is None
-    assert subscriptions.match("a/b", (one.identifier,)) is True  # the broker knows neither yet: better twice than never
+    # the broker knows neither yet: better twice than never
+    assert subscriptions.match("a/b", (one.identifier,)) is True
     subscriptions.mark_known(two)
     assert subscriptions.match("a/b", (two.identifier,)) is True
     subscriptions.mark_known(one)

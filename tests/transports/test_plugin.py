@@ -14,9 +14,9 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
-from streamer import cli
 from streamer import config as configs
 from streamer.app import Streamer, serve
+from streamer.commands import cli
 from transports import plugin
 from transports.local import LocalTransport
 from uprotocol.status import UStatusError
@@ -40,7 +40,10 @@ def test_the_plugins_of_this_package_are_found() -> None:
 
 def test_finding_them_imports_none() -> None:
     code = "import sys; from transports import plugin; plugin.names(); print({'zenoh', 'paho', 'cyclonedds'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
 
 
 def test_a_transport_is_made_from_its_name_and_settings() -> None:
@@ -65,7 +68,8 @@ def test_an_unknown_setting_is_named() -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(text)` installs a package `up-transport-pigeon` whose module `pigeon_<n>` has that text, and whose plugin is `pigeon`."""
+    """`install(text)` installs a package `up-transport-pigeon` whose module `pigeon_<n>` has that text, and whose
+    plugin is `pigeon`."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(str(site))
@@ -75,8 +79,12 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
         (site / f"{module}.py").write_text(text)
         metadata = site / "up_transport_pigeon-1.0.dist-info"
         metadata.mkdir(exist_ok=True)
-        provided = "".join(f"Provides-Extra: {extra}\nRequires-Dist: lib{extra}>=1; extra == '{extra}'\n" for extra in extras)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: up-transport-pigeon\nVersion: 1.0\n{provided}")
+        provided = "".join(
+            f"Provides-Extra: {extra}\nRequires-Dist: lib{extra}>=1; extra == '{extra}'\n" for extra in extras
+        )
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: up-transport-pigeon\nVersion: 1.0\n{provided}"
+        )
         (metadata / "entry_points.txt").write_text(f"[{plugin.GROUP}]\npigeon = {target or f'{module}:PLUGIN'}\n")
 
     yield put
@@ -98,7 +106,10 @@ class PigeonConfig(BaseModel):
 MISSING = "needs a module that is not installed (No module named 'no_such_library')"
 WRONG: dict[str, tuple[str, list[str]]] = {
     "its library is missing": ("import no_such_library", [MISSING, "install what provides 'no_such_library'"]),
-    "its import raises": ("raise ValueError('no wings\\non this machine')", ["can't be imported", "ValueError: no wings on this machine"]),
+    "its import raises": (
+        "raise ValueError('no wings\\non this machine')",
+        ["can't be imported", "ValueError: no wings on this machine"],
+    ),
     "its text is no Python": ("def def", ["can't be imported", "SyntaxError"]),
     "a name of a library is gone": ("from json import no_such_name", ["can't be imported", "no_such_name"]),
     "no PLUGIN": ("", ["can't be imported", "AttributeError", "PLUGIN"]),
@@ -106,7 +117,10 @@ WRONG: dict[str, tuple[str, list[str]]] = {
         GOOD + "PLUGIN = LocalTransport",
         ["must name a transports.plugin.TransportPlugin", "the class LocalTransport"],
     ),
-    "a function as PLUGIN": ("def PLUGIN(): ...", ["must name a transports.plugin.TransportPlugin", "an instance of function"]),
+    "a function as PLUGIN": (
+        "def PLUGIN(): ...",
+        ["must name a transports.plugin.TransportPlugin", "an instance of function"],
+    ),
     "its config is no model": (
         GOOD + "PLUGIN = TransportPlugin('pigeon', dict, LocalTransport, LocalTransport.capabilities)",
         ["config must be a pydantic model", "the class dict"],
@@ -189,7 +203,7 @@ def test_a_long_complaint_is_cut(install: Install) -> None:
 
 def test_a_missing_package_of_ours_names_our_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zenoh", None)
-    for module in ("transports.zenoh", "transports.zenoh_sender"):
+    for module in ("transports.zenoh", "transports.zenoh.sender"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     error = failure("zenoh", {})
     assert error.code == UCode.FAILED_PRECONDITION
@@ -210,7 +224,9 @@ authorities = ["vehicle1"]
 
 def command(tmp_path: Path, *arguments: str) -> Result:
     (tmp_path / "loft.toml").write_text(CONFIG.format(folder=tmp_path))
-    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(cli.app, [*arguments, "-c", str(tmp_path / "loft.toml")])
+    result = CliRunner(env={"COLUMNS": "2000", "TERM": "dumb"}).invoke(
+        cli.app, [*arguments, "-c", str(tmp_path / "loft.toml")]
+    )
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
     assert "Traceback" not in result.output
     return result

@@ -1,4 +1,5 @@
-"""Each transport's page says how priority classes travel, and says what the code does (req~utransport-send-qos-mapping~1)."""
+"""Each transport's page says how priority classes travel, and says what the code does
+(req~utransport-send-qos-mapping~1)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from transports import dds_mapping, zenoh_mapping
+from transports.dds import mapping as dds_mapping
+from transports.zenoh import mapping as zenoh_mapping
 from uprotocol.v1.uattributes_pb2 import UPriority
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -22,7 +24,9 @@ def test_the_table_of_dds_is_what_is_sent() -> None:
 
 @pytest.mark.spec("req~utransport-send-qos-mapping~1")
 def test_mqtt_has_none_and_its_page_says_so() -> None:
-    assert "has no counterpart in MQTT: all classes are treated alike" in " ".join((DOCS / "mqtt5.md").read_text().split())
+    assert "has no counterpart in MQTT: all classes are treated alike" in " ".join(
+        (DOCS / "mqtt5.md").read_text().split()
+    )
 
 
 @pytest.mark.spec("req~utransport-send-qos-mapping~1")
@@ -30,7 +34,9 @@ def test_the_table_of_zenoh_is_what_is_sent() -> None:
     page = (DOCS / "zenoh.md").read_text()
     (classes,) = re.findall(r"^\| uProtocol \|(.*)\|$", page, re.MULTILINE)
     (row,) = re.findall(r"^\| Zenoh \|(.*)\|$", page, re.MULTILINE)
-    named = dict(zip((cell.strip() for cell in classes.split("|")), (cell.strip() for cell in row.split("|")), strict=True))
+    named = dict(
+        zip((cell.strip() for cell in classes.split("|")), (cell.strip() for cell in row.split("|")), strict=True)
+    )
     assert [named["CS1, none" if f"CS{number}" == "CS1" else f"CS{number}"] for number in range(7)] == [
         zenoh_mapping.PRIORITIES[priority] for priority in CLASSES[:-1]
     ]

@@ -1,4 +1,5 @@
-"""The page for authors of transports: its code, taken from it block by block, is a plugin that passes the conformance suite.
+"""The page for authors of transports: its code, taken from it block by block, is a plugin that passes the conformance
+suite.
 
 docs/writing-a-transport.md -> ```python blocks that begin with `# FILE` -> FILE, in order -> pytest in a process of its own
 """
@@ -43,7 +44,9 @@ def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for language, text in BLOCKS:
         if language == "python":
             name, _, code = text.partition("\n")
-            assert re.fullmatch(r"# \w+\.py", name), f"a block of Python says in its first line which file it is part of, not {name!r}"
+            assert re.fullmatch(r"# \w+\.py", name), (
+                f"a block of Python says in its first line which file it is part of, not {name!r}"
+            )
             files[name.removeprefix("# ")] += code + "\n\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -63,8 +66,21 @@ def toml(key: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(SUITE_S_MAX + 20)
 def test_the_transport_of_the_page_passes_the_conformance_suite(written: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(written), str(ROOT))), "PYTHONDONTWRITEBYTECODE": "1"}
-    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(written), "-c", str(written / "pyproject.toml"), str(written)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join((str(written), str(ROOT))),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    options = [
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        str(written),
+        "-c",
+        str(written / "pyproject.toml"),
+        str(written),
+    ]
     command = [sys.executable, "-m", "pytest", *options]
     done = subprocess.run(command, cwd=written, env=environment, capture_output=True, text=True, timeout=SUITE_S_MAX)
     assert done.returncode == 0, done.stdout[-6_000:] + done.stderr[-2_000:]
@@ -107,13 +123,32 @@ def test_every_name_of_ours_that_the_page_gives_exists() -> None:
 def rows(heading: str) -> set[str]:
     """What the first column of the table below `heading` names in code."""
     table = PAGE.partition(heading)[2].partition("\n\n")[0]
-    return {name for line in table.splitlines() if line.startswith("|") for name in re.findall(r"`(\w+)", line.split("|")[1])}
+    return {
+        name
+        for line in table.splitlines()
+        if line.startswith("|")
+        for name in re.findall(r"`(\w+)", line.split("|")[1])
+    }
 
 
 def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
     harness = conformance.TransportHarness
-    ours = {"pair", "ends", "needs", "needs_hook", "usable", "listen", "reach", "send_all", "traffic", "eventually", "settle"}
-    there = {name for name in vars(harness) | harness.__annotations__ if not name.startswith("_") and name != "pytestmark"} - ours
+    ours = {
+        "pair",
+        "ends",
+        "needs",
+        "needs_hook",
+        "usable",
+        "listen",
+        "reach",
+        "send_all",
+        "traffic",
+        "eventually",
+        "settle",
+    }
+    there = {
+        name for name in vars(harness) | harness.__annotations__ if not name.startswith("_") and name != "pytestmark"
+    } - ours
     hooks = {name for name in there if callable(getattr(harness, name, None))}
     told_hooks, told_attributes = rows("| hook | async | for |"), rows("| attribute | default | meaning |")
     assert told_hooks - {"limits"} >= hooks
@@ -122,7 +157,11 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
 
 def test_the_table_of_methods_is_that_of_the_class() -> None:
     told = rows("| method | async? | what it does | what it raises or answers |") - {"create", "dropped", "mended"}
-    there = {name for name in vars(UTransport) if not name.startswith("_")} - {"capabilities", "takes_encoded", "only_listens"}
+    there = {name for name in vars(UTransport) if not name.startswith("_")} - {
+        "capabilities",
+        "takes_encoded",
+        "only_listens",
+    }
     assert told == there
     for line in PAGE.partition("| method | async? |")[2].partition("\n\n")[0].splitlines()[2:]:
         name, is_async = re.findall(r"`(\w+)", line)[0], line.split("|")[2].strip()
@@ -141,7 +180,9 @@ async def test_the_other_forms_acknowledge_last_and_complete_addresses(written: 
     other_forms: Any = importlib.import_module("other_forms")
     told: list[tuple[str, str]] = []
     library: Any = SimpleNamespace(
-        acknowledge=lambda reply: told.append(("ack", reply)), refuse=lambda reply: told.append(("nak", reply)), on_message=None
+        acknowledge=lambda reply: told.append(("ack", reply)),
+        refuse=lambda reply: told.append(("nak", reply)),
+        on_message=None,
     )
     table, taking, heard = ListenerTable("here"), asyncio.get_running_loop().create_future(), asyncio.Event()
     messages: list[UMessage] = []
@@ -154,9 +195,15 @@ async def test_the_other_forms_acknowledge_last_and_complete_addresses(written: 
 
     filter = table.add(uris.ANY, None, Listener())
     box = other_forms.acknowledging(library, table)
-    sent = UMessageBuilder.publish(uris.uri("", 1, 1, 0x8001)).build_from_upayload(UPayload(b"x", UPayloadFormat.UPAYLOAD_FORMAT_RAW))
+    sent = UMessageBuilder.publish(uris.uri("", 1, 1, 0x8001)).build_from_upayload(
+        UPayload(b"x", UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+    )
     item = SimpleNamespace(
-        filter=filter, attributes=sent.attributes.SerializeToString(), payload=sent.payload, sender="vehicle7", reply="r1"
+        filter=filter,
+        attributes=sent.attributes.SerializeToString(),
+        payload=sent.payload,
+        sender="vehicle7",
+        reply="r1",
     )
     await asyncio.to_thread(library.on_message, item)
     await asyncio.wait_for(heard.wait(), 10)

@@ -1,4 +1,5 @@
-"""Zenoh: the conformance suite over TCP on loopback, the mapping against the specification's own examples, and the connection."""
+"""Zenoh: the conformance suite over TCP on loopback, the mapping against the specification's own examples, and the
+connection."""
 
 from __future__ import annotations
 
@@ -16,12 +17,11 @@ import zenoh
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports import plugin
-from transports import zenoh_mapping as mapping
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
 from transports.conformance.base import PROBE, notification, publish, reply, request, response, streamed, topic
-from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport
+from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport, mapping
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError
@@ -34,7 +34,8 @@ from uprotocol.v1.uuid_pb2 import UUID
 
 
 class TestZenoh(TransportConformance):
-    """beta connects to alpha through a proxy that can be cut; what our transport would not send comes from a session of Zenoh's own."""
+    """beta connects to alpha through a proxy that can be cut; what our transport would not send comes from a session of
+    Zenoh's own."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     discovery = True
@@ -53,12 +54,15 @@ class TestZenoh(TransportConformance):
             self.raw.close()
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        where: dict[str, list[str]] = {"listen": [f"tcp/127.0.0.1:{self.alpha_port if authority == ALPHA else self.beta_port}"]}
+        where: dict[str, list[str]] = {
+            "listen": [f"tcp/127.0.0.1:{self.alpha_port if authority == ALPHA else self.beta_port}"]
+        }
         if authority != ALPHA and not limits:  # those with limits are alone
             where["connect"] = [f"tcp/127.0.0.1:{self.proxy.port}"]
         no_gossip = {"scouting/gossip/enabled": False}  # or alpha would find beta's port, and pass the proxy by
         return ZenohTransport(
-            ZenohConfig(**where, **limits, settings=no_gossip, connect_timeout_ms=20_000), LocalUriProvider(authority, 0x10AB, 3)
+            ZenohConfig(**where, **limits, settings=no_gossip, connect_timeout_ms=20_000),
+            LocalUriProvider(authority, 0x10AB, 3),
         )
 
     async def break_network(self, authority: str) -> None:
@@ -79,7 +83,15 @@ class TestZenoh(TransportConformance):
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         key = mapping.filter_key(source, sink, ALPHA)
-        attachments = [None, b"", b"\x01", b"\x02" + bytes(20), b"\x01\xff\xff\xff", b"\x01" + bytes(3), bytes(range(256))]
+        attachments = [
+            None,
+            b"",
+            b"\x01",
+            b"\x02" + bytes(20),
+            b"\x01\xff\xff\xff",
+            b"\x01" + bytes(3),
+            bytes(range(256)),
+        ]
         for attachment in attachments:
             await self.put(key, b"malformed", attachment)
         return len(attachments)
@@ -87,7 +99,9 @@ class TestZenoh(TransportConformance):
     async def put(self, key: str, payload: bytes, attachment: bytes | None) -> None:
         """Once beta's subscription is known."""
         if self.raw is None:
-            self.raw = await asyncio.to_thread(zenoh.open, ZenohConfig(connect=[f"tcp/127.0.0.1:{self.beta_port}"]).to_zenoh())
+            self.raw = await asyncio.to_thread(
+                zenoh.open, ZenohConfig(connect=[f"tcp/127.0.0.1:{self.beta_port}"]).to_zenoh()
+            )
         publisher = self.raw.declare_publisher(key)
         await self.eventually(lambda: publisher.matching_status, f"a subscriber for {key}")
         publisher.put(payload, attachment=attachment)
@@ -158,7 +172,9 @@ def test_the_attachment_is_the_version_and_the_attributes() -> None:
 
 
 numbers = st.integers(0, 2**32 - 1)
-addresses = st.builds(UUri, authority_name=st.text(max_size=130), ue_id=numbers, ue_version_major=numbers, resource_id=numbers)
+addresses = st.builds(
+    UUri, authority_name=st.text(max_size=130), ue_id=numbers, ue_version_major=numbers, resource_id=numbers
+)
 ids = st.builds(UUID, msb=st.integers(0, 2**64 - 1), lsb=st.integers(0, 2**64 - 1))
 attributes = st.builds(
     UAttributes,
@@ -226,7 +242,9 @@ async def test_nobody_there_is_unavailable() -> None:
     assert "127.0.0.1:1" in error.message
 
 
-@pytest.mark.parametrize("settings", [{"listen": ["nonsense"]}, {"listen": ["tcp/127.0.0.1:0"], "settings": {"no/such": 1}}])
+@pytest.mark.parametrize(
+    "settings", [{"listen": ["nonsense"]}, {"listen": ["tcp/127.0.0.1:0"], "settings": {"no/such": 1}}]
+)
 async def test_what_zenoh_does_not_take_is_an_invalid_argument(settings: dict[str, Any]) -> None:
     assert (await failure(end(**settings))).code == UCode.INVALID_ARGUMENT
 
@@ -237,7 +255,9 @@ async def test_a_configuration_file_that_is_none(tmp_path: Path) -> None:
     assert (await failure(end(config_file=broken))).code == UCode.INVALID_ARGUMENT
 
 
-@pytest.mark.parametrize("settings", [{}, {"connect": ["tcp/localhost:1"], "user": "me"}, {"listen": ["tcp/[::]:1"], "colour": "red"}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"connect": ["tcp/localhost:1"], "user": "me"}, {"listen": ["tcp/[::]:1"], "colour": "red"}]
+)
 def test_settings_that_do_not_go_together(settings: dict[str, Any]) -> None:
     with pytest.raises(UStatusError) as raised:
         plugin.create("zenoh", settings, LocalUriProvider("one", 1, 1))
@@ -305,13 +325,17 @@ async def test_what_anybody_else_on_zenoh_sees(two: tuple[ZenohTransport, ZenohT
         assert str(sample.key_expr) == mapping.message_key(message, "alpha")
         assert sample.attachment is not None
         assert sample.attachment.to_bytes() == b"\x01" + message.attributes.SerializeToString()
-        assert sample.priority == (zenoh.Priority.INTERACTIVE_LOW if message.attributes.ttl else zenoh.Priority.DATA_LOW)
+        assert sample.priority == (
+            zenoh.Priority.INTERACTIVE_LOW if message.attributes.ttl else zenoh.Priority.DATA_LOW
+        )
         assert sample.congestion_control == zenoh.CongestionControl.BLOCK
     subscriber.undeclare()
     raw.close()
 
 
-async def test_an_authority_that_no_key_holds_costs_its_own_message_only(two: tuple[ZenohTransport, ZenohTransport]) -> None:
+async def test_an_authority_that_no_key_holds_costs_its_own_message_only(
+    two: tuple[ZenohTransport, ZenohTransport],
+) -> None:
     """Zenoh would refuse the put; the batch would wait for it for ever."""
     alpha, beta = two
     heard = Sink(20)
@@ -357,8 +381,10 @@ async def test_a_login_that_is_refused(tmp_path: Path) -> None:
             assert welcome.connected
 
 
-async def test_what_nobody_wants_holds_up_nothing_for_long_after_the_first_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transports.zenoh_sender.SETTLE_S_MAX", 600.0)
+async def test_what_nobody_wants_holds_up_nothing_for_long_after_the_first_link(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("transports.zenoh.sender.SETTLE_S_MAX", 600.0)
     port = free_port()
     settings = ZenohConfig(connect=[f"tcp/127.0.0.1:{port}"], connect_timeout_ms=20_000)
     async with (

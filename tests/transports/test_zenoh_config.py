@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transports.zenoh_config import ZenohConfig
+from transports.zenoh.config import ZenohConfig
 from uprotocol.status import UStatusError
 
 

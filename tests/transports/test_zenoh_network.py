@@ -1,4 +1,5 @@
-"""What docs/zenoh.md says of whole networks: who hears whom, what `connect` takes, and that its examples do what it says."""
+"""What docs/zenoh.md says of whole networks: who hears whom, what `connect` takes, and that its examples do what it
+says."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import pytest
 import zenoh
 
 from streamer.config import loads
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports.conformance import Sink
 from transports.conformance.base import publish, topic
 from transports.zenoh import ZenohConfig, ZenohTransport
@@ -30,7 +31,9 @@ DEADLINE_S = 30.0
 
 
 def end(authority: str, **settings: Any) -> ZenohTransport:
-    return ZenohTransport(ZenohConfig.model_validate({"connect_timeout_ms": 20_000} | settings), LocalUriProvider(authority, 0x10AB, 3))
+    return ZenohTransport(
+        ZenohConfig.model_validate({"connect_timeout_ms": 20_000} | settings), LocalUriProvider(authority, 0x10AB, 3)
+    )
 
 
 def settings_of(block: str) -> dict[str, Any]:
@@ -55,7 +58,13 @@ async def heard(speaker: ZenohTransport, source: str, listener: ZenohTransport) 
 
 @pytest.mark.parametrize(
     ("a", "b", "hears"),
-    [("client", "client", True), ("client", "peer", True), ("peer", "client", True), ("peer", "peer", False), ("router", "peer", True)],
+    [
+        ("client", "client", True),
+        ("client", "peer", True),
+        ("peer", "client", True),
+        ("peer", "peer", False),
+        ("router", "peer", True),
+    ],
 )
 async def test_who_hears_whom_through_a_router(a: str, b: str, hears: bool) -> None:
     """Behind a router be a client. What isn't heard is known when the router itself has heard the same message."""
@@ -108,7 +117,10 @@ async def test_a_client_goes_to_the_next_one() -> None:
     where = [f"tcp/127.0.0.1:{free_port()}", f"tcp/127.0.0.1:{free_port()}"]
     first = end("hub", mode="router", listen=where[:1])
     await first.open()
-    async with end("hub2", mode="router", listen=where[1:]) as second, end("alpha", mode="client", connect=where) as alpha:
+    async with (
+        end("hub2", mode="router", listen=where[1:]) as second,
+        end("alpha", mode="client", connect=where) as alpha,
+    ):
         await heard(alpha, "alpha", first)
         await first.close()
         await heard(alpha, "alpha", second)
@@ -186,7 +198,9 @@ def certificate(folder: Path, name: str, ca: bool = False) -> None:
     openssl("x509", "-req", "-days", "2", "-in", f"{name}.csr", *signed_by, "-out", f"{name}.pem")
 
 
-async def test_vehicle_and_cloud_know_each_other_by_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vehicle_and_cloud_know_each_other_by_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)  # the examples name files beside them
     certificate(tmp_path, "ca", ca=True)
     certificate(tmp_path, "cloud")

@@ -1,4 +1,5 @@
-"""What leaves over Zenoh and what is held on arrival: publishers, the end of a session, requests beside publishes that are held."""
+"""What leaves over Zenoh and what is held on arrival: publishers, the end of a session, requests beside publishes that
+are held."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ import pytest_asyncio
 import structlog
 import zenoh
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports.conformance import Sink
 from transports.conformance.base import method, notification, publish, reply, request, topic
 from transports.inbox import MESSAGES_MAX
 from transports.zenoh import ZenohConfig, ZenohTransport
-from transports.zenoh_sender import FLUSH_KEY, LINGER_S, PUTS_BEFORE_DECLARED, ZenohSender, answer_flush
+from transports.zenoh.sender import FLUSH_KEY, LINGER_S, PUTS_BEFORE_DECLARED, ZenohSender, answer_flush
 from uprotocol import uri as uris
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -42,7 +43,9 @@ def sender_of(transport: ZenohTransport) -> ZenohSender:
     return transport._sender
 
 
-async def test_a_topic_has_a_publisher_from_its_sixteenth_message_on(two: tuple[ZenohTransport, ZenohTransport]) -> None:
+async def test_a_topic_has_a_publisher_from_its_sixteenth_message_on(
+    two: tuple[ZenohTransport, ZenohTransport],
+) -> None:
     alpha, beta = two
     heard = Sink(10)
     await alpha.register_listener(uris.ANY, heard, reply("alpha"))
@@ -51,10 +54,14 @@ async def test_a_topic_has_a_publisher_from_its_sixteenth_message_on(two: tuple[
     publishers = sender_of(beta).publishers
     sources = [topic("beta", 0x8000 + number) for number in range(100)]
     for round in range(PUTS_BEFORE_DECLARED + 2):
-        await beta.send_batch([notification(b"%d" % (round * 100 + n), source, reply("alpha")) for n, source in enumerate(sources)])
+        await beta.send_batch(
+            [notification(b"%d" % (round * 100 + n), source, reply("alpha")) for n, source in enumerate(sources)]
+        )
         assert sender_of(beta).publishers == publishers + (100 if round >= PUTS_BEFORE_DECLARED - 1 else 0)
     await heard.expect_payload(b"%d" % ((PUTS_BEFORE_DECLARED + 2) * 100 - 1))
-    assert [int(payload) for payload in heard.payloads if payload.isdigit()] == list(range((PUTS_BEFORE_DECLARED + 2) * 100))
+    assert [int(payload) for payload in heard.payloads if payload.isdigit()] == list(
+        range((PUTS_BEFORE_DECLARED + 2) * 100)
+    )
 
 
 async def until_heard(sender: ZenohTransport, heard: Sink) -> None:
@@ -68,8 +75,8 @@ async def until_heard(sender: ZenohTransport, heard: Sink) -> None:
 async def test_publishers_are_bounded_and_only_one_that_is_long_unused_makes_room(
     two: tuple[ZenohTransport, ZenohTransport], monkeypatch: pytest.MonkeyPatch, unused_s: float
 ) -> None:
-    monkeypatch.setattr("transports.zenoh_sender.PUBLISHERS_MAX", 3)
-    monkeypatch.setattr("transports.zenoh_sender.UNUSED_S", unused_s)
+    monkeypatch.setattr("transports.zenoh.sender.PUBLISHERS_MAX", 3)
+    monkeypatch.setattr("transports.zenoh.sender.UNUSED_S", unused_s)
     alpha, beta = two
     heard = Sink(10)
     await alpha.register_listener(uris.ANY, heard, reply("alpha"))
@@ -89,7 +96,8 @@ async def test_publishers_are_bounded_and_only_one_that_is_long_unused_makes_roo
 
 
 class Raw:
-    """Another implementation: reads nothing until its gate opens. `answers`: it has a queryable as each of our transports has."""
+    """Another implementation: reads nothing until its gate opens. `answers`: it has a queryable as each of our
+    transports has."""
 
     def __init__(self, mode: Literal["peer", "router"], *, answers: bool) -> None:
         self.gate, self.payloads = threading.Event(), list[bytes]()
@@ -121,7 +129,7 @@ async def test_close_waits_until_the_other_side_has_read_what_was_sent(
     monkeypatch: pytest.MonkeyPatch, mode: Literal["peer", "router"], answers: bool
 ) -> None:
     """More than Zenoh's close waits for: the gate is shut for longer than a keep-alive takes (2.5 s)."""
-    monkeypatch.setattr("transports.zenoh.CLOSE_S_MAX", 60.0)
+    monkeypatch.setattr("transports.zenoh.transport.CLOSE_S_MAX", 60.0)
     raw = await asyncio.to_thread(Raw, mode, answers=answers)
     beta = ZenohTransport(ZenohConfig(connect=(raw.where,)), LocalUriProvider("beta", 0x10AB, 3))
     try:
@@ -168,8 +176,8 @@ sys.stdin.read()
 
 async def test_close_does_not_wait_for_ever_for_a_peer_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """That one is a process of its own: what waits for it in Zenoh would hold up this one's other sessions."""
-    monkeypatch.setattr("transports.zenoh.CLOSE_S_MAX", 0.2)
-    monkeypatch.setattr("transports.zenoh.LEAVE_S_MAX", 0.2)
+    monkeypatch.setattr("transports.zenoh.transport.CLOSE_S_MAX", 0.2)
+    monkeypatch.setattr("transports.zenoh.transport.LEAVE_S_MAX", 0.2)
     where = f"tcp/127.0.0.1:{free_port()}"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     deaf = await asyncio.create_subprocess_exec(
@@ -232,7 +240,9 @@ async def test_requests_pass_while_publishes_are_held(two: tuple[ZenohTransport,
     held.gate.clear()
     held.messages.clear()
     count = MESSAGES_MAX + 2_000  # more than one inbox holds
-    sending = asyncio.ensure_future(beta.send_batch([publish(b"%d" % number, topic("beta")) for number in range(count)]))
+    sending = asyncio.ensure_future(
+        beta.send_batch([publish(b"%d" % number, topic("beta")) for number in range(count)])
+    )
     await sending
     await beta.send(request(b"urgent", reply("beta"), method("alpha")))
     await requests.expect_payload(b"urgent")

@@ -45,7 +45,9 @@ def notification() -> UAttributes:
 
 
 def request() -> UAttributes:
-    return UAttributes(id=uuids.new(), type=attrs.REQUEST, source=reply(), sink=method(), priority=UPriority.UPRIORITY_CS4, ttl=1000)
+    return UAttributes(
+        id=uuids.new(), type=attrs.REQUEST, source=reply(), sink=method(), priority=UPriority.UPRIORITY_CS4, ttl=1000
+    )
 
 
 def response() -> UAttributes:
@@ -202,7 +204,9 @@ ZERO_ONLY = [1, 0x7FFF, 0x8000, 0xFFFF]
         (response, "sink", ZERO_ONLY),
     ],
 )
-def test_source_and_sink_have_the_resource_of_their_type(make: Callable[[], UAttributes], part: str, wrong: list[int]) -> None:
+def test_source_and_sink_have_the_resource_of_their_type(
+    make: Callable[[], UAttributes], part: str, wrong: list[int]
+) -> None:
     for resource in wrong:
         attributes = make()
         address: UUri = getattr(attributes, part)
@@ -240,7 +244,13 @@ def test_a_publish_has_the_sink_of_a_streamer_or_none() -> None:
     attributes.sink.CopyFrom(attrs.streamer_sink("cloud"))
     attrs.validate(attributes)
     assert attrs.is_streamer_sink(attributes.sink)
-    for sink in ("//*/FFFFFFFF/FF/FFFF", "/FFFFFFFF/FF/FFFF", "//cloud/1/FF/FFFF", "//cloud/FFFFFFFF/1/FFFF", "//cloud/FFFFFFFF/FF/0"):
+    for sink in (
+        "//*/FFFFFFFF/FF/FFFF",
+        "/FFFFFFFF/FF/FFFF",
+        "//cloud/1/FF/FFFF",
+        "//cloud/FFFFFFFF/1/FFFF",
+        "//cloud/FFFFFFFF/FF/0",
+    ):
         attributes.sink.CopyFrom(uris.parse(sink))
         assert not attrs.is_streamer_sink(attributes.sink)
         refuses(attributes)
@@ -283,7 +293,10 @@ def test_a_response_names_its_request(reqid: UUID | None) -> None:
 @spec("dsn~up-attributes-response-correlation-id~1")
 @spec("dsn~up-attributes-response-priority~1")
 @spec("dsn~up-attributes-response-ttl~1")
-@given(st.integers(1, 0xFFFF_FFFF), st.sampled_from([value for value in UPriority.values() if value >= UPriority.UPRIORITY_CS4]))
+@given(
+    st.integers(1, 0xFFFF_FFFF),
+    st.sampled_from([value for value in UPriority.values() if value >= UPriority.UPRIORITY_CS4]),
+)
 def test_the_response_to_a_request_copies_what_it_must(ttl: int, priority: UPriority.ValueType) -> None:
     asked = request()
     asked.ttl, asked.priority = ttl, priority

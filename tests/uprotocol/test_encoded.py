@@ -97,7 +97,12 @@ def test_an_unknown_priority_is_the_highest() -> None:
 
 
 @pytest.mark.parametrize(
-    "second", [b"\x0a\x12\x09\x01\x70" + bytes(6) + b"\x11" + bytes(7) + b"\x80", b"\x0a\x09\x11" + bytes(7) + b"\x80", b"\x0a\x00"]
+    "second",
+    [
+        b"\x0a\x12\x09\x01\x70" + bytes(6) + b"\x11" + bytes(7) + b"\x80",
+        b"\x0a\x09\x11" + bytes(7) + b"\x80",
+        b"\x0a\x00",
+    ],
 )
 def test_a_second_id_or_half_of_one_is_read_as_protobuf_reads_it(second: bytes) -> None:
     """It counts there; by hand it would be overlooked, and then a message has two ids."""

@@ -25,6 +25,10 @@ def test_make_proto_would_change_nothing(tmp_path: Path) -> None:
     made = _tool().generate(tmp_path)
     assert made
     for path in made:
-        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), f"{path} is not what `make proto` makes: run it"
-    committed = {path.relative_to(ROOT) for path in (ROOT / "uprotocol").rglob("*_pb2.py*") if path.suffix in (".py", ".pyi")}
+        assert (tmp_path / path).read_text() == (ROOT / path).read_text(), (
+            f"{path} is not what `make proto` makes: run it"
+        )
+    committed = {
+        path.relative_to(ROOT) for path in (ROOT / "uprotocol").rglob("*_pb2.py*") if path.suffix in (".py", ".pyi")
+    }
     assert committed == set(made), "generated code without a .proto, or the other way round"

@@ -21,7 +21,10 @@ class SendOnly(UTransport):
     """Neither push nor pull, and every second message is refused."""
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        return [UStatus(code=UCode.PERMISSION_DENIED, message="no") if message.attributes.ttl else OK for message in messages]
+        return [
+            UStatus(code=UCode.PERMISSION_DENIED, message="no") if message.attributes.ttl else OK
+            for message in messages
+        ]
 
 
 class Listener:
@@ -86,7 +89,9 @@ def test_the_local_entity_knows_its_addresses() -> None:
         local.get_resource(0x1_0000)
 
 
-@pytest.mark.parametrize(("authority", "ue_id", "version"), [("", 1, 1), ("*", 1, 1), ("A", 1, 1), ("a", 0xFFFF, 1), ("a", 1, 0xFF)])
+@pytest.mark.parametrize(
+    ("authority", "ue_id", "version"), [("", 1, 1), ("*", 1, 1), ("A", 1, 1), ("a", 0xFFFF, 1), ("a", 1, 0xFF)]
+)
 def test_the_local_entity_is_concrete(authority: str, ue_id: int, version: int) -> None:
     with pytest.raises(UStatusError) as caught:
         LocalUriProvider(authority, ue_id, version)
@@ -94,7 +99,15 @@ def test_the_local_entity_is_concrete(authority: str, ue_id: int, version: int) 
 
 
 RESOURCES = {"reply": [0], "method": [1, 0x7FFF], "topic": [0x8000, 0xFFFE], "any": [0xFFFF], "none": [None]}
-VALID = {("topic", "none"), ("any", "none"), ("topic", "reply"), ("reply", "method"), ("method", "reply"), ("any", "reply"), ("any", "any")}
+VALID = {
+    ("topic", "none"),
+    ("any", "none"),
+    ("topic", "reply"),
+    ("reply", "method"),
+    ("method", "reply"),
+    ("any", "reply"),
+    ("any", "any"),
+}
 
 
 @spec("dsn~utransport-registerlistener-error-invalid-parameter~1")

@@ -45,7 +45,9 @@ def test_publishes_and_notifications_are_valid(
 
 
 @given(payloads, rpc_priority, st.integers(1, 0xFFFF_FFFF), st.sampled_from([1, 0x7FFF]))
-def test_requests_and_their_responses_are_valid(payload: UPayload | None, priority: UPriority.ValueType, ttl: int, resource: int) -> None:
+def test_requests_and_their_responses_are_valid(
+    payload: UPayload | None, priority: UPriority.ValueType, ttl: int, resource: int
+) -> None:
     method = uris.uri("b", 2, 1, resource)
     request = UMessageBuilder.request(REPLY, method, ttl).with_priority(priority).build_from_upayload(payload)
     messages.validate(request)

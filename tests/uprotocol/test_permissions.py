@@ -47,7 +47,10 @@ def test_without_any_declaration_the_level_is_n() -> None:
     assert permissions.declared(bare.methods_by_name["Get"]) == permissions.LEVEL_MAX
     assert permissions.declared_for_topic(bare, 0x8000) == permissions.LEVEL_MAX
     assert permissions.declared_for_topic(bare, 0x8001) == permissions.LEVEL_MAX
-    assert permissions.declared(v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].methods_by_name["Subscribe"]) == permissions.LEVEL_MAX
+    assert (
+        permissions.declared(v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].methods_by_name["Subscribe"])
+        == permissions.LEVEL_MAX
+    )
 
 
 @spec("local~cap-level")

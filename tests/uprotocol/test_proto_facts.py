@@ -80,7 +80,8 @@ V3: dict[str, str] = {
     "FetchSubscriptionsResponse": "1 Subscription* subscriptions; 2 bool? has_more_records",
     "NotificationsRequest": "1 UUri topic; 2 SubscriberInfo subscriber",
     "NotificationsResponse": "",
-    "Update": "1 UUri topic; 2 SubscriberInfo subscriber; 3 SubscriptionStatus status; 4 SubscribeAttributes attributes",
+    "Update": "1 UUri topic; 2 SubscriberInfo subscriber; 3 SubscriptionStatus status; 4 SubscribeAttributes "
+    "attributes",
     "Update.Resources": "0 subscriptions",
     "PassiveMode": "1 bool enable",
     "ResetRequest": "1 Reason? reason; 2 Timestamp? before",
@@ -91,9 +92,11 @@ V3: dict[str, str] = {
 
 V4: dict[str, str] = {
     "SubscriptionStatus": (
-        "0 STATUS_UNSPECIFIED; 1 STATUS_UNSUBSCRIBED; 2 STATUS_SUBSCRIBE_PENDING; 3 STATUS_SUBSCRIBED; 4 STATUS_UNSUBSCRIBE_PENDING"
+        "0 STATUS_UNSPECIFIED; 1 STATUS_UNSUBSCRIBED; 2 STATUS_SUBSCRIBE_PENDING; 3 STATUS_SUBSCRIBED; 4 "
+        "STATUS_UNSUBSCRIBE_PENDING"
     ),
-    "Subscription": "1 UUri topic; 2 UUri subscriber; 3 SubscriptionStatus status; 4 Timestamp? expiration; 5 uint32? sample_period",
+    "Subscription": "1 UUri topic; 2 UUri subscriber; 3 SubscriptionStatus status; 4 Timestamp? expiration; 5 uint32? "
+    "sample_period",
     "SubscribeRequest": "1 UUri topic; 2 Timestamp? expiration; 3 uint32? sample_period",
     "SubscribeResponse": "1 UUri topic; 2 SubscriptionStatus status",
     "UnsubscribeRequest": "1 UUri topic",
@@ -169,7 +172,10 @@ def _describe(descriptor: Descriptor) -> str:
     descriptor.CopyToProto(proto)
     assert not proto.reserved_name
     numbers = [str(number) for span in proto.reserved_range for number in range(span.start, span.end)]
-    fields = [f"{field.number} {_type(field)}{_flag(field)} {field.name}" for field in sorted(descriptor.fields, key=lambda f: f.number)]
+    fields = [
+        f"{field.number} {_type(field)}{_flag(field)} {field.name}"
+        for field in sorted(descriptor.fields, key=lambda f: f.number)
+    ]
     return "; ".join([f"reserved {','.join(numbers)}"] * bool(numbers) + fields)
 
 
@@ -252,7 +258,11 @@ def test_every_option_has_its_number() -> None:
 def test_the_methods_of_usubscription_3_have_their_ids() -> None:
     service = v3_pb2.DESCRIPTOR.services_by_name["uSubscription"]
     found = {
-        method.name: (method.GetOptions().Extensions[options.method_id], method.input_type.name, method.output_type.name)
+        method.name: (
+            method.GetOptions().Extensions[options.method_id],
+            method.input_type.name,
+            method.output_type.name,
+        )
         for method in service.methods
     }
     assert found == METHODS["uSubscription"]
@@ -273,7 +283,9 @@ def _identity(module: ModuleType) -> tuple[str, int, int, int]:
 def test_the_core_services_have_their_identity() -> None:
     assert _identity(v3_pb2) == ("core.usubscription", 0, 3, 0)
     assert _identity(ustreamer_pb2) == ("core.ustreamer", 4, 1, 0)
-    assert v4_pb2.DESCRIPTOR.package == "uprotocol.core.usubscription.v4", "it declares no service: what bears the name is its package"
+    assert v4_pb2.DESCRIPTOR.package == "uprotocol.core.usubscription.v4", (
+        "it declares no service: what bears the name is its package"
+    )
     (topic,) = v3_pb2.DESCRIPTOR.services_by_name["uSubscription"].GetOptions().Extensions[options.notification_topic]
     assert (topic.id, topic.name, topic.message) == (0x8000, "SubscriptionChange", "Update")
 

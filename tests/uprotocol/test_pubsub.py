@@ -188,14 +188,20 @@ async def test_no_operation_blocks_while_the_network_takes_for_ever() -> None:
 async def test_publishes_on_its_own_topic(pair: Pair) -> None:
     heard = Heard()
     await pair.app.register_listener(CAR.get_resource(0x8001), heard)
-    await SimplePublisher(pair.car, CAR).publish(0x8001, TEXT, priority=UPriority.UPRIORITY_CS3, ttl_ms=60_000, traceparent=TRACEPARENT)
+    await SimplePublisher(pair.car, CAR).publish(
+        0x8001, TEXT, priority=UPriority.UPRIORITY_CS3, ttl_ms=60_000, traceparent=TRACEPARENT
+    )
     message = await heard.next()
     attributes = message.attributes
     assert UPayload.of(message) == TEXT
     assert attributes.type == UMessageType.UMESSAGE_TYPE_PUBLISH
     assert attributes.source == CAR.get_resource(0x8001)
     assert not attributes.HasField("sink")
-    assert (attributes.priority, attributes.ttl, attributes.traceparent) == (UPriority.UPRIORITY_CS3, 60_000, TRACEPARENT)
+    assert (attributes.priority, attributes.ttl, attributes.traceparent) == (
+        UPriority.UPRIORITY_CS3,
+        60_000,
+        TRACEPARENT,
+    )
 
 
 @spec("local~upriority-explicit")
@@ -213,7 +219,11 @@ async def test_what_is_not_said_is_not_set(pair: Pair) -> None:
 @spec("local~l2-exceptions")
 async def test_failures_are_status_errors(pair: Pair) -> None:
     publisher, notifier = SimplePublisher(pair.car, CAR), SimpleNotifier(pair.car, CAR)
-    for call in (publisher.publish(0x7FFF), publisher.publish(0x8001, ttl_ms=-1), notifier.notify(0x8001, APP.get_resource(1))):
+    for call in (
+        publisher.publish(0x7FFF),
+        publisher.publish(0x8001, ttl_ms=-1),
+        notifier.notify(0x8001, APP.get_resource(1)),
+    ):
         with pytest.raises(UStatusError) as caught:
             await call
         assert caught.value.code == UCode.INVALID_ARGUMENT
@@ -230,7 +240,9 @@ async def test_notifies_one_destination(pair: Pair) -> None:
     app = SimpleNotifier(pair.app, APP)
     await app.register_notification_listener(topic, heard)
     car = SimpleNotifier(pair.car, CAR)
-    await car.notify(0x8002, APP.get_source(), TEXT, priority=UPriority.UPRIORITY_CS2, ttl_ms=90_000, traceparent=TRACEPARENT)
+    await car.notify(
+        0x8002, APP.get_source(), TEXT, priority=UPriority.UPRIORITY_CS2, ttl_ms=90_000, traceparent=TRACEPARENT
+    )
     message = await heard.next()
     assert UPayload.of(message) == TEXT
     assert message.attributes.type == UMessageType.UMESSAGE_TYPE_NOTIFICATION
@@ -298,7 +310,11 @@ async def test_listens_before_it_subscribes(pair: Pair) -> None:
 
 @spec("dsn~communication-layer-impl-error-handling~1")
 async def test_a_failed_subscribe_leaves_no_listener(pair: Pair) -> None:
-    service, heard, topic = Service(error=UStatusError(UCode.PERMISSION_DENIED, "no")), Heard(), CAR.get_resource(0x8001)
+    service, heard, topic = (
+        Service(error=UStatusError(UCode.PERMISSION_DENIED, "no")),
+        Heard(),
+        CAR.get_resource(0x8001),
+    )
     subscriber = InMemorySubscriber(pair.app, APP, service)
     with pytest.raises(UStatusError, match="PERMISSION_DENIED"):
         await subscriber.subscribe(topic, heard)

@@ -137,7 +137,13 @@ async def test_a_call_is_answered(bench: Bench, kind: str, answer: Any, expected
     (asked,) = seen
     attributes = asked.attributes
     assert (asked.payload, attributes.source, attributes.sink) == (b"ask", APP.get_source(), GET)
-    assert (attributes.ttl, attributes.priority, attributes.token, attributes.permission_level, attributes.traceparent) == (
+    assert (
+        attributes.ttl,
+        attributes.priority,
+        attributes.token,
+        attributes.permission_level,
+        attributes.traceparent,
+    ) == (
         60_000,
         UPriority.UPRIORITY_CS5,
         "t",
@@ -196,7 +202,9 @@ async def test_a_malformed_payload_is_answered(bench: Bench) -> None:
         (UPayload.pack_to_any(UStatus(code=UCode.DATA_LOSS, message="in an Any")), "in an Any"),
     ],
 )
-async def test_the_commstatus_decides_whatever_the_payload_is(bench: Bench, payload: UPayload | None, message: str) -> None:
+async def test_the_commstatus_decides_whatever_the_payload_is(
+    bench: Bench, payload: UPayload | None, message: str
+) -> None:
     class Answers:
         async def on_receive(self, request: UMessage) -> None:
             builder = UMessageBuilder.response_for_request(request.attributes).with_commstatus(UCode.DATA_LOSS)
@@ -220,7 +228,8 @@ async def test_an_explicit_ok_is_success(bench: Bench) -> None:
 async def test_a_response_with_another_ttl_is_taken(bench: Bench) -> None:
     class Answers:
         async def on_receive(self, request: UMessage) -> None:
-            builder = UMessageBuilder.response_for_request(request.attributes).with_ttl(1_000)  # a broker counted it down
+            # a broker counted it down
+            builder = UMessageBuilder.response_for_request(request.attributes).with_ttl(1_000)
             await bench.server_transport.send(builder.build())
 
     await bench.server_transport.register_listener(uris.pattern(resource=0), Answers(), GET)
@@ -228,7 +237,9 @@ async def test_a_response_with_another_ttl_is_taken(bench: Bench) -> None:
 
 
 @spec("dsn~communication-layer-impl-error-handling~1")
-async def test_the_own_timer_ends_a_call_and_its_late_response_is_counted(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_own_timer_ends_a_call_and_its_late_response_is_counted(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sent: list[UMessage] = []
 
     async def send(message: UMessage) -> None:
@@ -247,7 +258,9 @@ async def test_a_second_response_is_counted(bench: Bench) -> None:
     class AnswersTwice:
         async def on_receive(self, request: UMessage) -> None:
             builder = UMessageBuilder.response_for_request(request.attributes)
-            await bench.server_transport.send_batch([builder.build_from_upayload(UPayload(data, RAW)) for data in (b"one", b"two")])
+            await bench.server_transport.send_batch(
+                [builder.build_from_upayload(UPayload(data, RAW)) for data in (b"one", b"two")]
+            )
 
     await bench.server_transport.register_listener(uris.pattern(resource=0), AnswersTwice(), GET)
     assert (await bench.client.invoke_method(GET, options=LONG)).data == b"one"
@@ -287,7 +300,12 @@ async def test_pending_calls_are_bounded(bench: Bench) -> None:
 @spec("dsn~communication-layer-impl-error-handling~1")
 @pytest.mark.parametrize(
     "options",
-    [CallOptions(timeout_ms=0), CallOptions(timeout_ms=-1), CallOptions(priority=UPriority.UPRIORITY_CS3), CallOptions(traceparent="x")],
+    [
+        CallOptions(timeout_ms=0),
+        CallOptions(timeout_ms=-1),
+        CallOptions(priority=UPriority.UPRIORITY_CS3),
+        CallOptions(traceparent="x"),
+    ],
 )
 async def test_a_call_that_would_be_invalid_is_not_sent(bench: Bench, options: CallOptions) -> None:
     await fails(bench.client.invoke_method(GET, options=options), UCode.INVALID_ARGUMENT)
@@ -338,11 +356,20 @@ async def test_one_authority_has_its_share_of_what_runs_in_number_and_in_bytes(b
         LocalTransport.on(bench.network, LocalUriProvider("other", 0x20, 1)) as transport,
         InMemoryRpcClient(transport, transport.local) as other,
     ):
-        long = asyncio.ensure_future(bench.client.invoke_method(GET, UPayload(bytes(2_000), RAW), LONG))  # one always fits
-        await fails(bench.client.invoke_method(GET, UPayload(b"x", RAW), LONG), UCode.RESOURCE_EXHAUSTED, "requests of 1000 bytes")
+        # one always fits
+        long = asyncio.ensure_future(bench.client.invoke_method(GET, UPayload(bytes(2_000), RAW), LONG))
+        await fails(
+            bench.client.invoke_method(GET, UPayload(b"x", RAW), LONG),
+            UCode.RESOURCE_EXHAUSTED,
+            "requests of 1000 bytes",
+        )
         calls = [asyncio.ensure_future(other.invoke_method(GET, options=LONG)) for _ in range(2)]
         await until(lambda: len(server._running) == 3)
-        await fails(other.invoke_method(GET, options=LONG), UCode.RESOURCE_EXHAUSTED, "2 requests are being handled for authority 'other'")
+        await fails(
+            other.invoke_method(GET, options=LONG),
+            UCode.RESOURCE_EXHAUSTED,
+            "2 requests are being handled for authority 'other'",
+        )
         gate.set()
         await asyncio.gather(long, *calls)
         await until(lambda: not server._running)
@@ -385,7 +412,12 @@ async def test_the_answers_of_one_authority_leave_room_and_turns_to_others() -> 
     assert not responses.has_room("large", 1)  # what is on its way counts until the network has taken it
     gate.set()
     await responses.drain(10_000)
-    assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == ["one", "many", "many", "many"]
+    assert [message.attributes.sink.authority_name for batch in sent[1:] for message in batch] == [
+        "one",
+        "many",
+        "many",
+        "many",
+    ]
     assert (responses.bytes, taken[-1]) == (0, 0)
     assert responses.has_room("large", 9_000)
 
@@ -416,12 +448,16 @@ async def test_a_malformed_request_is_answered_if_an_answer_to_it_can_be_valid(b
     async with DeliversAnything.on(bench.network, LocalUriProvider("other", 1, 1)) as transport:
         server, heard = InMemoryRpcServer(transport, SERVICE), await responses(bench)
         await server.register_request_handler(1, lambda _: None)
-        transport.listener.on_receive_batch([request(traceparent="nonsense"), request(priority=UPriority.UPRIORITY_CS1), UMessage()])
+        transport.listener.on_receive_batch(
+            [request(traceparent="nonsense"), request(priority=UPriority.UPRIORITY_CS1), UMessage()]
+        )
         answered = await heard.next()
         assert answered.attributes.commstatus == UCode.INVALID_ARGUMENT
         assert "traceparent" in UPayload.of(answered).unpack(UStatus).message
         assert server.dropped == {"unanswerable": 2}
-        transport.listener.on_receive(UMessageBuilder.notification(SERVICE.get_resource(0x8000), APP.get_source()).build())
+        transport.listener.on_receive(
+            UMessageBuilder.notification(SERVICE.get_resource(0x8000), APP.get_source()).build()
+        )
         assert server.dropped == {"unanswerable": 3}
         await server.close()
 
@@ -500,7 +536,9 @@ async def test_close_ends_handlers_that_take_too_long(bench: Bench) -> None:
     await fails(call, UCode.UNAVAILABLE)
 
 
-async def test_close_does_not_wait_for_a_network_that_takes_nothing(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_close_does_not_wait_for_a_network_that_takes_nothing(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server, stuck = InMemoryRpcServer(bench.server_transport, SERVICE, drain_ms_max=1), asyncio.Event()
 
     async def never(_: Any) -> list[UStatus]:
@@ -550,7 +588,9 @@ async def test_responses_of_a_burst_travel_in_batches(bench: Bench, monkeypatch:
 
     monkeypatch.setattr(bench.server_transport, "send_batch", counted)
     await bench.server.register_request_handler(1, UPayload.of)
-    answers = await asyncio.gather(*(bench.client.invoke_method(GET, UPayload(b"%d" % n, RAW), LONG) for n in range(100)))
+    answers = await asyncio.gather(
+        *(bench.client.invoke_method(GET, UPayload(b"%d" % n, RAW), LONG) for n in range(100))
+    )
     assert [answer.data for answer in answers] == [b"%d" % n for n in range(100)]
     assert sum(sizes) == 100
     assert max(sizes) > 10

@@ -47,7 +47,13 @@ ENCODED = [  # authority, ue_id, version, resource, protobuf bytes that another 
 
 MUST_FAIL = {
     "not a URI": ["", "  ", "$$", "up:", "up:/", "/", "//", "up://", "///", "up", "1/1/A1FB", "up:1/1/A1FB"],
-    "missing parts": ["//vcu.my_vin", "//vcu.my_vin//1/A1FB", "//vcu.my_vin/101//A1FB", "//vcu.my_vin/101/1/", "//vcu.my_vin/101/1"],
+    "missing parts": [
+        "//vcu.my_vin",
+        "//vcu.my_vin//1/A1FB",
+        "//vcu.my_vin/101//A1FB",
+        "//vcu.my_vin/101/1/",
+        "//vcu.my_vin/101/1",
+    ],
     "too many segments": ["up://vcu.my_vin/101/1/A/unexpected", "/1/1/1/"],
     "scheme": ["xy://vcu.my_vin/101/1/A", "http://vcu/1/1/1", "up:up:/1/1/1"],
     "query or fragment": ["//vcu.my_vin/101/1/A?foo=bar", "//vcu.my_vin/101/1/A#foo", "/1/1/1?", "/1/1/1#"],
@@ -64,7 +70,10 @@ MUST_FAIL = {
         "//[2001::7/101/1/A",
         "//2001::7/101/1/A",
         "//[]/101/1/A",
-        *(f"//[{text}]/101/1/A" for text in ("v1", "v1.", "v.a", "vg.a", "1.a", "v1.a%20", "v1.a@b", "v1.ä", "v1.a[", "v1.a b")),
+        *(
+            f"//[{text}]/101/1/A"
+            for text in ("v1", "v1.", "v.a", "vg.a", "1.a", "v1.a%20", "v1.a@b", "v1.ä", "v1.a[", "v1.a b")
+        ),
         "//[v\u0661.a]/101/1/A",
         "//[v1.a/101/1/A",
         "//v1.a:b]/101/1/A",
@@ -109,15 +118,36 @@ MATCHES = [
     *(
         ("/1/1/A1FB", pattern)
         for pattern in (
-            *("/1/1/A1FB", "//*/1/1/A1FB", "/FFFF/1/A1FB", "//*/FFFF/1/A1FB", "/FFFFFFFF/1/A1FB", "//*/FFFFFFFF/1/A1FB"),
+            *(
+                "/1/1/A1FB",
+                "//*/1/1/A1FB",
+                "/FFFF/1/A1FB",
+                "//*/FFFF/1/A1FB",
+                "/FFFFFFFF/1/A1FB",
+                "//*/FFFFFFFF/1/A1FB",
+            ),
             *("/1/FF/A1FB", "//*/1/FF/A1FB", "/1/1/FFFF", "//*/1/1/FFFF", "/FFFFFFFF/FF/FFFF", "//*/FFFFFFFF/FF/FFFF"),
         )
     ),
     *(
         ("/100AA/1/A1FB", pattern)
         for pattern in (
-            *("/100AA/1/A1FB", "//*/100AA/1/A1FB", "/1FFFF/1/A1FB", "//*/1FFFF/1/A1FB", "/FFFFFFFF/1/A1FB", "/100AA/FF/A1FB"),
-            *("//*/100AA/FF/A1FB", "/100AA/1/FFFF", "//*/100AA/1/FFFF", "/FFFFFFFF/FF/FFFF", "//*/FFFFFFFF/FF/FFFF", "/FFFF00AA/1/A1FB"),
+            *(
+                "/100AA/1/A1FB",
+                "//*/100AA/1/A1FB",
+                "/1FFFF/1/A1FB",
+                "//*/1FFFF/1/A1FB",
+                "/FFFFFFFF/1/A1FB",
+                "/100AA/FF/A1FB",
+            ),
+            *(
+                "//*/100AA/FF/A1FB",
+                "/100AA/1/FFFF",
+                "//*/100AA/1/FFFF",
+                "/FFFFFFFF/FF/FFFF",
+                "//*/FFFFFFFF/FF/FFFF",
+                "/FFFF00AA/1/A1FB",
+            ),
         )
     ),
     *(
@@ -216,7 +246,8 @@ def test_refuses_what_is_no_uri(text: str) -> None:
 
 @spec("dsn~uri-path-mapping~2")
 @pytest.mark.parametrize(
-    "text", ["up:/1a/ff/a1fb", "up:/0000001A/FF/A1FB", "/1A/fF/a1Fb", "UP:/1A/FF/A1FB", "up:///1A/FF/A1FB", "///1A/FF/A1FB"]
+    "text",
+    ["up:/1a/ff/a1fb", "up:/0000001A/FF/A1FB", "/1A/fF/a1Fb", "UP:/1A/FF/A1FB", "up:///1A/FF/A1FB", "///1A/FF/A1FB"],
 )
 def test_reads_the_other_ways_to_write_it(text: str) -> None:
     assert uris.format(uris.parse(text)) == "up:/1A/FF/A1FB"
@@ -278,7 +309,9 @@ def test_reads_protobuf_bytes(authority: str, ue_id: int, version: int, resource
 
 
 @spec("dsn~uri-data-model-naming~1")
-@pytest.mark.parametrize("fields", [(0x1_0000_0000, 1, 1), (-1, 1, 1), (1, 0x100, 1), (1, -1, 1), (1, 1, 0x1_0000), (1, 1, -1)])
+@pytest.mark.parametrize(
+    "fields", [(0x1_0000_0000, 1, 1), (-1, 1, 1), (1, 0x100, 1), (1, -1, 1), (1, 1, 0x1_0000), (1, 1, -1)]
+)
 def test_refuses_numbers_that_do_not_fit(fields: tuple[int, int, int]) -> None:
     with pytest.raises(UStatusError) as caught:
         uris.uri("a", *fields)
@@ -345,7 +378,13 @@ def test_any_text_is_read_or_refused(text: str) -> None:
 def test_the_parts_of_an_address() -> None:
     assert uris.matches(uris.pattern(ue_id=0xFFFF_0101), uris.uri("a", 0x01A4_0101, 1, 1)), "low 16 bits: the type"
     assert uris.matches(uris.pattern(ue_id=0x01A4_FFFF), uris.uri("a", 0x01A4_0101, 1, 1)), "high 16 bits: the instance"
-    kinds = [(0, uris.is_reply), (1, uris.is_method), (0x7FFF, uris.is_method), (0x8000, uris.is_topic), (0xFFFE, uris.is_topic)]
+    kinds = [
+        (0, uris.is_reply),
+        (1, uris.is_method),
+        (0x7FFF, uris.is_method),
+        (0x8000, uris.is_topic),
+        (0xFFFE, uris.is_topic),
+    ]
     for resource, holds in kinds:
         uri = uris.uri("a", 1, 1, resource)
         assert [is_it(uri) for is_it in (uris.is_reply, uris.is_method, uris.is_topic)].count(True) == 1

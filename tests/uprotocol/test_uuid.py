@@ -40,7 +40,8 @@ def test_writes_and_reads_the_hyphenated_form() -> None:
 @spec("req~uuid-proto~1")
 @spec("req~uuid-type~1")
 @pytest.mark.parametrize(
-    ("id", "hexadecimal"), [(SMALL, "090070010000000000111a1a101010101080"), (LARGE, "090070ffffffffffff11007799bbaaff1080")]
+    ("id", "hexadecimal"),
+    [(SMALL, "090070010000000000111a1a101010101080"), (LARGE, "090070ffffffffffff11007799bbaaff1080")],
 )
 def test_reads_protobuf_bytes(id: UUID, hexadecimal: str) -> None:
     assert UUID.FromString(bytes.fromhex(hexadecimal)) == id
@@ -55,7 +56,11 @@ def test_reads_protobuf_bytes(id: UUID, hexadecimal: str) -> None:
         *(f"00000000-0001-{version:x}000-8000-0000000000ab" for version in range(16) if version != 7),
         *(f"00000000-0001-7000-{variant}000-0000000000ab" for variant in "04c"),
         *("", "00000000", "0000000000017000801010101010101a1a", "{00000000-0001-7000-8010-101010101a1a}"),
-        *("00000000-0001-7000-8010-101010101a1", "00000000-0001-7000-8010-101010101a1a ", "00000000-0001-7000-8010-101010101a1g"),
+        *(
+            "00000000-0001-7000-8010-101010101a1",
+            "00000000-0001-7000-8010-101010101a1a ",
+            "00000000-0001-7000-8010-101010101a1g",
+        ),
         *("0000000-00001-7000-8010-101010101a1a", "urn:uuid:00000000-0001-7000-8010-101010101a1a"),
     ],
 )
@@ -130,7 +135,9 @@ def test_threads_get_ids_of_their_own() -> None:
     assert len(set(made)) == 8_000
 
 
-@pytest.mark.parametrize("id", [UUID(), UUID(msb=SMALL.msb), UUID(lsb=SMALL.lsb), UUID(msb=SMALL.msb, lsb=0xC000 << 48)])
+@pytest.mark.parametrize(
+    "id", [UUID(), UUID(msb=SMALL.msb), UUID(lsb=SMALL.lsb), UUID(msb=SMALL.msb, lsb=0xC000 << 48)]
+)
 def test_protobuf_can_hold_what_is_no_uuid_7(id: UUID) -> None:
     assert not uuids.is_v7(id)
 

@@ -1,4 +1,5 @@
-"""A small world for uSubscription tests: one network per authority, joined by a forwarder, services and clients on them."""
+"""A small world for uSubscription tests: one network per authority, joined by a forwarder, services and clients on
+them."""
 
 from __future__ import annotations
 
@@ -135,7 +136,9 @@ class World:
         await self.services.pop(authority).stop()
         await self.transports.pop(authority).close()
 
-    async def client(self, authority: str = "dev1", ue_id: int = 0x10, version: int | None = None, **options: Any) -> USubscriptionClient:
+    async def client(
+        self, authority: str = "dev1", ue_id: int = 0x10, version: int | None = None, **options: Any
+    ) -> USubscriptionClient:
         transport = await self.transport(authority, ue_id)
         made = USubscriptionClient(transport, LocalUriProvider(authority, ue_id, 1), version=version, **options)
         await made.open()

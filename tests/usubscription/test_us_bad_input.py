@@ -57,7 +57,11 @@ EVERYWHERE = {
     "resource of 17 bits": raw_uri(resource_id=0x18001),
     "missing": None,
 }
-V3_TOPICS = {**EVERYWHERE, "instance wildcard": bad("//dev1/FFFF0020/1/8001"), "version wildcard": bad("//dev1/20/FF/8001")}
+V3_TOPICS = {
+    **EVERYWHERE,
+    "instance wildcard": bad("//dev1/FFFF0020/1/8001"),
+    "version wildcard": bad("//dev1/20/FF/8001"),
+}
 V4_TOPICS = {**EVERYWHERE, "empty authority": bad("/20/1/8001")}
 
 
@@ -65,9 +69,15 @@ def topic_requests() -> list[Any]:
     found = []
     three = {1: v3.SubscriptionRequest, 2: v3.UnsubscribeRequest, 3: v3.FetchSubscriptionsRequest}
     three |= {6: v3.NotificationsRequest, 7: v3.NotificationsRequest, 8: v3.FetchSubscribersRequest}
-    for major, methods, topics in ((3, three, V3_TOPICS), (4, {1: v4.SubscribeRequest, 2: v4.UnsubscribeRequest}, V4_TOPICS)):
+    for major, methods, topics in (
+        (3, three, V3_TOPICS),
+        (4, {1: v4.SubscribeRequest, 2: v4.UnsubscribeRequest}, V4_TOPICS),
+    ):
         for method, type_ in methods.items():
-            found += [pytest.param(major, method, type_(topic=topic), id=f"v{major}-{method}-{name}") for name, topic in topics.items()]
+            found += [
+                pytest.param(major, method, type_(topic=topic), id=f"v{major}-{method}-{name}")
+                for name, topic in topics.items()
+            ]
     return found
 
 
@@ -111,16 +121,28 @@ async def test_bad_topics(world: Any, raw: Any, major: int, method: int, request
 
 
 RESPONSES = {
-    3: {1: v3.SubscriptionResponse, 2: v3.UnsubscribeResponse, 3: v3.FetchSubscriptionsResponse, 6: v3.NotificationsResponse}
+    3: {
+        1: v3.SubscriptionResponse,
+        2: v3.UnsubscribeResponse,
+        3: v3.FetchSubscriptionsResponse,
+        6: v3.NotificationsResponse,
+    }
     | {7: v3.NotificationsResponse, 8: v3.FetchSubscribersResponse, 9: v3.ResetResponse},
-    4: {1: v4.SubscribeResponse, 2: v4.UnsubscribeResponse, 3: v4.FetchSubscriptionsResponse, 4: v4.NotificationsResponse}
+    4: {
+        1: v4.SubscribeResponse,
+        2: v4.UnsubscribeResponse,
+        3: v4.FetchSubscriptionsResponse,
+        4: v4.NotificationsResponse,
+    }
     | {5: v4.NotificationsResponse, 6: v4.ResetResponse},
 }
 
 
 @spec("local~error-response-message")
 @spec("dsn~service-error-model-error-response~1")
-@pytest.mark.parametrize(("major", "method"), [(major, method) for major, codec in CODECS.items() for method in codec.methods.values()])
+@pytest.mark.parametrize(
+    ("major", "method"), [(major, method) for major, codec in CODECS.items() for method in codec.methods.values()]
+)
 async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_response_message(
     world: Any, raw: Any, major: int, method: int
 ) -> None:
@@ -133,10 +155,15 @@ async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_respon
     told = UPayload.of(answer).unpack(UStatus)
     assert told.code == refused
     assert told.message
-    held = {field.message_type.full_name for field in _fields(RESPONSES[major][method].DESCRIPTOR) if field.message_type is not None}
+    held = {
+        field.message_type.full_name
+        for field in _fields(RESPONSES[major][method].DESCRIPTOR)
+        if field.message_type is not None
+    }
     assert "uprotocol.v1.UStatus" not in held
     assert not any(
-        field.enum_type is not None and field.enum_type.name == "UCode" for field in _fields(RESPONSES[major][method].DESCRIPTOR)
+        field.enum_type is not None and field.enum_type.name == "UCode"
+        for field in _fields(RESPONSES[major][method].DESCRIPTOR)
     )
 
 
@@ -179,20 +206,28 @@ async def test_bad_subscribers_of_v3_fetch_subscriptions(world: Any, raw: Any, s
 @pytest.mark.parametrize("field", ["topic_filter", "subscriber_filter"])
 @pytest.mark.parametrize("name", ["129 characters", "upper case", "a port", "version of 9 bits", "resource of 17 bits"])
 async def test_v4_filters_only_have_to_be_uris(world: Any, raw: Any, field: str, name: str) -> None:
-    assert await code_of(raw.call(4, 3, v4.FetchSubscriptionsRequest(**{field: EVERYWHERE[name]}))) == UCode.INVALID_ARGUMENT
+    assert (
+        await code_of(raw.call(4, 3, v4.FetchSubscriptionsRequest(**{field: EVERYWHERE[name]})))
+        == UCode.INVALID_ARGUMENT
+    )
     assert await code_of(raw.call(4, 3, v4.FetchSubscriptionsRequest(**{field: uris.ANY}))) == UCode.OK
     assert await code_of(raw.call(4, 3, v4.FetchSubscriptionsRequest(**{field: bad("/20/1/1")}))) == UCode.OK
     await nothing_happened(world, raw)
 
 
 OPERATIONS = [(major, name, method) for major, codec in CODECS.items() for name, method in codec.methods.items()]
-OPTIONAL = {(4, "register"), (4, "unregister"), (4, "fetch_subscriptions"), (3, "reset"), (4, "reset")}  # whose message may be empty
+# whose message may be empty
+OPTIONAL = {(4, "register"), (4, "unregister"), (4, "fetch_subscriptions"), (3, "reset"), (4, "reset")}
 GARBAGE = random.Random(7).randbytes(64 * 1024)
 
 
 @pytest.mark.parametrize(("major", "name", "method"), OPERATIONS, ids=lambda value: str(value))
 async def test_bad_payloads(world: Any, raw: Any, major: int, name: str, method: int) -> None:
-    empty_code = (UCode.PERMISSION_DENIED if name == "reset" else UCode.OK) if (major, name) in OPTIONAL else UCode.INVALID_ARGUMENT
+    empty_code = (
+        (UCode.PERMISSION_DENIED if name == "reset" else UCode.OK)
+        if (major, name) in OPTIONAL
+        else UCode.INVALID_ARGUMENT
+    )
     assert await code_of(raw.call(major, method)) == empty_code
     if name == "register" and major == 4:
         await raw.call(4, 5)
@@ -240,8 +275,12 @@ async def test_the_year_9999_is_stored_as_given(world: Any, raw: Any, major: int
 
 
 @pytest.mark.parametrize(("major", "method"), [(3, 4), (3, 5), (3, 10), (4, 7), (4, 8), (4, 9), (5, 1), (2, 1)])
-async def test_methods_and_versions_that_are_not_served_are_answered_at_once(world: Any, raw: Any, major: int, method: int) -> None:
-    call = raw.rpc.invoke_method(uris.uri("dev1", 0, major, method), UPayload.pack(GOOD), CallOptions(timeout_ms=60_000))
+async def test_methods_and_versions_that_are_not_served_are_answered_at_once(
+    world: Any, raw: Any, major: int, method: int
+) -> None:
+    call = raw.rpc.invoke_method(
+        uris.uri("dev1", 0, major, method), UPayload.pack(GOOD), CallOptions(timeout_ms=60_000)
+    )
     assert await code_of(call) == UCode.UNIMPLEMENTED
     await nothing_happened(world, raw)
 
@@ -253,9 +292,13 @@ async def test_another_entity_is_not_served(world: Any, raw: Any) -> None:
     await nothing_happened(world, raw)
 
 
-@pytest.mark.parametrize("source", [None, bad("//dev1/FFFF/1/0"), bad("//*/10/1/0"), bad("//dev1/10/1/8001"), LONG], ids=str)
+@pytest.mark.parametrize(
+    "source", [None, bad("//dev1/FFFF/1/0"), bad("//*/10/1/0"), bad("//dev1/10/1/8001"), LONG], ids=str
+)
 async def test_requests_from_nobody_are_dropped(world: Any, raw: Any, source: UUri | None) -> None:
-    whole = UMessageBuilder.request(raw.local.get_source(), uris.uri("dev1", 0, 4, 1), 1000).pack(v4.SubscribeRequest(topic=GOOD))
+    whole = UMessageBuilder.request(raw.local.get_source(), uris.uri("dev1", 0, 4, 1), 1000).pack(
+        v4.SubscribeRequest(topic=GOOD)
+    )
     message = UMessage()
     message.CopyFrom(whole)
     message.attributes.ClearField("source")
@@ -281,16 +324,20 @@ async def test_v3_fetch_subscriptions_without_argument(world: Any, raw: Any) -> 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.sampled_from(OPERATIONS),
-    st.binary(max_size=300) | st.builds(lambda cut: UPayload.pack(v3.SubscriptionRequest(topic=GOOD)).data[cut:], st.integers(0, 20)),
-    st.sampled_from([PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY]),
+    st.binary(max_size=300)
+    | st.builds(lambda cut: UPayload.pack(v3.SubscriptionRequest(topic=GOOD)).data[cut:], st.integers(0, 20)),
+    st.sampled_from(
+        [PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY]
+    ),
 )
 def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], data: bytes, format: Any) -> None:
-    """The fuzz target, bounded: what the codecs make of any bytes is an event, or a UStatusError of a documented code."""
+    """The fuzz target, bounded: what the codecs make of any bytes is an event, or a UStatusError of a documented
+    code."""
     major, name, method = operation
     codec = CODECS[major]
-    message = UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), uris.uri("dev1", 0, major, method), 1000).build_from_upayload(
-        UPayload(data, format)
-    )
+    message = UMessageBuilder.request(
+        uris.uri("dev1", 0x10, 1, 0), uris.uri("dev1", 0, major, method), 1000
+    ).build_from_upayload(UPayload(data, format))
     assert uuids.is_v7(message.attributes.id)
     read = {
         "subscribe": codec.subscribe,
@@ -326,7 +373,9 @@ def test_raw_bytes_at_the_rpc_entry_leave_the_service_alive(tmp_path_factory: An
             await service.start()
             async with InMemoryRpcClient(above, caller) as rpc:
                 for (major, _, method), data in requests:
-                    call = rpc.invoke_method(uris.uri("dev1", 0, major, method), UPayload(data, PROTOBUF), CallOptions(timeout_ms=20_000))
+                    call = rpc.invoke_method(
+                        uris.uri("dev1", 0, major, method), UPayload(data, PROTOBUF), CallOptions(timeout_ms=20_000)
+                    )
                     assert await code_of(call) in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED)
                 await rpc.invoke_method(uris.uri("dev1", 0, 4, 1), UPayload.pack(v4.SubscribeRequest(topic=GOOD)))
             await service.stop()

@@ -37,7 +37,10 @@ async def test_every_call_in_both_versions(world: Any, version: int) -> None:
     told: asyncio.Queue[Subscription] = asyncio.Queue()
     client.on_change(told.put_nowait)
     await client.register_for_notifications(TOPIC if version == 3 else None)
-    assert await client.subscribe(uris.parse("/20/1/8001"), sample_period_ms=50, expires_ms=4_102_444_800_000) is Status.SUBSCRIBED
+    assert (
+        await client.subscribe(uris.parse("/20/1/8001"), sample_period_ms=50, expires_ms=4_102_444_800_000)
+        is Status.SUBSCRIBED
+    )
     own = uris.parse("//dev1/10/1/0")
     wanted = Subscription(TOPIC, own, Status.SUBSCRIBED, 4_102_444_800_000, 50)
     assert await client.fetch_subscriptions(topic=TOPIC) == [wanted] == await client.fetch_subscriptions(subscriber=own)
@@ -77,7 +80,9 @@ async def test_the_version_is_found_out_once(world: Any) -> None:
     assert client.version is None
     await asyncio.gather(client.subscribe(TOPIC), client.subscribe(OTHER))
     assert client.version == 4
-    assert sum(world.services["dev1"].requests[name] for name in ("fetch_subscriptions_v4", "fetch_subscribers_v3")) == 2
+    assert (
+        sum(world.services["dev1"].requests[name] for name in ("fetch_subscriptions_v4", "fetch_subscribers_v3")) == 2
+    )
 
 
 async def test_without_a_service_the_client_says_unavailable_and_finds_one_later(world: Any) -> None:
@@ -97,7 +102,10 @@ async def test_commands_leave_in_order_and_the_last_one_wins(world: Any) -> None
     await transport.register_listener(uris.ANY, spy, uris.uri("dev1", 0, 4, 0xFFFF))
     first = asyncio.ensure_future(client.subscribe(OTHER))
     await asyncio.sleep(0)  # it leaves alone
-    calls = [asyncio.ensure_future(call) for call in (client.subscribe(TOPIC), client.unsubscribe(TOPIC), client.subscribe(TOPIC))]
+    calls = [
+        asyncio.ensure_future(call)
+        for call in (client.subscribe(TOPIC), client.unsubscribe(TOPIC), client.subscribe(TOPIC))
+    ]
     results = await asyncio.gather(first, *calls, return_exceptions=True)
     assert results[0] is results[3] is Status.SUBSCRIBED
     assert [error.code for error in results[1:3]] == [UCode.ABORTED] * 2
@@ -203,7 +211,8 @@ async def test_the_subscriber_of_the_communication_layer_works_with_it(world: An
 @pytest.mark.spec("local~l2-subscriber-persistent")
 @both
 async def test_a_subscription_outlives_its_subscriber_and_the_service(world: Any, version: int) -> None:
-    """The process that subscribed ends without a word, the service restarts; another one goes on with it, and can end it."""
+    """The process that subscribed ends without a word, the service restarts; another one goes on with it, and can end
+    it."""
     me = LocalUriProvider("dev1", 0x10, 1)
     await world.service()
     transport = LocalTransport.on(await world.network("dev1"), me)
@@ -216,10 +225,15 @@ async def test_a_subscription_outlives_its_subscriber_and_the_service(world: Any
     (row,) = await service.subscriptions()
     assert (row.topic, row.subscriber, row.sample_period_ms) == (uris.key(TOPIC), uris.key(me.get_source()), 20)
 
-    async with LocalTransport.on(await world.network("dev1"), me) as again, USubscriptionClient(again, me, version=version) as client:
+    async with (
+        LocalTransport.on(await world.network("dev1"), me) as again,
+        USubscriptionClient(again, me, version=version) as client,
+    ):
         listener = Listener()
         await again.register_listener(TOPIC, listener)  # to listen is all that it has to do
-        await (await world.transport("dev1", 0x20)).send(UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x")))
+        await (await world.transport("dev1", 0x20)).send(
+            UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x"))
+        )
         assert (await asyncio.wait_for(listener.heard.get(), 20)).payload == b"x"
         await InMemorySubscriber(again, me, client).unsubscribe(TOPIC)
         assert await service.subscriptions() == []

@@ -1,4 +1,5 @@
-"""A store that is damaged, at the start or while it runs, and a disk that fills: the service stays, and says what is wrong."""
+"""A store that is damaged, at the start or while it runs, and a disk that fills: the service stays, and says what is
+wrong."""
 
 from __future__ import annotations
 
@@ -182,7 +183,9 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     assert len(lines) <= 8, lines
 
 
-async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = await world.service()
     raw = await world.raw()
     db = service._store.database._db

@@ -78,7 +78,9 @@ async def test_a_subscription_ends_after_its_expiry_not_in_that_millisecond_and_
 
 @pytest.mark.parametrize("major", [3, 4])
 @spec("req~usubscription-past-subscription-expiration~1", doc="v4")
-async def test_a_new_subscription_that_is_past_is_not_stored_and_says_nothing(world: Any, clock: Clock, major: int) -> None:
+async def test_a_new_subscription_that_is_past_is_not_stored_and_says_nothing(
+    world: Any, clock: Clock, major: int
+) -> None:
     service = await world.service(now_ms=clock)
     raw = await world.raw()
     for past in (NOW - 1, 0, EXPIRY_MS_MIN):
@@ -109,7 +111,9 @@ def test_a_subscription_is_past_after_the_millisecond_of_its_expiry() -> None:
 @spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-seed")
 @spec("req~usubscription-subscribe-expiration-extension~1", doc="v3-today")
 @spec("req~usubscription-subscribe-expiration-extension~1", doc="v4")
-async def test_a_repeated_subscribe_sets_the_expiry_later_or_earlier_or_none(world: Any, clock: Clock, major: int) -> None:
+async def test_a_repeated_subscribe_sets_the_expiry_later_or_earlier_or_none(
+    world: Any, clock: Clock, major: int
+) -> None:
     """What exceeds is taken, as the first text asks; what differs otherwise, too, as the later ones ask."""
     service = await world.service(now_ms=clock)
     raw = await world.raw()
@@ -130,7 +134,9 @@ async def test_the_last_word_on_an_expiry_counts_whatever_its_version(world: Any
         assert row.expires_ms == asked
 
 
-async def test_what_expired_while_the_service_was_down_ends_at_start_in_the_order_of_expiry(world: Any, clock: Clock) -> None:
+async def test_what_expired_while_the_service_was_down_ends_at_start_in_the_order_of_expiry(
+    world: Any, clock: Clock
+) -> None:
     await world.service(now_ms=clock)
     raw = await world.raw()
     for number in range(3):
@@ -155,7 +161,8 @@ async def test_a_clock_that_jumps_back_ends_nothing_early(world: Any, clock: Clo
     await raw.notified[4].count(2)
 
 
-# -- reset ------------------------------------------------------------------------------------------------------------------------
+# -- reset
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("major", [3, 4])
@@ -174,7 +181,9 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
     await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
     await quiet.call(3, 6, v3.NotificationsRequest(topic=OTHER))
     peer = await world.raw(ue_id=0, version=9)
-    request = v4.ResetRequest() if major == 4 else v3.ResetRequest(reason=v3.ResetRequest.Reason(code=1), before=timestamp(0))
+    request = (
+        v4.ResetRequest() if major == 4 else v3.ResetRequest(reason=v3.ResetRequest.Reason(code=1), before=timestamp(0))
+    )
     assert (await peer.call(major, 9 if major == 3 else 6, request)).data == b""
     assert told(3, await old.notified[3].count(2)) == [Status.SUBSCRIBED, Status.UNSUBSCRIBED]
     assert told(4, await new.notified[4].count(2)) == [Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
@@ -197,7 +206,8 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
 @spec("req~usubscription-reset~1", doc="v3-today")
 @spec("req~usubscription-reset~1", doc="v4")
 async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, major: int) -> None:
-    """In this order: subscriptions and their store, registrations and theirs, then the messages. Looked at from outside, in that moment."""
+    """In this order: subscriptions and their store, registrations and theirs, then the messages. Looked at from
+    outside, in that moment."""
     await world.service(reset="all")
     raw, watcher = await world.raw(), await world.raw(ue_id=0x99)
     for topic in (TOPIC, FAR):
@@ -208,7 +218,10 @@ async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, 
 
     def rows() -> list[int]:
         """Subscriptions, links, registrations."""
-        return [store.execute(f"SELECT count(*) FROM {table}").fetchone()[0] for table in ("subscription", "link", "registration")]
+        return [
+            store.execute(f"SELECT count(*) FROM {table}").fetchone()[0]
+            for table in ("subscription", "link", "registration")
+        ]
 
     assert rows() == [2, 1, 1]
     seen: list[list[int]] = []
@@ -225,8 +238,11 @@ async def test_reset_has_cleared_everything_before_it_tells_anybody(world: Any, 
 
 @pytest.mark.parametrize("ends", ["unsubscribe", "expiry"])
 @spec("req~usubscription-unsubscribe-notifications~1", doc="v3")
-async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(world: Any, clock: Clock, ends: str) -> None:
-    """Not when its expiry passes, not at one more Unsubscribe, and to nobody: while one is left, everybody hears of each."""
+async def test_v3_once_the_last_one_has_left_nothing_is_said_about_the_topic(
+    world: Any, clock: Clock, ends: str
+) -> None:
+    """Not when its expiry passes, not at one more Unsubscribe, and to nobody: while one is left, everybody hears of
+    each."""
     await world.service(now_ms=clock)
     one, last, watcher = [await world.raw(ue_id=ue_id) for ue_id in (0x10, 0x11, 0x99)]
     await watcher.call(3, 6, v3.NotificationsRequest(topic=TOPIC))
@@ -278,7 +294,9 @@ async def test_reset_cancels_remote_commands_and_tells_the_peers_nothing(world: 
     await peer.call(4, 6)
     await asyncio.sleep(0.1)
     commands = [one for one in log if one.attributes.sink.resource_id == 1]
-    assert {one.attributes.sink.resource_id for one in log} <= {1, 3}, "it asks what the other one has of ours, and commands nothing"
+    assert {one.attributes.sink.resource_id for one in log} <= {1, 3}, (
+        "it asks what the other one has of ours, and commands nothing"
+    )
     await asyncio.sleep(0.1)
     assert [one for one in log if one.attributes.sink.resource_id == 1] == commands
     assert await service.read(lambda reader: reader.links()) == []

@@ -29,7 +29,9 @@ def sub(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED) -> Subs
 
 def listed(*told: Subscription) -> v4.FetchSubscriptionsResponse:
     return v4.FetchSubscriptionsResponse(
-        subscriptions=[v4.Subscription(topic=one.topic, subscriber=one.subscriber, status=one.status + 1) for one in told]
+        subscriptions=[
+            v4.Subscription(topic=one.topic, subscriber=one.subscriber, status=one.status + 1) for one in told
+        ]
     )
 
 
@@ -50,7 +52,9 @@ class Liar:
         return listed(*self.told)
 
     async def notify(self, told: v4.Subscription) -> None:
-        message = UMessageBuilder.notification(uris.uri("dev1", 0, 4, 0x8000), LOCAL.get_source()).build_from_upayload(UPayload.pack(told))
+        message = UMessageBuilder.notification(uris.uri("dev1", 0, 4, 0x8000), LOCAL.get_source()).build_from_upayload(
+            UPayload.pack(told)
+        )
         await self._transport.send(message)
 
     async def close(self) -> None:
@@ -68,7 +72,9 @@ async def test_a_service_has_nothing_to_say_about_others_topics_for_others_clien
         sub("//elsewhere/20/1/1", "//dev1/10/1/0"),
     )
     liar = await Liar(await world.transport("dev1", 0, 4), *told).open()
-    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1", lives_there=lambda authority: authority == "dev1")
+    source = ServiceInterest(
+        await world.transport("dev1", 0x99), LOCAL, "dev1", lives_there=lambda authority: authority == "dev1"
+    )
     await source.start()
     known = {uris.format(one.topic) for one in source._table.subscriptions()}
     assert known == {f"up:{MINE}", "up://elsewhere/20/1/8002"}
@@ -138,7 +144,9 @@ def test_a_lookup_finds_what_a_look_at_all_patterns_would(steps: list[tuple[Any,
 def test_a_lookup_looks_at_few_of_many_patterns(monkeypatch: pytest.MonkeyPatch) -> None:
     table = InterestTable()
     for number in range(1_000):
-        table.put(Subscription(uris.uri("a", 0xFFFF0000 + number, 1, 0x8001), uris.uri("b", 1, 1, 0), Status.SUBSCRIBED))
+        table.put(
+            Subscription(uris.uri("a", 0xFFFF0000 + number, 1, 0x8001), uris.uri("b", 1, 1, 0), Status.SUBSCRIBED)
+        )
     looks: list[Any] = []
     monkeypatch.setattr(uris, "matches", lambda *each: looks.append(each) or True)
     assert table.wants(uris.uri("a", 0x20, 1, 0x8001)) == {"b": Want(None)}

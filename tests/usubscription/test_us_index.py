@@ -51,7 +51,9 @@ def test_it_answers_as_the_store_does(history: list[tuple[list[StoreEvent], int]
                 assert index.subscribers(topic, *asked) == reader.subscribers(topic, *asked)
         loaded.load(reader)
         assert loaded._topics == index._topics
-        assert [list(known) for known in loaded._topics.values()] == [list(index._topics[topic]) for topic in loaded._topics]
+        assert [list(known) for known in loaded._topics.values()] == [
+            list(index._topics[topic]) for topic in loaded._topics
+        ]
         reader.close()
         database.close()
 

@@ -20,7 +20,16 @@ from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client import EmbeddedInterest, Interest, ServiceInterest, StaticFile, Status, Subscription, Want, interest
+from usubscription_client import (
+    EmbeddedInterest,
+    Interest,
+    ServiceInterest,
+    StaticFile,
+    Status,
+    Subscription,
+    Want,
+    interest,
+)
 from usubscription_client.interest import REFRESH_MS
 from usubscription_client.table import InterestTable, merge
 
@@ -52,7 +61,8 @@ def sub(topic: str, subscriber: str, status: Status = Status.SUBSCRIBED, period:
     return Subscription(uris.parse(topic), uris.parse(subscriber), status, None, period)
 
 
-# -- the table --------------------------------------------------------------------------------------------------------------------
+# -- the table
+# --------------------------------------------------------------------------------------------------------------------
 
 
 def test_both_pending_and_subscribed_want_and_the_smallest_period_wins() -> None:
@@ -90,7 +100,9 @@ SUBSCRIPTIONS = st.builds(
 
 
 @given(st.lists(SUBSCRIPTIONS), st.lists(SUBSCRIPTIONS))
-def test_whatever_came_before_the_table_is_what_was_put_last(before: list[Subscription], after: list[Subscription]) -> None:
+def test_whatever_came_before_the_table_is_what_was_put_last(
+    before: list[Subscription], after: list[Subscription]
+) -> None:
     table, fresh = InterestTable(), InterestTable()
     for one in before:
         table.put(one)
@@ -118,7 +130,8 @@ def test_merging_is_the_same_in_any_order(parts: list[dict[str, Want]]) -> None:
     assert merge(parts) == merge(parts[::-1])
 
 
-# -- a service --------------------------------------------------------------------------------------------------------------------
+# -- a service
+# --------------------------------------------------------------------------------------------------------------------
 
 
 async def test_service_interest_fetches_and_follows(world: Any) -> None:
@@ -146,7 +159,9 @@ async def test_service_interest_serves_on_and_says_so_while_the_service_is_away(
     await world.service()
     client = await world.client()
     await client.subscribe(TOPIC)
-    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1", refresh_ms=50, retry_first_ms=20, call_ms=100)
+    source = ServiceInterest(
+        await world.transport("dev1", 0x99), LOCAL, "dev1", refresh_ms=50, retry_first_ms=20, call_ms=100
+    )
     changed = Changed(source)
     await source.start()
     await world.stop()
@@ -229,7 +244,9 @@ class OldService:
     async def tell(self, topic: UUri, subscriber: UUri, state: int) -> None:
         update = v3.Update(topic=topic, subscriber=v3.SubscriberInfo(uri=subscriber))
         update.status.state = v3.SubscriptionStatus.State.ValueType(state)
-        await self._transport.send(UMessageBuilder.notification(uris.uri("old", 0, 3, 0x8000), uris.uri("dev1", 0x99, 1, 0)).pack(update))
+        await self._transport.send(
+            UMessageBuilder.notification(uris.uri("old", 0, 3, 0x8000), uris.uri("dev1", 0x99, 1, 0)).pack(update)
+        )
 
 
 async def test_a_foreign_v3_service_is_asked_topic_by_topic_once_and_followed(world: Any) -> None:
@@ -263,7 +280,9 @@ async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_return
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     topic = uris.parse("//old/20/1/8001")
-    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=100, retry_first_ms=20, refresh_ms=20)
+    source = ServiceInterest(
+        await world.transport("dev1", 0x99), LOCAL, "old", call_ms=100, retry_first_ms=20, refresh_ms=20
+    )
     changed = Changed(source)
     await source.start()
     await old.close()
@@ -307,7 +326,8 @@ async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monk
     await old.close()
 
 
-# -- embedded, static file, union -----------------------------------------------------------------------------------------------------
+# -- embedded, static file, union
+# -----------------------------------------------------------------------------------------------------
 
 
 async def test_embedded_interest_is_fresh_before_the_subscriber_has_its_answer(world: Any) -> None:
@@ -335,7 +355,10 @@ def write(path: Path, content: Any) -> Path:
 
 
 async def test_static_file_reads_what_the_rust_streamer_reads(tmp_path: Path) -> None:
-    content = {"//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"], "up://authority-a/5BA0/1/8001": ["//authority-b/5678/1/1234"]}
+    content = {
+        "//authority-b/3039/1/8001": ["//authority-a/5678/1/1234"],
+        "up://authority-a/5BA0/1/8001": ["//authority-b/5678/1/1234"],
+    }
     source = StaticFile(write(tmp_path / "subscriptions.json", content))
     changed = Changed(source)
     await source.start()

@@ -1,4 +1,5 @@
-"""What a service tells that nobody can be: addresses out of range, methods instead of topics. The rest of what it says counts."""
+"""What a service tells that nobody can be: addresses out of range, methods instead of topics. The rest of what it says
+counts."""
 
 from __future__ import annotations
 
@@ -43,7 +44,9 @@ def test_one_entry_that_means_nothing_costs_the_others_nothing(version: int) -> 
 
 
 def test_subscribers_that_nobody_can_be_are_left_out() -> None:
-    response = v3.FetchSubscribersResponse(subscribers=[v3.SubscriberInfo(uri=one) for one in (NO_SUBSCRIBER, SUBSCRIBER)])
+    response = v3.FetchSubscribersResponse(
+        subscribers=[v3.SubscriberInfo(uri=one) for one in (NO_SUBSCRIBER, SUBSCRIBER)]
+    )
     assert wire.read_subscribers(UPayload.pack(response)) == ([SUBSCRIBER], False)
 
 
@@ -51,7 +54,9 @@ def test_subscribers_that_nobody_can_be_are_left_out() -> None:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_change_that_means_nothing_is_refused(version: int, pair: tuple[UUri, UUri]) -> None:
     change = told(version, *pair)
-    payload = UPayload.pack(change if version == 4 else v3.Update(topic=change.topic, subscriber=change.subscriber, status=change.status))  # type: ignore[arg-type]
+    payload = UPayload.pack(
+        change if version == 4 else v3.Update(topic=change.topic, subscriber=change.subscriber, status=change.status)
+    )  # type: ignore[arg-type]
     with pytest.raises(UStatusError) as caught:
         wire.read_change(version, payload)
     assert caught.value.code == UCode.INVALID_ARGUMENT

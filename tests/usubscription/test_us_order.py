@@ -1,4 +1,5 @@
-"""In which order commands count: as they arrive, whatever their method and version; and one that comes again undoes nothing."""
+"""In which order commands count: as they arrive, whatever their method and version; and one that comes again undoes
+nothing."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ async def sender(world: Any, answers: Answers) -> tuple[Any, Any]:
     return transport, source
 
 
-@pytest.mark.parametrize("majors", list(itertools.product((3, 4), repeat=3)), ids=lambda majors: "".join(map(str, majors)))
+@pytest.mark.parametrize(
+    "majors", list(itertools.product((3, 4), repeat=3)), ids=lambda majors: "".join(map(str, majors))
+)
 async def test_commands_count_in_the_order_of_arrival_whatever_their_method_and_version(
     world: Any, answers: Answers, majors: tuple[int, ...]
 ) -> None:
@@ -144,7 +147,10 @@ def test_ids_are_compared_for_equality_since_clocks_go_back(tmp_path: Path) -> N
     newer, older = b"\x09" * 16, b"\x01" * 16
     assert apply(db, Commanded(Unsubscribe(T, APP, 4), newer), Commanded(Subscribe(T, APP, 4), older)) == [0, 0]
     assert db.reader().count() == 1
-    assert apply(db, Commanded(Subscribe(T, OTHER, 4), b"\x02" * 16), Commanded(Unsubscribe(T, APP, 4), newer)) == [0, UCode.ABORTED]
+    assert apply(db, Commanded(Subscribe(T, OTHER, 4), b"\x02" * 16), Commanded(Unsubscribe(T, APP, 4), newer)) == [
+        0,
+        UCode.ABORTED,
+    ]
     assert db.reader().count() == 2
     db.close()
 
@@ -174,7 +180,9 @@ def test_what_is_remembered_of_commands_is_bounded_on_disk_too(tmp_path: Path, m
     db = Database(tmp_path / "s.db", "own")
     db.open()
     for start in range(0, 3_000, 50):
-        db.apply([Commanded(Subscribe(T, APP, 4), number.to_bytes(16, "big")) for number in range(start, start + 50)], 0)
+        db.apply(
+            [Commanded(Subscribe(T, APP, 4), number.to_bytes(16, "big")) for number in range(start, start + 50)], 0
+        )
     assert db._handled is not None
     assert len(db._handled._about) == 100
     assert len(db._handled._last) == 1
@@ -241,7 +249,11 @@ async def test_a_restore_that_meets_a_shortage_is_tried_again(world: Any, versio
 def test_an_answer_that_says_nothing_is_no_refusal() -> None:
     from usubscription_client import wire
 
-    for version, payload in ((4, v4.SubscribeResponse()), (3, v3.SubscriptionResponse()), (4, v4.SubscribeResponse(status=9))):  # type: ignore[arg-type]
+    for version, payload in (
+        (4, v4.SubscribeResponse()),
+        (3, v3.SubscriptionResponse()),
+        (4, v4.SubscribeResponse(status=9)),
+    ):  # type: ignore[arg-type]
         with pytest.raises(UStatusError) as error:
             wire.read_status(version, UPayload.pack(payload))
         assert error.value.code == UCode.INTERNAL

@@ -1,4 +1,5 @@
-"""Telling changes: each destination has its own order and its own trouble, nothing is lost over a restart, answers go first."""
+"""Telling changes: each destination has its own order and its own trouble, nothing is lost over a restart, answers go
+first."""
 
 from __future__ import annotations
 
@@ -86,7 +87,9 @@ async def watched(world: Any, *authorities: str) -> tuple[Any, Any, dict[str, An
 
 @pytest.mark.parametrize("code", [UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED, UCode.INTERNAL], ids=UCode.Name)
 @pytest.mark.parametrize("stuck", ["publishes at home", "dev1", "dev2"])
-async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_in_order_later(world: Any, stuck: str, code: int) -> None:
+async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_in_order_later(
+    world: Any, stuck: str, code: int
+) -> None:
     service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
     raw = await world.raw()
     away = True
@@ -94,7 +97,11 @@ async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_i
     def verdict(message: UMessage) -> int | None:
         if stuck == "publishes at home":
             return code if away and message.attributes.type == PUBLISH else None
-        return code if away and message.attributes.type == NOTIFICATION and message.attributes.sink.authority_name == stuck else None
+        return (
+            code
+            if away and message.attributes.type == NOTIFICATION and message.attributes.sink.authority_name == stuck
+            else None
+        )
 
     sieve.verdict = verdict
     for number in range(40):
@@ -141,7 +148,9 @@ async def test_what_a_destination_has_not_had_outlives_a_restart_and_comes_first
     await until(lambda: not service._pump._troubles._known)
 
 
-async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(telling, "TRIES_MAX", 3)
     monkeypatch.setattr(telling, "RETRY_MAX_MS", 200)
     service, sieve, watchers = await watched(world, "dev2")
@@ -157,7 +166,9 @@ async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_coun
 
 async def test_a_no_for_good_is_counted_and_nothing_waits_for_it(world: Any) -> None:
     service, sieve, watchers = await watched(world, "dev1", "dev2")
-    sieve.verdict = lambda message: UCode.PERMISSION_DENIED if message.attributes.sink.authority_name == "dev2" else None
+    sieve.verdict = lambda message: (
+        UCode.PERMISSION_DENIED if message.attributes.sink.authority_name == "dev2" else None
+    )
     raw = await world.raw()
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(0)))
     await watchers["dev1"].count(1)
@@ -193,7 +204,9 @@ async def test_with_random_troubles_every_destination_gets_everything_in_order(
     dice = random.Random(seed)
     service, sieve, watchers = await watched(world, "dev1", "dev2", "dev3")
     codes = [UCode.UNAVAILABLE, UCode.DEADLINE_EXCEEDED, UCode.ABORTED]
-    sieve.verdict = lambda message: dice.choice(codes) if message.attributes.type == NOTIFICATION and dice.random() < 0.3 else None
+    sieve.verdict = lambda message: (
+        dice.choice(codes) if message.attributes.type == NOTIFICATION and dice.random() < 0.3 else None
+    )
     raw = await world.raw()
     for number in range(60):
         await raw.call(4, 1, v4.SubscribeRequest(topic=topic(number)))
@@ -219,7 +232,8 @@ def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first
     db.close()
 
 
-# -- answers first ----------------------------------------------------------------------------------------------------------------------
+# -- answers first
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class Sink:

@@ -1,4 +1,5 @@
-"""Copies of our subscriptions at other services: found and ended after a Reset, after the store was lost, and by a word from there."""
+"""Copies of our subscriptions at other services: found and ended after a Reset, after the store was lost, and by a word
+from there."""
 
 from __future__ import annotations
 
@@ -111,7 +112,9 @@ async def test_with_everything_lost_a_word_from_the_other_service_is_enough(worl
         if major == 3:
             told = v3.Update(topic=TOPICS[name], subscriber=v3.SubscriberInfo(uri=sink))
             told.status.state = v3.SubscriptionStatus.SUBSCRIBED
-        await world.transports[name].send(UMessageBuilder.notification(uris.uri(name, 0, major, 0x8000), sink).pack(told))
+        await world.transports[name].send(
+            UMessageBuilder.notification(uris.uri(name, 0, major, 0x8000), sink).pack(told)
+        )
     await until(lambda: no_copies(world))
 
 
@@ -126,21 +129,27 @@ async def test_a_subscription_that_stands_is_not_touched_by_any_of_it(world: Any
     assert sorted(service._remote._partners.all()) == [("b", 3), ("b", 4), ("c", 4)]
 
 
-async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(audit, "PARTNERS_A_ROUND_MAX", 3)
-    (world.path / "a.db.partners").write_text(str([["b", 4], *([f"gone{number}", 4] for number in range(20)), ["c", 4]]).replace("'", '"'))
+    (world.path / "a.db.partners").write_text(
+        str([["b", 4], *([f"gone{number}", 4] for number in range(20)), ["c", 4]]).replace("'", '"')
+    )
     for name in "bc":
         await world.service(name)
     await world.service("a", audit_call_ms=50)
 
     async def asked() -> bool:
         left = {authority for authority, _ in world.services["a"]._remote._partners.all()}
-        return left == {f"gone{number}" for number in range(20)}  # those that don't answer are kept, the others have nothing of ours
+        # those that don't answer are kept, the others have nothing of ours
+        return left == {f"gone{number}" for number in range(20)}
 
     await until(asked)
 
 
-# -- the file -------------------------------------------------------------------------------------------------------------------------
+# -- the file
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Path) -> None:

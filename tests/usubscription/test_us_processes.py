@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from streamer.processes import free_port
+from streamer.demo.processes import free_port
 from transports.plugin import create
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
@@ -77,7 +77,9 @@ class Networks:
         self.services = {name: Process(name, path / f"{name}.db", transport, settings(name)) for name in "ab"}
         self._closing: list[Any] = []
 
-    async def client(self, authority: str, version: int, ue_id: int = 0x10) -> tuple[USubscriptionClient, asyncio.Queue[Subscription]]:
+    async def client(
+        self, authority: str, version: int, ue_id: int = 0x10
+    ) -> tuple[USubscriptionClient, asyncio.Queue[Subscription]]:
         local = LocalUriProvider(authority, ue_id, 1)
         transport = create(self._transport, self._settings(f"client-{authority}-{version}-{ue_id}"), local)
         await transport.open()
@@ -133,7 +135,9 @@ async def flows(networks: Networks) -> None:
             await until(told, Status.SUBSCRIBED, topic(near))
             assert await client.subscribe(topic(far)) is Status.SUBSCRIBE_PENDING
             await until(told, Status.SUBSCRIBED, topic(far))
-            assert [one.subscriber.authority_name for one in await there.fetch_subscriptions(topic=topic(far))] == [near]
+            assert [one.subscriber.authority_name for one in await there.fetch_subscriptions(topic=topic(far))] == [
+                near
+            ]
             await client.unsubscribe(topic(far))
             await client.unsubscribe(topic(near))
             async with asyncio.timeout(WAIT_S):
@@ -167,9 +171,17 @@ async def the_last_one_wins(networks: Networks) -> None:
         requests = []
         for number in range(3):
             major, method = (3, 4)[(start + number) % 2], (1, 2, 1)[number]
-            asked: Any = v4.SubscribeRequest(topic=topic("a", start)) if method == 1 else v4.UnsubscribeRequest(topic=topic("a", start))
+            asked: Any = (
+                v4.SubscribeRequest(topic=topic("a", start))
+                if method == 1
+                else v4.UnsubscribeRequest(topic=topic("a", start))
+            )
             if major == 3:
-                asked = v3.SubscriptionRequest(topic=topic("a", start)) if method == 1 else v3.UnsubscribeRequest(topic=topic("a", start))
+                asked = (
+                    v3.SubscriptionRequest(topic=topic("a", start))
+                    if method == 1
+                    else v3.UnsubscribeRequest(topic=topic("a", start))
+                )
             requests.append(UMessageBuilder.request(source, uris.uri("a", 0, major, method), 60_000).pack(asked))
         assert {status.code for status in await client._transport.send_batch(requests)} == {UCode.OK}
     async with asyncio.timeout(WAIT_S):
@@ -225,7 +237,9 @@ async def test_killed_while_unsubscribe_pending_it_goes_on_after_the_restart(zen
 
 
 @pytest.mark.slow
-async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_comes_back(zenoh: Networks, tmp_path: Path) -> None:
+async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_comes_back(
+    zenoh: Networks, tmp_path: Path
+) -> None:
     a, b = zenoh.services["a"], zenoh.services["b"]
     await a.start()
     await b.start()
@@ -250,7 +264,8 @@ async def test_killed_while_subscribed_both_know_it_still_and_what_one_lost_come
             await asyncio.sleep(0.02)
 
 
-# -- the process ------------------------------------------------------------------------------------------------------------------
+# -- the process
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -270,7 +285,9 @@ async def test_it_stops_cleanly_on_signals(tmp_path: Path, number: signal.Signal
         ("authority =", "is not TOML"),
     ],
 )
-def test_what_is_wrong_with_a_configuration_is_said(tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_with_a_configuration_is_said(
+    tmp_path: Path, content: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "service.toml"
     file.write_text(content)
     assert process_module.main(["--config", str(file)]) == 2
@@ -279,15 +296,21 @@ def test_what_is_wrong_with_a_configuration_is_said(tmp_path: Path, content: str
 
 def test_options_go_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "service.toml"
-    file.write_text("authority = 'a'\nstore = 's.db'\ntransport = 'local'\n[settings]\nnetwork = 'one'\nlisteners_max = 5")
-    config = process_module.parse(["--config", str(file), "--authority", "b", "--setting", "network=two", "--setting", "listeners_max=7"])
+    file.write_text(
+        "authority = 'a'\nstore = 's.db'\ntransport = 'local'\n[settings]\nnetwork = 'one'\nlisteners_max = 5"
+    )
+    config = process_module.parse(
+        ["--config", str(file), "--authority", "b", "--setting", "network=two", "--setting", "listeners_max=7"]
+    )
     assert (config.authority, config.settings) == ("b", {"network": "two", "listeners_max": 7})
     with pytest.raises(UStatusError) as error:
         process_module.parse(["--config", str(file), "--setting", "nonsense"])
     assert error.value.code == UCode.INVALID_ARGUMENT
 
 
-def test_a_store_that_cannot_be_opened_ends_it_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_cannot_be_opened_ends_it_with_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with contextlib.closing(sqlite3.connect(tmp_path / "s.db")) as other:
         other.execute("CREATE TABLE t(x)")
     assert process_module.main(["--authority", "a", "--store", str(tmp_path / "s.db"), "--transport", "local"]) == 1

@@ -47,7 +47,9 @@ def test_one_caller_has_a_share_and_the_others_have_room_beside_it(tmp_path: Pat
     db = store(tmp_path)
     assert subscribe(db, ("dev1", 0x10, 1, 0), 100) == 16
     assert subscribe(db, ("dev1", 0x10, 9, 0), 100) == 0, "another version is no other caller"
-    assert [subscribe(db, ("dev1", 0x20 + number, 1, 0), 10) for number in range(4)] == [10, 10, 10, 2], "the own ones leave a quarter"
+    assert [subscribe(db, ("dev1", 0x20 + number, 1, 0), 10) for number in range(4)] == [10, 10, 10, 2], (
+        "the own ones leave a quarter"
+    )
     assert subscribe(db, ("dev2", 0, 4, 0), 100) == 8
     assert subscribe(db, ("dev2", 0x77, 1, 0), 100) == 0, "an authority makes up its uEntities"
     assert subscribe(db, ("dev3", 0, 4, 0), 100) == 8
@@ -141,7 +143,8 @@ def test_a_family_of_our_own_is_one_of_ours() -> None:
     assert quota.room(("ecu1.vin2", 2), 9) is not None
 
 
-# -- pages ------------------------------------------------------------------------------------------------------------------------
+# -- pages
+# ----------------------------------------------------------------------------------------------------------------------
 
 ENTITY = 0x20
 MANY = 30_000
@@ -185,9 +188,13 @@ async def test_a_long_listing_comes_in_messages_that_every_transport_takes(world
 
 async def test_v3_subscribers_come_in_such_messages_too(world: Any) -> None:
     service = await world.service()
-    subscribers: list[Key] = [("a-rather-long-name-of-a-vehicle-behind-a-gateway", number, 1, 0) for number in range(15_000)]
+    subscribers: list[Key] = [
+        ("a-rather-long-name-of-a-vehicle-behind-a-gateway", number, 1, 0) for number in range(15_000)
+    ]
     for start in range(0, len(subscribers), 1_000):
-        service._store.database.apply([Subscribe(("dev1", ENTITY, 1, 0x8001), one, 3) for one in subscribers[start : start + 1_000]], 0)
+        service._store.database.apply(
+            [Subscribe(("dev1", ENTITY, 1, 0x8001), one, 3) for one in subscribers[start : start + 1_000]], 0
+        )
     sizes = Sizes(world.transports["dev1"])
     client = await world.client(version=3)
     service._store.index.load(service._store._reading["long"])
@@ -236,7 +243,8 @@ async def test_a_listing_without_end_is_given_up(world: Any, version: int) -> No
     assert error.value.code == UCode.RESOURCE_EXHAUSTED
 
 
-# -- what waits -------------------------------------------------------------------------------------------------------------------
+# -- what waits
+# -------------------------------------------------------------------------------------------------------------------
 
 
 async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +286,8 @@ async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pyt
     assert entry.refused["waiting"] == 1
 
 
-# -- of a gateway -----------------------------------------------------------------------------------------------------------------
+# -- of a gateway
+# -----------------------------------------------------------------------------------------------------------------
 
 
 def test_the_shares_are_those_of_the_page() -> None:
@@ -304,7 +313,8 @@ def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
 
     def hold(destination: str, first: int, count: int, details: bytes) -> None:
         changes = [
-            (destination, first + n, Change(topic(n), ("dev1", 1, 1, 0), Status.SUBSCRIBED, 3, details=details), ()) for n in range(count)
+            (destination, first + n, Change(topic(n), ("dev1", 1, 1, 0), Status.SUBSCRIBED, 3, details=details), ())
+            for n in range(count)
         ]
         db.apply([Hold(tuple(changes)), Hold(tuple(changes))], 0)  # the second time they are there already
 

@@ -72,7 +72,10 @@ class Peer:
 
     def __init__(self, transport: Any, authority: str) -> None:
         self._transport, self._authority = transport, authority
-        self._servers = {major: InMemoryRpcServer(transport, LocalUriProvider(authority, 0, major), drain_ms_max=0) for major in (3, 4)}
+        self._servers = {
+            major: InMemoryRpcServer(transport, LocalUriProvider(authority, 0, major), drain_ms_max=0)
+            for major in (3, 4)
+        }
         self.commands: list[tuple[str, UMessage]] = []
         self.running = self.running_max = 0
         self.answer: Callable[[str, UMessage], Any] = lambda command, request: Status.SUBSCRIBED
@@ -123,10 +126,14 @@ class Peer:
         self.asked += 1
         await self.lists.wait()  # what it says is what it had when it was asked
         if request.attributes.sink.ue_version_major == 4:
-            return v4.FetchSubscriptionsResponse(subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in has])
+            return v4.FetchSubscriptionsResponse(
+                subscriptions=[v4.Subscription(topic=topic, subscriber=own, status=3) for topic in has]
+            )
         state = v3.SubscriptionStatus(state=S3.SUBSCRIBED)
         return v3.FetchSubscriptionsResponse(
-            subscriptions=[v3.Subscription(topic=topic, subscriber=v3.SubscriberInfo(uri=own), status=state) for topic in has]
+            subscriptions=[
+                v3.Subscription(topic=topic, subscriber=v3.SubscriberInfo(uri=own), status=state) for topic in has
+            ]
         )
 
     async def until(self, *commands: str) -> None:
@@ -140,7 +147,9 @@ class Peer:
         source, sink = uris.uri(self._authority, 0, major, 0x8000), uris.uri("a", 0, major, 0)
         made: Any = v4.Subscription(topic=topic, subscriber=sink, status=status + 1)
         if major == 3:
-            made = v3.Update(topic=topic, subscriber=v3.SubscriberInfo(uri=sink), status=v3.SubscriptionStatus(state=status))
+            made = v3.Update(
+                topic=topic, subscriber=v3.SubscriberInfo(uri=sink), status=v3.SubscriptionStatus(state=status)
+            )
         await self._transport.send(UMessageBuilder.notification(source, sink).pack(made))
 
 
@@ -163,7 +172,8 @@ async def links(service: Any) -> dict[str, Any]:
     return {uris.format(_uri(topic)): link for topic, link in await service.read(lambda reader: reader.links())}
 
 
-# -- two services -----------------------------------------------------------------------------------------------------------------
+# -- two services
+# -----------------------------------------------------------------------------------------------------------------
 
 
 @both
@@ -201,7 +211,10 @@ async def test_subscribe_and_unsubscribe_between_two_services_both_ways(world: A
         await wait_for(lambda far=far: _empty(services[far]))
         await wait_for(lambda near=near: _no_links(services[near]))
         _, left = [one for one in world.forwarders[near, far].log if one.attributes.type == REQUEST]
-        assert (left.attributes.source, left.attributes.sink) == (uris.uri(near, 0, major, 0), uris.uri(far, 0, major, 2))
+        assert (left.attributes.source, left.attributes.sink) == (
+            uris.uri(near, 0, major, 0),
+            uris.uri(far, 0, major, 2),
+        )
         assert left.attributes.ttl == 300_000
         if major == 3:
             assert UPayload.of(left).unpack(v3.UnsubscribeRequest).subscriber.uri == uris.uri(near, 0, 3, 0)
@@ -221,7 +234,9 @@ async def test_registrants_hear_of_the_pending_subscription_before_the_remote_re
     await world.service("b")
     service = await world.service("a")
     log: list[str] = []
-    world.forwarders["a", "b"].lose = lambda message: log.append("request" if message.attributes.type == REQUEST else "other") or False
+    world.forwarders["a", "b"].lose = lambda message: (
+        log.append("request" if message.attributes.type == REQUEST else "other") or False
+    )
     service.on_change(lambda changes: log.extend(f"hook {change.status.name}" for change in changes))
     raw, watcher = await world.raw("a"), await world.raw("a", 0x99)
     await watcher.call(4, 4, v4.NotificationsRequest())
@@ -234,7 +249,8 @@ async def test_registrants_hear_of_the_pending_subscription_before_the_remote_re
     assert order[:3] == ["hook SUBSCRIBE_PENDING", "told SUBSCRIBE_PENDING", "request"]
 
 
-# -- a peer that does what the test says --------------------------------------------------------------------------------------------
+# -- a peer that does what the test says
+# --------------------------------------------------------------------------------------------
 
 
 @both
@@ -242,7 +258,12 @@ async def test_registrants_hear_of_the_pending_subscription_before_the_remote_re
 @spec("req~usubscription-subscribe-remote-response~1", doc="v4")
 @pytest.mark.parametrize(
     "answer",
-    [Status.UNSUBSCRIBED, Status.UNSUBSCRIBE_PENDING, UStatusError(UCode.PERMISSION_DENIED, "no"), UStatusError(UCode.NOT_FOUND, "no")],
+    [
+        Status.UNSUBSCRIBED,
+        Status.UNSUBSCRIBE_PENDING,
+        UStatusError(UCode.PERMISSION_DENIED, "no"),
+        UStatusError(UCode.NOT_FOUND, "no"),
+    ],
     ids=repr,
 )
 async def test_a_refusal_unsubscribes_everybody(world: Any, peer: Peer, major: int, answer: Any) -> None:
@@ -285,7 +306,9 @@ async def _command_done(service: Any) -> bool:
     return all(link.command is None for link in (await links(service)).values())
 
 
-async def test_what_others_say_about_our_subscriptions_counts_only_from_their_own_service(world: Any, peer: Peer) -> None:
+async def test_what_others_say_about_our_subscriptions_counts_only_from_their_own_service(
+    world: Any, peer: Peer
+) -> None:
     service = await world.service("a")
     raw = await world.raw("a")
     await raw.call(4, 1, subscribe(4, B_TOPIC))
@@ -303,7 +326,11 @@ async def test_what_others_say_about_our_subscriptions_counts_only_from_their_ow
 @spec("req~usubscription-remote-retry-indefinitely~1", doc="v4")
 async def test_a_command_is_retried_until_answered_across_our_restart_and_the_remotes(world: Any, peer: Peer) -> None:
     answers = itertools.chain(
-        [UStatusError(UCode.UNAVAILABLE, "away"), UStatusError(UCode.DEADLINE_EXCEEDED, "late"), UStatusError(UCode.UNAVAILABLE, "away")]
+        [
+            UStatusError(UCode.UNAVAILABLE, "away"),
+            UStatusError(UCode.DEADLINE_EXCEEDED, "late"),
+            UStatusError(UCode.UNAVAILABLE, "away"),
+        ]
     )
     peer.answer = lambda command, request: next(answers, Status.SUBSCRIBED)
     await world.service("a")
@@ -325,7 +352,8 @@ async def test_a_command_is_retried_until_answered_across_our_restart_and_the_re
 @spec("req~usubscription-remote-max-timeout~1", doc="v3")
 @spec("req~usubscription-remote-max-timeout~1", doc="v4")
 async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: Any, peer: Peer) -> None:
-    """A network that loses what nobody hears must not cost five minutes; but those five minutes are what each request has."""
+    """A network that loses what nobody hears must not cost five minutes; but those five minutes are what each request
+    has."""
     gates = [asyncio.Event(), asyncio.Event()]
     waiting = iter(gates)
 
@@ -349,7 +377,9 @@ async def test_a_lost_request_is_said_again_while_the_first_still_counts(world: 
 
 @spec("req~usubscription-unsubscribe-remote-unsubscribed~1", doc="v3")
 @spec("req~usubscription-unsubscribe-remote-unsubscribed~1", doc="v4")
-@pytest.mark.parametrize("answer", [Status.UNSUBSCRIBED, UStatusError(UCode.INTERNAL, "no"), UStatusError(UCode.NOT_FOUND, "no")], ids=repr)
+@pytest.mark.parametrize(
+    "answer", [Status.UNSUBSCRIBED, UStatusError(UCode.INTERNAL, "no"), UStatusError(UCode.NOT_FOUND, "no")], ids=repr
+)
 @both
 async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote_answers(
     world: Any, peer: Peer, major: int, answer: Any
@@ -367,13 +397,18 @@ async def test_having_unsubscribed_the_topic_is_unsubscribed_whatever_the_remote
         peer.answer = lambda command, request: Status.UNSUBSCRIBED
         await peer.until("subscribe", "unsubscribe", "unsubscribe")
     await wait_for(lambda: _no_links(service))
-    assert UPayload.of(peer.commands[1][1]).unpack(v3.UnsubscribeRequest if major == 3 else v4.UnsubscribeRequest).topic == B_TOPIC
+    assert (
+        UPayload.of(peer.commands[1][1]).unpack(v3.UnsubscribeRequest if major == 3 else v4.UnsubscribeRequest).topic
+        == B_TOPIC
+    )
 
 
 @spec("req~usubscription-remote-max-timeout~1", doc="v3")
 @spec("req~usubscription-remote-max-timeout~1", doc="v4")
 @both
-async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_again(world: Any, peer: Peer, major: int) -> None:
+async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_again(
+    world: Any, peer: Peer, major: int
+) -> None:
     """Its five minutes are its own: the requests that are sent meanwhile take nothing from them."""
     late, never = asyncio.Event(), asyncio.Event()
     asked = itertools.count()
@@ -399,7 +434,9 @@ async def test_an_answer_to_the_first_request_counts_however_often_it_was_said_a
 @both
 @spec("req~usubscription-subscribe-remote-pending~1", doc="v3")
 @spec("req~usubscription-subscribe-remote-pending~1", doc="v4")
-async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(world: Any, peer: Peer, major: int) -> None:
+async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(
+    world: Any, peer: Peer, major: int
+) -> None:
     """At the first Subscribe, and at one that goes out later because the remote has lost it."""
     gates = [asyncio.Event(), asyncio.Event()]
     waiting = iter(gates)
@@ -433,7 +470,9 @@ async def test_everybody_who_has_the_topic_is_pending_while_the_remote_is_asked(
 @both
 @spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v3")
 @spec("req~usubscription-subscribe-unsubscribe-pending~1", doc="v4")
-async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_again(world: Any, peer: Peer, major: int) -> None:
+async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_again(
+    world: Any, peer: Peer, major: int
+) -> None:
     gate = asyncio.Event()
 
     async def answer(command: str, request: UMessage) -> Any:
@@ -457,7 +496,9 @@ async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_agai
     gate.set()
     await peer.until("subscribe", "unsubscribe", "subscribe")
     assert peer.commands[2][1].attributes.source == uris.uri("a", 0, major, 0)
-    heard = await raw.notified[major].until(lambda heard: len(heard) > before and told(major, heard)[-1] is Status.SUBSCRIBED)
+    heard = await raw.notified[major].until(
+        lambda heard: len(heard) > before and told(major, heard)[-1] is Status.SUBSCRIBED
+    )
     assert told(major, heard)[-2:] == [Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED]
 
 
@@ -465,7 +506,9 @@ async def test_subscribe_while_the_unsubscribe_is_under_way_asks_the_remote_agai
 @spec("req~usubscription-unsubscribe-subscribe-pending~1", doc="v3")
 @spec("req~usubscription-unsubscribe-subscribe-pending~1", doc="v4")
 @spec("req~usubscription-remote-unsubscribe-notifications~1", doc="v4")
-async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic_in_flight(world: Any, peer: Peer, major: int) -> None:
+async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic_in_flight(
+    world: Any, peer: Peer, major: int
+) -> None:
     gate = asyncio.Event()
 
     async def slowly(command: str, request: UMessage) -> Any:
@@ -481,7 +524,8 @@ async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic
     (link,) = (await links(service)).values()
     assert link.state is Status.UNSUBSCRIBE_PENDING
     assert await service.subscriptions() == []
-    assert status(major, await raw.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING  # while UNSUBSCRIBE_PENDING
+    # while UNSUBSCRIBE_PENDING
+    assert status(major, await raw.call(major, 1, subscribe(major, B_TOPIC))) is Status.SUBSCRIBE_PENDING
     await raw.call(major, 2, unsubscribe(major, B_TOPIC))
     gate.set()
     await peer.until("subscribe", "unsubscribe")  # the two in between were replaced before they left
@@ -494,7 +538,9 @@ async def test_crossing_commands_end_in_the_state_of_the_last_one_one_of_a_topic
     assert len(raw.published[major].heard) == 5
 
 
-async def test_commands_to_one_remote_leave_in_order_and_a_lost_one_holds_its_own_topic_only(world: Any, peer: Peer) -> None:
+async def test_commands_to_one_remote_leave_in_order_and_a_lost_one_holds_its_own_topic_only(
+    world: Any, peer: Peer
+) -> None:
     topics = [uris.uri("b", 0x20, 1, 0x8000 + number) for number in range(100)]
 
     async def one_is_lost(command: str, request: UMessage) -> Any:
@@ -519,7 +565,9 @@ async def _pending(service: Any, topics: list[str]) -> bool:
     return [entry[0] for entry in await known(service) if entry[2] == "SUBSCRIBE_PENDING"] == topics
 
 
-async def test_a_remote_that_does_not_answer_gets_few_commands_and_all_of_them_once_it_does(world: Any, peer: Peer) -> None:
+async def test_a_remote_that_does_not_answer_gets_few_commands_and_all_of_them_once_it_does(
+    world: Any, peer: Peer
+) -> None:
     gate = asyncio.Event()
 
     async def later(command: str, request: UMessage) -> Any:
@@ -560,12 +608,16 @@ async def test_a_passing_shortage_ends_nothing(world: Any, peer: Peer, code: Any
         await peer.until("subscribe", "subscribe")
 
 
-@pytest.mark.parametrize("payload", [None, b"", b"\xff" * 9, b"\x10\x63"], ids=["none", "empty", "garbage", "unknown status"])
+@pytest.mark.parametrize(
+    "payload", [None, b"", b"\xff" * 9, b"\x10\x63"], ids=["none", "empty", "garbage", "unknown status"]
+)
 @both
 async def test_an_answer_that_cannot_be_read_ends_nothing(world: Any, major: int, payload: bytes | None) -> None:
     transport = await world.transport("b", 0, 4)
     answers = iter([UPayload(payload, UPayload.pack(B_TOPIC).format) if payload is not None else UPayload(b"", 0)])
-    good: Any = v4.SubscribeResponse(status=3) if major == 4 else v3.SubscriptionResponse(status=v3.SubscriptionStatus(state=2))
+    good: Any = (
+        v4.SubscribeResponse(status=3) if major == 4 else v3.SubscriptionResponse(status=v3.SubscriptionStatus(state=2))
+    )
     async with contextlib.AsyncExitStack() as stack:
         server = InMemoryRpcServer(transport, LocalUriProvider("b", 0, major), drain_ms_max=0)
         stack.push_async_callback(server.close)
@@ -668,7 +720,9 @@ async def _links_are(service: Any, topics: list[str]) -> bool:
     return sorted(await links(service)) == topics
 
 
-async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new_subscription(world: Any, peer: Peer) -> None:
+async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new_subscription(
+    world: Any, peer: Peer
+) -> None:
     service = await world.service("a")
     raw = await world.raw("a")
     peer.has = [B_TOPIC]
@@ -687,7 +741,9 @@ async def test_a_late_notification_about_an_old_unsubscribe_does_not_end_the_new
     assert await service.subscriptions() == []
 
 
-async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_the_question(world: Any, peer: Peer) -> None:
+async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_the_question(
+    world: Any, peer: Peer
+) -> None:
     service = await world.service("a")
     raw = await world.raw("a")
     peer.has = [B_TOPIC]

@@ -78,9 +78,13 @@ async def test_it_ends_the_commands_to_the_sender_and_goes_on_with_those_to_othe
 
 
 @pytest.mark.parametrize("major", [3, 4])
-@pytest.mark.parametrize("shared", ["nothing", "own authority", "an authority that we answer for", "off", "not entity 0"])
+@pytest.mark.parametrize(
+    "shared", ["nothing", "own authority", "an authority that we answer for", "off", "not entity 0"]
+)
 async def test_who_shares_nothing_resets_nothing_and_is_counted(world: Any, major: int, shared: str) -> None:
-    options: dict[str, Any] = {"reset": "off"} if shared == "off" else {"also": ["dev2"]} if shared.startswith("an auth") else {}
+    options: dict[str, Any] = (
+        {"reset": "off"} if shared == "off" else {"also": ["dev2"]} if shared.startswith("an auth") else {}
+    )
     service = await world.service(**options)
     app = await world.raw()
     await subscribe(app, TOPIC)
@@ -98,7 +102,9 @@ async def test_a_registration_alone_is_something_shared(world: Any) -> None:
     service = await world.service()
     peer = await world.raw("dev2", 0, 3)
     sink = uris.uri("dev1", 0, 3, 6)
-    await peer.rpc.invoke_method(sink, UPayload.pack(v3.NotificationsRequest(topic=TOPIC)), CallOptions(timeout_ms=20_000))
+    await peer.rpc.invoke_method(
+        sink, UPayload.pack(v3.NotificationsRequest(topic=TOPIC)), CallOptions(timeout_ms=20_000)
+    )
     await subscribe(await world.raw(), TOPIC)
     assert await reset(peer, major=3) == UCode.OK
     assert await service.read(lambda reader: reader.registrations()) == []
@@ -127,7 +133,10 @@ def test_what_came_before_a_reset_of_what_is_shared_changes_nothing_after_it(tmp
     for restart in (False, True):
         db = Database(tmp_path / f"{restart}.db", "own")
         db.open()
-        late, kept = Commanded(Subscribe(own, theirs, 4), b"\x01" * 16), Commanded(Subscribe(own, ours, 4), b"\x02" * 16)
+        late, kept = (
+            Commanded(Subscribe(own, theirs, 4), b"\x01" * 16),
+            Commanded(Subscribe(own, ours, 4), b"\x02" * 16),
+        )
         assert not any(isinstance(one, UStatusError) for one in db.apply([late, kept, Reset("dev2")], 0))
         if restart:
             db.close()

@@ -54,7 +54,9 @@ async def unsubscribe4(raw: Any, at: UUri = TOPIC) -> None:
 
 
 async def subscribers(raw: Any, at: UUri = TOPIC, **options: Any) -> tuple[list[UUri], bool]:
-    response = (await raw.call(3, 8, v3.FetchSubscribersRequest(topic=at, **options))).unpack(v3.FetchSubscribersResponse)
+    response = (await raw.call(3, 8, v3.FetchSubscribersRequest(topic=at, **options))).unpack(
+        v3.FetchSubscribersResponse
+    )
     return [one.uri for one in response.subscribers], response.has_more_records
 
 
@@ -67,7 +69,8 @@ async def listed4(raw: Any, **filters: Any) -> list[v4.Subscription]:
     return list(response.subscriptions)
 
 
-# -- version 3 --------------------------------------------------------------------------------------------------------------------
+# -- version 3
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @spec("dsn~usubscription-subscribe-protobuf~1", doc="v3")
@@ -145,7 +148,9 @@ def topics_told(messages: list[UMessage]) -> list[UUri]:
     return [UPayload.of(message).unpack(v3.Update).topic for message in messages]
 
 
-async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_and_everybody_else_the_whole_topic(world: Any) -> None:
+async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_and_everybody_else_the_whole_topic(
+    world: Any,
+) -> None:
     """Clients look the handler of an Update up by the topic that they passed."""
     await world.service()
     raw, other, watcher = await world.raw(), await world.raw(ue_id=0x11), await world.raw(ue_id=0x99)
@@ -157,7 +162,10 @@ async def test_a_subscriber_that_gave_no_authority_gets_none_back_over_restarts_
     assert topics_told(await raw.notified[3].count(1)) == [BARE]
     assert topics_told(await other.notified[3].count(1)) == [TOPIC]
     assert topics_told(await watcher.notified[3].count(2)) == [TOPIC, TOPIC]
-    assert [UPayload.of(one).unpack(v4.Subscription).topic for one in await watcher.notified[4].count(2)] == [TOPIC, TOPIC]
+    assert [UPayload.of(one).unpack(v4.Subscription).topic for one in await watcher.notified[4].count(2)] == [
+        TOPIC,
+        TOPIC,
+    ]
     assert topics_told(await raw.published[3].count(2)) == [TOPIC, TOPIC]
     assert [one.topic for one in (await listed3(raw, topic=BARE)).subscriptions] == [TOPIC, TOPIC]
     assert [one.topic for one in await listed4(raw)] == [TOPIC, TOPIC]
@@ -210,7 +218,9 @@ async def test_a_reset_names_the_topic_as_it_was_passed(world: Any) -> None:
 @spec("req~usubscription-fetch-subscribers-has-more-records~1", doc="v3-seed")
 @spec("req~usubscription-fetch-subscribers-offset~1", doc="v3-seed")
 @pytest.mark.parametrize("in_memory", [0, 256])
-async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(world: Any, monkeypatch: Any, in_memory: int) -> None:
+async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(
+    world: Any, monkeypatch: Any, in_memory: int
+) -> None:
     monkeypatch.setattr("usubscription.index.SUBSCRIBERS_MAX", in_memory)
     await world.service(page_entries_max=2)
     members = [await world.raw(ue_id=number) for number in (0x30, 0x10, 0x20, 0x15, 0x11)]
@@ -227,7 +237,9 @@ async def test_v3_fetch_subscribers_pages_in_the_order_in_which_they_came(world:
     await world.stop()
     await world.service(page_entries_max=2)
     assert await subscribers(asking) == (order[:2], True)
-    response = (await asking.call(3, 8, v3.FetchSubscribersRequest(topic=TOPIC, offset=3))).unpack(v3.FetchSubscribersResponse)
+    response = (await asking.call(3, 8, v3.FetchSubscribersRequest(topic=TOPIC, offset=3))).unpack(
+        v3.FetchSubscribersResponse
+    )
     assert response.HasField("has_more_records"), "said explicitly either way"
 
 
@@ -338,7 +350,8 @@ async def test_details_of_a_v3_subscription_are_passed_through(world: Any) -> No
     assert listed.attributes.details == attributes.details
 
 
-# -- version 4 --------------------------------------------------------------------------------------------------------------------
+# -- version 4
+# --------------------------------------------------------------------------------------------------------------------
 
 
 @spec("req~usubscription-uentity_id~1", doc="v4")
@@ -385,7 +398,10 @@ async def test_v4_the_client_that_unsubscribes_is_told_nothing_but_everybody_els
     await unsubscribe4(raw)
     await unsubscribe4(raw)  # always succeeds
     heard = await watcher.notified[4].count(2)
-    assert [UPayload.of(one).unpack(v4.Subscription).status for one in heard] == [S4.STATUS_SUBSCRIBED, S4.STATUS_UNSUBSCRIBED]
+    assert [UPayload.of(one).unpack(v4.Subscription).status for one in heard] == [
+        S4.STATUS_SUBSCRIBED,
+        S4.STATUS_UNSUBSCRIBED,
+    ]
     published = await raw.published[4].count(2)
     assert UPayload.of(published[1]).unpack(v4.Subscription).status == S4.STATUS_UNSUBSCRIBED
     assert len(raw.notified[4].heard) == 1
@@ -399,7 +415,14 @@ async def test_v4_repeated_subscribe_tells_changes_of_expiration_and_period_only
     await world.service()
     raw = await world.raw()
     later, soon = timestamp(now_ms() + 7_200_000), timestamp(now_ms() + 3_600_000)
-    for options in ({}, {}, {"expiration": later}, {"expiration": soon}, {"expiration": soon}, {"expiration": soon, "sample_period": 5}):
+    for options in (
+        {},
+        {},
+        {"expiration": later},
+        {"expiration": soon},
+        {"expiration": soon},
+        {"expiration": soon, "sample_period": 5},
+    ):
         assert await subscribe4(raw, **options) == S4.STATUS_SUBSCRIBED
     heard = await raw.notified[4].count(4)
     told = [UPayload.of(one).unpack(v4.Subscription) for one in heard]
@@ -418,7 +441,12 @@ async def test_v4_fetch_subscriptions_with_every_kind_of_filter(world: Any) -> N
     assert await listed4(one) == []
     topics = {
         name: uris.parse(name)
-        for name in ("//dev1/A1B/1/9A10", "//dev1/A1B/1/9A11", "//dev1/1_0A1B/1/9A10".replace("_", ""), "//dev1/B2C/2/9A10")
+        for name in (
+            "//dev1/A1B/1/9A10",
+            "//dev1/A1B/1/9A11",
+            "//dev1/1_0A1B/1/9A10".replace("_", ""),
+            "//dev1/B2C/2/9A10",
+        )
     }
     for at in topics.values():
         await subscribe4(one, at)
@@ -482,7 +510,9 @@ async def test_both_versions_see_the_same_subscriptions(world: Any) -> None:
     assert [one.subscriber.ue_id for one in await listed4(old)] == [0x10, 0x11]
     await unsubscribe4(old)  # subscribed in 3, unsubscribed in 4
     assert await subscribers(new) == ([new.local.get_source()], False)
-    assert len(await old.published[3].count(3)) == len(await old.published[4].count(3)) == 3, "both change topics publish every change"
+    assert len(await old.published[3].count(3)) == len(await old.published[4].count(3)) == 3, (
+        "both change topics publish every change"
+    )
 
 
 async def test_v4_topics_may_leave_the_instance_and_the_version_open(world: Any) -> None:
@@ -493,7 +523,8 @@ async def test_v4_topics_may_leave_the_instance_and_the_version_open(world: Any)
     assert [one.topic for one in await listed4(raw)] == [wide]
 
 
-# -- persistence ------------------------------------------------------------------------------------------------------------------
+# -- persistence
+# ------------------------------------------------------------------------------------------------------------------
 
 
 @spec("req~usubscription-subscribe~1", doc="v3-seed")

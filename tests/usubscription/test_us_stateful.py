@@ -47,7 +47,11 @@ REMOTE_TOPICS: list[Key] = [("far", 1, 1, 0x8000 + number) for number in range(2
 SUBSCRIBERS: list[Key] = [(OWN, 0x10 + number, 1, 0) for number in range(2)]
 WATCHER: Key = (OWN, 0x99, 1, 0)
 REMOTE_TOPIC = st.sampled_from([*REMOTE_TOPICS[:1] * 3, *REMOTE_TOPICS])
-TOPIC, SUBSCRIBER, MAJOR = REMOTE_TOPIC | st.sampled_from(LOCAL_TOPICS), st.sampled_from(SUBSCRIBERS), st.sampled_from([3, 4])
+TOPIC, SUBSCRIBER, MAJOR = (
+    REMOTE_TOPIC | st.sampled_from(LOCAL_TOPICS),
+    st.sampled_from(SUBSCRIBERS),
+    st.sampled_from([3, 4]),
+)
 LIFETIME = st.none() | st.none() | st.integers(-5, 50)
 START_MS = 1_900_000_000_000
 
@@ -65,7 +69,8 @@ class Poison:
 
 
 class Subscriptions(RuleBasedStateMachine):
-    """`model` is what clients may expect; `remote_has` is what the far service believes; `view` is what a registered client was told."""
+    """`model` is what clients may expect; `remote_has` is what the far service believes; `view` is what a registered
+    client was told."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +103,8 @@ class Subscriptions(RuleBasedStateMachine):
         assert all(isinstance(outcome, Outcome) for outcome in outcomes)
         return outcomes
 
-    # -- clients ------------------------------------------------------------------------------------------------------------------
+    # -- clients
+    # ------------------------------------------------------------------------------------------------------------------
 
     @rule(
         topic=TOPIC,
@@ -115,7 +121,9 @@ class Subscriptions(RuleBasedStateMachine):
             assert outcome.answer is Status.UNSUBSCRIBED
         else:
             self.model[topic, subscriber] = asked
-            assert outcome.answer is Status.SUBSCRIBED or (topic[0] != OWN and outcome.answer is Status.SUBSCRIBE_PENDING)
+            assert outcome.answer is Status.SUBSCRIBED or (
+                topic[0] != OWN and outcome.answer is Status.SUBSCRIBE_PENDING
+            )
 
     @rule(topic=TOPIC, subscriber=SUBSCRIBER, major=MAJOR)
     def unsubscribe(self, topic: Key, subscriber: Key, major: int) -> None:
@@ -134,7 +142,8 @@ class Subscriptions(RuleBasedStateMachine):
         self.apply(Reset(), Register(WATCHER, 4, None))
         self.model.clear()
 
-    # -- the world ----------------------------------------------------------------------------------------------------------------
+    # -- the world
+    # ----------------------------------------------------------------------------------------------------------------
 
     @rule(step_ms=st.integers(-1000, 1000))
     def clock(self, step_ms: int) -> None:
@@ -223,7 +232,9 @@ class Subscriptions(RuleBasedStateMachine):
         if self.late:
             self.answered(*self.late.pop(index % len(self.late)))
 
-    @rule(topic=REMOTE_TOPIC, status=st.sampled_from([Status.SUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]))
+    @rule(
+        topic=REMOTE_TOPIC, status=st.sampled_from([Status.SUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED])
+    )
     def remote_notifies(self, topic: Key, status: Status) -> None:
         link = dict(self.reader.links()).get(topic)
         self.apply(Notified(topic, status))
@@ -251,7 +262,8 @@ class Subscriptions(RuleBasedStateMachine):
     def forget(self, topic: Key) -> None:
         self.model = {key: expires for key, expires in self.model.items() if key[0] != topic}
 
-    # -- what must hold -----------------------------------------------------------------------------------------------------------------
+    # -- what must hold
+    # -----------------------------------------------------------------------------------------------------------------
 
     def stored(self) -> Any:
         rows, _ = self.reader.subscriptions(None, None, -(10**15))
@@ -323,7 +335,10 @@ def test_long_random_walks(seed: int) -> None:
     """The same steps, many more of them than hypothesis draws, each walk replayed by its seed."""
     chance = random.Random(seed)
     machine = Subscriptions()
-    remote, answers = REMOTE_TOPICS[0], [Status.SUBSCRIBED, Status.SUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED]
+    remote, answers = (
+        REMOTE_TOPICS[0],
+        [Status.SUBSCRIBED, Status.SUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.UNSUBSCRIBED],
+    )
     fates = ["answered", "answer late", "answer lost", "request lost"]
 
     def topic() -> Key:
@@ -336,7 +351,12 @@ def test_long_random_walks(seed: int) -> None:
         return chance.choice(SUBSCRIBERS)
 
     steps: list[tuple[int, Callable[[], None]]] = [
-        (8, lambda: machine.subscribe(topic(), who(), major(), chance.choice([None, None, -5, 5, 50]), chance.choice([None, 0, 1, 2]))),
+        (
+            8,
+            lambda: machine.subscribe(
+                topic(), who(), major(), chance.choice([None, None, -5, 5, 50]), chance.choice([None, 0, 1, 2])
+            ),
+        ),
         (6, lambda: machine.unsubscribe(topic(), who(), major())),
         (10, lambda: machine.send_command(chance.randrange(6), chance.choice(fates), chance.choice(answers))),
         (4, lambda: machine.late_answer(chance.randrange(10))),
@@ -365,7 +385,8 @@ def test_long_random_walks(seed: int) -> None:
         machine.teardown()
 
 
-# -- the tables -------------------------------------------------------------------------------------------------------------------
+# -- the tables
+# -------------------------------------------------------------------------------------------------------------------
 
 
 def test_every_pair_of_link_state_and_event_is_decided() -> None:
@@ -375,7 +396,9 @@ def test_every_pair_of_link_state_and_event_is_decided() -> None:
 
 
 def test_records_are_never_unsubscribe_pending() -> None:
-    assert Status.UNSUBSCRIBE_PENDING not in set(RECORD_TRANSITIONS.values()) | {status for status, _ in RECORD_TRANSITIONS}
+    assert Status.UNSUBSCRIBE_PENDING not in set(RECORD_TRANSITIONS.values()) | {
+        status for status, _ in RECORD_TRANSITIONS
+    }
 
 
 @pytest.mark.spec("dsn~usubscription-state-machine~1", doc="v3")

@@ -15,7 +15,16 @@ from uprotocol.transport import LocalUriProvider
 from usubscription_client.interest import ServiceInterest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("uprotocol", "transports", "history", "usubscription", "usubscription_client", "streamer", "spark_ingest", "pyspark_uprotocol")
+PACKAGES = (
+    "uprotocol",
+    "transports",
+    "history",
+    "usubscription",
+    "usubscription_client",
+    "streamer",
+    "spark_ingest",
+    "pyspark_uprotocol",
+)
 STOP_S = 20  # only a failure takes that long
 FAR = uris.parse("//b/20/1/8001")
 
@@ -75,7 +84,12 @@ async def test_it_stops_at_any_turn_of_an_answer(world: Any, turns: int) -> None
 
 def test_nothing_waits_with_wait_for() -> None:
     """Of Python 3.11 it swallows a cancellation that meets the result; asyncio.timeout does not."""
-    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py")) if "conformance" not in path.parts]
+    files = [
+        path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+        if "conformance" not in path.parts
+    ]
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files

@@ -91,7 +91,9 @@ def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeyp
     old = schema.SCHEMA_VERSION
     monkeypatch.setattr(schema, "SCHEMA_VERSION", old + 2)
     assert "too old to migrate" in refused(path).message
-    monkeypatch.setattr(schema, "MIGRATIONS", {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]})
+    monkeypatch.setattr(
+        schema, "MIGRATIONS", {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]}
+    )
     db = Database(path, "dev1")
     db.open()
     assert db._db is not None
@@ -157,7 +159,9 @@ def test_a_read_only_store_is_a_clear_error(path: Path) -> None:
             directory.chmod(directory.stat().st_mode | 0o055)
     path.parent.chmod(0o555)
     try:
-        done = subprocess.run([sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", READ_ONLY, str(path)], capture_output=True, text=True, timeout=60, check=True
+        )
     finally:
         path.parent.chmod(0o755)
     assert done.stdout.startswith("PERMISSION_DENIED: "), done.stdout + done.stderr
@@ -176,7 +180,9 @@ def test_limits_answer_resource_exhausted_and_what_is_there_goes_on(tmp_path: Pa
     db.close()
 
 
-def test_registrations_have_a_limit_and_are_counted_across_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registrations_have_a_limit_and_are_counted_across_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("usubscription.database.REGISTRATIONS_MAX", 2)
     monkeypatch.setattr("usubscription.database.REGISTERED_FOR_ALL_MAX", 1)
     clients: list[Key] = [("dev1", number, 1, 0) for number in range(1, 4)]
@@ -206,12 +212,15 @@ def test_the_oldest_changes_leave_a_full_outbox_and_are_counted(tmp_path: Path) 
     db.close()
 
 
-# -- the threads ------------------------------------------------------------------------------------------------------------------
+# -- the threads
+# ------------------------------------------------------------------------------------------------------------------
 
 
 async def test_many_requests_share_a_transaction(path: Path) -> None:
     batches: list[int] = []
-    store = Store(Database(path, "dev1"), committed=lambda outcomes: batches.append(len(outcomes)), answered=lambda outcomes: None)
+    store = Store(
+        Database(path, "dev1"), committed=lambda outcomes: batches.append(len(outcomes)), answered=lambda outcomes: None
+    )
     await store.start()
     events = [Subscribe(("dev1", number + 1, 1, 0x8000), APP, 4) for number in range(1000)]
     outcomes = await asyncio.gather(*(store.submit(event) for event in events))
@@ -244,7 +253,9 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
 async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) -> None:
     store = Store(Database(path, "dev1"), committed=lambda outcomes: None, answered=lambda outcomes: None)
     await store.start()
-    results = await asyncio.gather(store.read(lambda reader: 1 // 0), store.read(lambda reader: reader.count()), return_exceptions=True)
+    results = await asyncio.gather(
+        store.read(lambda reader: 1 // 0), store.read(lambda reader: reader.count()), return_exceptions=True
+    )
     assert isinstance(results[0], ZeroDivisionError)
     assert results[1] == 1
     await store.stop()

@@ -22,7 +22,9 @@ APPS: list[Key] = [("dev1", 0x10, 1, 0), ("dev1", 0x11, 1, 0)]
 def database(tmp_path: Path) -> Database:
     made = Database(tmp_path / "store.db", "dev1")
     made.open()
-    made.apply([Subscribe(LOCAL, APPS[0], 3, 4_102_444_800_000, 50), Subscribe(FAR, APPS[1], 4), Register(APPS[0], 4, None)], 0)
+    made.apply(
+        [Subscribe(LOCAL, APPS[0], 3, 4_102_444_800_000, 50), Subscribe(FAR, APPS[1], 4), Register(APPS[0], 4, None)], 0
+    )
     return made
 
 
@@ -41,7 +43,11 @@ def test_it_lists_and_filters_while_the_service_has_the_store(database: Database
         assert view.subscriptions(topic=uris.parse("/20/1/8001")) == [first]
         assert view.subscriptions(subscriber=uris.parse("//dev1/10/1/0")) == [first]
         (link,) = view.links()
-        assert (link["topic"], link["state"], link["command"]) == ("up://dev2/20/1/8001", "SUBSCRIBE_PENDING", "SUBSCRIBE")
+        assert (link["topic"], link["state"], link["command"]) == (
+            "up://dev2/20/1/8001",
+            "SUBSCRIBE_PENDING",
+            "SUBSCRIBE",
+        )
         database.apply([TimedOut(FAR, 2)], 0)
         assert view.registrations() == [{"client": "up://dev1/10/1/0", "version": 4, "topic": None}]
         assert view.summary() == {

@@ -16,7 +16,19 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-for _module in ("base", "sending", "filters", "listening", "delivery", "pressure", "sizes", "connection", "returning", "loop", "errors"):
+for _module in (
+    "base",
+    "sending",
+    "filters",
+    "listening",
+    "delivery",
+    "pressure",
+    "sizes",
+    "connection",
+    "returning",
+    "loop",
+    "errors",
+):
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402

@@ -3,8 +3,8 @@
 make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair, and closes whatever it made
      send_batch                                 Sink: collects, and wakes the test when enough has come
 
-Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a hook that is left out
-skips what needs it, and says so.
+Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a
+hook that is left out skips what needs it, and says so.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def request(payload: bytes = b"", source: UUri | None = None, sink: UUri | None 
     return UMessageBuilder.request(source or reply(ALPHA), sink or method(), TTL_MS).build_from_upayload(raw(payload))
 
 
-def response(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None) -> UMessage:
+def response(
+    payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None
+) -> UMessage:
     builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or UMessageBuilder.new_id())
     return builder.with_ttl(TTL_MS).build_from_upayload(raw(payload))
 
@@ -121,7 +123,8 @@ def payloads(messages: Sequence[UMessage]) -> list[bytes]:
 
 
 class Sink:
-    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted apart."""
+    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted
+    apart."""
 
     def __init__(self, deadline_s: float) -> None:
         self.messages: list[UMessage] = []
@@ -160,7 +163,9 @@ class Sink:
         return self.messages[:count]
 
     async def expect_payload(self, payload: bytes) -> None:
-        await self.until(lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}")
+        await self.until(
+            lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}"
+        )
 
     async def probed(self, within_s: float) -> bool:
         """True if a probe has come, or comes in time."""
@@ -237,21 +242,23 @@ class TransportHarness:
     """What the transport declares; the suite checks that it is what it does."""
 
     discovery: bool = False
-    """True if the network needs a moment, after register_listener has returned, until other ends know of it (Zenoh, DDS).
-    The suite then sends probes until one arrives; a network that can do without must."""
+    """True if the network needs a moment, after register_listener has returned, until other ends know of it (Zenoh,
+    DDS). The suite then sends probes until one arrives; a network that can do without must."""
 
     refuses_foreign_source: bool = False
     """True if the network sees at once that a source is not the sender's own: then PERMISSION_DENIED is demanded."""
 
     routes_streamed_publish: bool = True
-    """False if the network carries a publish with a streamer's sink as one without (Zenoh's keys): then it reaches only listeners whose
-    sink filter has the authority `*`, and a streamer takes that sink away before it sends into such a network (A-11)."""
+    """False if the network carries a publish with a streamer's sink as one without (Zenoh's keys): then it reaches only
+    listeners whose sink filter has the authority `*`, and a streamer takes that sink away before it sends into such a
+    network (A-11)."""
 
     deadline_s: float = 10.0
     """How long the suite waits for what must come."""
 
     settle_s: float = 0.05
-    """How much later than a message of another stream something may arrive; how long the suite waits for what must not come."""
+    """How much later than a message of another stream something may arrive; how long the suite waits for what must not
+    come."""
 
     flood_messages: int = 20_000
     """What the slow listener is sent: choose more than your transport's queues hold."""
@@ -260,22 +267,25 @@ class TransportHarness:
     """The largest payload that the suite sends."""
 
     network_drops_too_large: bool = False
-    """True if the network is told how large messages may be, and keeps larger ones from us (MQTT): then `dropped` can't count them."""
+    """True if the network is told how large messages may be, and keeps larger ones from us (MQTT): then `dropped` can't
+    count them."""
 
     slows_senders: bool = True
     """False if a broker keeps more for a slow end than `flood_messages`: then its sender feels nothing."""
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        """A closed transport of that authority, all on one network. `limits` are `listeners_max`, `listeners_per_filter_max`,
-        names that the plugin's config should have (req~utransport-registerlistener-max-listeners~1).
+        """A closed transport of that authority, all on one network. `limits` are `listeners_max`,
+        `listeners_per_filter_max`, names that the plugin's config should have
+        (req~utransport-registerlistener-max-listeners~1).
 
-        Called several times in a test, also for one authority: a later one comes when the one before it is closed, or will never be
-        opened. The suite closes every end that it made, before fixtures of yours end.
+        Called several times in a test, also for one authority: a later one comes when the one before it is closed, or
+        will never be opened. The suite closes every end that it made, before fixtures of yours end.
         """
         raise NotImplementedError("make_end: return a closed transport of your plugin")
 
     async def make_unreachable(self, authority: str) -> UTransport:
-        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`. Called once in a test."""
+        """A closed transport whose network can't be reached; `open` should give up within `deadline_s`. Called once in
+        a test."""
         pytest.skip("this plugin's class has no make_unreachable hook")
 
     async def make_refused(self, authority: str) -> UTransport:
@@ -287,29 +297,34 @@ class TransportHarness:
         pytest.skip("this plugin's class has no make_deaf hook")
 
     def normalise(self, message: UMessage) -> UMessage:
-        """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change and return it.
+        """What of `message` arrives, where your mapping, as its document says, can't tell two forms apart. May change
+        and return it.
 
-        Default (A-19): a payload without bytes and without format is no payload. Everything else must arrive as it was sent.
+        Default (A-19): a payload without bytes and without format is no payload. Everything else must arrive as it was
+        sent.
         """
         if not message.payload and not message.attributes.payload_format:
             message.ClearField("payload")
         return message
 
     async def inject(self, message: UMessage) -> None:
-        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or expired.
+        """Put `message` on the network in the plugin's encoding, past all checks of `send`: it may be invalid or
+        expired.
 
         Called several times in a test; each time `beta` is open and listens."""
         pytest.skip("this plugin's class has no inject hook")
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
-        """Put on the network, where a listener for (source, sink) gets them, all PDUs that you know that are no message at all.
+        """Put on the network, where a listener for (source, sink) gets them, all PDUs that you know that are no message
+        at all.
 
         Answers how many there were. They must be discarded, and counted in `dropped`.
         """
         pytest.skip("this plugin's class has no inject_malformed hook")
 
     async def break_network(self, authority: str) -> None:
-        """Cut the connection of that end, open or not, and keep it from coming back. May be called again after `heal_network`."""
+        """Cut the connection of that end, open or not, and keep it from coming back. May be called again after
+        `heal_network`."""
         pytest.skip("this plugin's class has no break_network hook")
 
     async def heal_network(self, authority: str) -> None:
@@ -317,7 +332,8 @@ class TransportHarness:
         pytest.skip("this plugin's class has no heal_network hook")
 
     def peer_process(self, authority: str) -> tuple[str, dict[str, Any]]:
-        """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`. Called once in a test."""
+        """("module:PLUGIN", settings) of an end for another process, which joins the network of `make_end`. Called once
+        in a test."""
         pytest.skip("this plugin's class has no peer_process hook")
 
     # What follows is the suite's own.
@@ -344,7 +360,13 @@ class TransportHarness:
             pytest.skip(f"this plugin's class has no {name} hook")
 
     async def listen(
-        self, pair: Sequence[UTransport], source: UUri, sink: UUri | None = None, listener: Sink | None = None, *, reachable: bool = True
+        self,
+        pair: Sequence[UTransport],
+        source: UUri,
+        sink: UUri | None = None,
+        listener: Sink | None = None,
+        *,
+        reachable: bool = True,
     ) -> Sink:
         """A Sink at the second end, for what the first one sends; when this returns, nothing that matches is missed."""
         sender, receiver = pair
@@ -366,7 +388,9 @@ class TransportHarness:
                 return
         raise AssertionError(f"no probe arrived within {self.deadline_s} s: {probe.attributes}")
 
-    async def usable(self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None) -> None:
+    async def usable(
+        self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None
+    ) -> None:
         """Both ends have found each other again, which each notices in its own time."""
         heard.probes = 0
         async with asyncio.timeout(self.deadline_s):
@@ -394,8 +418,11 @@ class TransportHarness:
 
     _settle_numbers = itertools.count()
 
-    async def settle(self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None) -> list[bytes]:
-        """What has arrived after everything sent before has had its chance: a last message on (source, sink) marks the end."""
+    async def settle(
+        self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None
+    ) -> list[bytes]:
+        """What has arrived after everything sent before has had its chance: a last message on (source, sink) marks the
+        end."""
         mark = b"mark %d" % next(self._settle_numbers)
         await asyncio.sleep(self.settle_s)
         await self.send_all(sender, [notification(mark, source, sink)])

@@ -112,7 +112,9 @@ class DeliveryConformance(TransportHarness):
         await asyncio.gather(*(self.send_all(pair[0], self.traffic(SENT_AT_ONCE, source)) for source in sources))
         await heard.expect(4 * SENT_AT_ONCE)
         for source in sources:
-            assert [int(m.payload) for m in heard.messages if m.attributes.source == source] == list(range(SENT_AT_ONCE))
+            assert [int(m.payload) for m in heard.messages if m.attributes.source == source] == list(
+                range(SENT_AT_ONCE)
+            )
 
     async def test_batches_of_one_stream_keep_the_order_of_the_calls(self, pair: Pair) -> None:
         """As one sends who answers each batch that arrives, without waiting for the answer before."""
@@ -162,7 +164,10 @@ class DeliveryConformance(TransportHarness):
         await self.send_all(pair[0], self.traffic(3))
         for number in range(3):
             await heard.expect_payload(b"%d" % number)
-        await heard.until(lambda: not heard.failures and firsts(numbers(heard)) == [0, 1, 2] and len(numbers(heard)) >= 4, "a redelivery")
+        await heard.until(
+            lambda: not heard.failures and firsts(numbers(heard)) == [0, 1, 2] and len(numbers(heard)) >= 4,
+            "a redelivery",
+        )
         assert await self.settle(pair[0], heard)
 
     async def test_a_listener_may_await_a_message_that_is_behind(self, pair: Pair) -> None:

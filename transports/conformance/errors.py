@@ -11,7 +11,18 @@ from typing import Final
 
 import pytest
 
-from transports.conformance.base import ALPHA, BETA, Ends, Sink, TransportHarness, codes, notification, raw, reply, topic
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    Ends,
+    Sink,
+    TransportHarness,
+    codes,
+    notification,
+    raw,
+    reply,
+    topic,
+)
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
@@ -20,7 +31,20 @@ from uprotocol.v1.uri_pb2 import UUri
 
 Pair = tuple[UTransport, UTransport]
 
-ODD_AUTHORITIES: Final = ["two words", "a/b", "up/#", "+", "$SYS", "{}", "ünïcode", "a\0b", "*" * 2, "a" * 129, "[::1", "😀"]
+ODD_AUTHORITIES: Final = [
+    "two words",
+    "a/b",
+    "up/#",
+    "+",
+    "$SYS",
+    "{}",
+    "ünïcode",
+    "a\0b",
+    "*" * 2,
+    "a" * 129,
+    "[::1",
+    "😀",
+]
 
 
 async def code_of(call: Awaitable[object]) -> int:
@@ -91,7 +115,9 @@ class ErrorConformance(TransportHarness):
         for end in (never, closed):
             answers = await self.answers_of(end, topic(), reply())
             assert answers["send_batch"] == answers["send"] == UCode.UNAVAILABLE
-            assert answers["register_listener"] == (UCode.UNAVAILABLE if Capability.PUSH in self.capabilities else UCode.UNIMPLEMENTED)
+            assert answers["register_listener"] == (
+                UCode.UNAVAILABLE if Capability.PUSH in self.capabilities else UCode.UNIMPLEMENTED
+            )
             assert UCode.OK not in answers.values()
 
     async def test_calls_while_it_is_being_closed(self, pair: Pair) -> None:
@@ -156,8 +182,12 @@ class ErrorConformance(TransportHarness):
 
     async def test_more_than_a_message_can_carry(self, pair: Pair) -> None:
         """Taken or refused; and what comes behind it goes on."""
-        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(bytes(self.payload_bytes_max * 4)))
+        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(
+            raw(bytes(self.payload_bytes_max * 4))
+        )
         statuses = await pair[0].send_batch([large, notification(b"small")])
-        assert statuses[0].code in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE), statuses[0]
+        assert statuses[0].code in (UCode.OK, UCode.INVALID_ARGUMENT, UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE), (
+            statuses[0]
+        )
         if statuses[0].code != UCode.UNAVAILABLE:
             assert statuses[1].code == UCode.OK

@@ -63,7 +63,10 @@ INVALID_PAIRS: dict[str, Filters] = {
     "(topic, topic)": (topic(), topic(BETA)),
     "(any, method)": (_ANY_AT_ALPHA, method()),
     "(any, topic)": (_ANY_AT_ALPHA, topic(BETA)),
-    "(authority in upper case, none)": (UUri(authority_name="ALPHA", ue_id=1, ue_version_major=1, resource_id=0x8000), None),
+    "(authority in upper case, none)": (
+        UUri(authority_name="ALPHA", ue_id=1, ue_version_major=1, resource_id=0x8000),
+        None,
+    ),
     "(topic, version of 9 bits)": (topic(), UUri(authority_name=BETA, ue_id=1, ue_version_major=0x101)),
 }
 STREAMED = "publish with a streamer's sink"
@@ -123,7 +126,9 @@ class FilterConformance(TransportHarness):
         if sink is not None:
             return True
         wildcard = source.resource_id == uris.WILDCARD_RESOURCE
-        return Capability.PUBLISH_WITHOUT_SINK in self.capabilities and (not wildcard or Capability.WILDCARD_SOURCE in self.capabilities)
+        return Capability.PUBLISH_WITHOUT_SINK in self.capabilities and (
+            not wildcard or Capability.WILDCARD_SOURCE in self.capabilities
+        )
 
     @pytest.mark.parametrize("name", VALID_PAIRS)
     @spec("dsn~utransport-registerlistener-error-invalid-parameter~1")
@@ -213,10 +218,14 @@ class FilterConformance(TransportHarness):
     async def test_an_address_without_authority_means_the_senders_host(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
         heard = await self.listen(pair, uris.ANY, uris.ANY)
-        await self.send_all(pair[0], [notification(b"named", topic(""), reply()), notification(b"both", topic(""), reply(""))])
+        await self.send_all(
+            pair[0], [notification(b"named", topic(""), reply()), notification(b"both", topic(""), reply(""))]
+        )
         assert await self.settle(pair[0], heard) == [b"named", b"both"]
         addresses = [(message.attributes.source, message.attributes.sink) for message in heard.messages[:2]]
-        assert addresses == [(topic(ALPHA), reply(BETA)), (topic(ALPHA), reply(ALPHA))], "completed by who knows the sender"
+        assert addresses == [(topic(ALPHA), reply(BETA)), (topic(ALPHA), reply(ALPHA))], (
+            "completed by who knows the sender"
+        )
 
     async def test_nobody_hears_what_it_sent_itself(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
@@ -224,11 +233,13 @@ class FilterConformance(TransportHarness):
         await pair[0].register_listener(uris.ANY, own, uris.ANY)
         heard = await self.listen(pair, topic(), reply())
         await self.send_all(
-            pair[0], [notification(b"out"), notification(b"to myself", topic(), reply(ALPHA)), streamed(b"x", authority=ALPHA)]
+            pair[0],
+            [notification(b"out"), notification(b"to myself", topic(), reply(ALPHA)), streamed(b"x", authority=ALPHA)],
         )
         assert await self.settle(pair[0], heard) == [b"out"]
         assert own.messages == []
 
     async def witness(self, pair: Pair) -> Sink:
-        """A listener on a stream that no test uses, which tells when what was sent before it has arrived or never will."""
+        """A listener on a stream that no test uses, which tells when what was sent before it has arrived or never
+        will."""
         return await self.listen(pair, topic(resource=0xAAAA), reply(entity=0xAAAA))

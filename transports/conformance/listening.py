@@ -86,7 +86,9 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"one")])
         for heard in (narrow, wide, widest):
             assert await self.settle(pair[0], heard) == [b"one"]
-        assert set(await self.settle(pair[0], both)) == {b"one"}, "at least once; a network may deliver once for each filter"
+        assert set(await self.settle(pair[0], both)) == {b"one"}, (
+            "at least once; a network may deliver once for each filter"
+        )
 
     async def test_a_message_that_is_sent_again_is_delivered_again(self, pair: Pair) -> None:
         """Retries are at least once, and it is not the transport that knows a duplicate."""
@@ -210,7 +212,14 @@ class ListeningConformance(TransportHarness):
     @pytest.mark.parametrize(
         "what",
         [
-            *("no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"),
+            *(
+                "no id",
+                "id of version 4",
+                "id of the year 10889",
+                "no type",
+                "request of CS3",
+                "response without reqid",
+            ),
             *("commstatus on a notification", "token on a notification"),
         ],
     )
@@ -246,7 +255,9 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"before")])
         malformed = await self.inject_malformed(topic(), reply())
         await self.send_all(pair[0], [notification(b"after")])
-        await self.eventually(lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted in `dropped`")
+        await self.eventually(
+            lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted in `dropped`"
+        )
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
 
     async def test_a_streamed_publish_reaches_who_listens_to_everything_for_its_authority(self, pair: Pair) -> None:

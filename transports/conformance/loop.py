@@ -1,6 +1,7 @@
 """The event loop: nothing blocks it, listeners and callbacks run on it, and `close` gives it back as it was.
 
-what a test does, under a Heartbeat: quiet in one of some rounds? A machine that is slow is so by chance, a plugin that blocks always is.
+what a test does, under a Heartbeat: quiet in one of some rounds? A machine that is slow is so by chance, a plugin that
+blocks always is.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from uprotocol.transport import Capability, UTransport
 Pair = tuple[UTransport, UTransport]
 Round = Callable[[], Awaitable[Heartbeat]]
 
-OPENING_S_MAX: Final = 0.15  # a certificate is read, a library starts its threads; who waits for a network waits for longer
-BATCH_S_MAX: Final = 0.010  # one small message costs some 0.1 ms; a round trip that blocks, or a flush to disk, costs more than this
+# a certificate is read, a library starts its threads; who waits for a network waits for longer
+OPENING_S_MAX: Final = 0.15
+# one small message costs some 0.1 ms; a round trip that blocks, or a flush to disk, costs more than this
+BATCH_S_MAX: Final = 0.010
 AWAY_S_MAX: Final = 0.5  # to look up a name or to connect, blocking, takes seconds where there is no network
 AWAY_S: Final = 0.3  # time for some attempts to connect
 ROUNDS: Final = 5
@@ -131,7 +134,9 @@ class LoopConformance(TransportHarness):
             shares.append((time.process_time() - used_s) / (time.monotonic() - began))
             if shares[-1] <= RESTING_SHARE_MAX:
                 return
-        raise AssertionError(f"{who} took {min(shares):.0%} of a processor, at most {RESTING_SHARE_MAX:.0%} are allowed")
+        raise AssertionError(
+            f"{who} took {min(shares):.0%} of a processor, at most {RESTING_SHARE_MAX:.0%} are allowed"
+        )
 
     async def test_listeners_and_callbacks_run_on_the_loop(self, ends: Ends, pair: Pair) -> None:
         """Every other test looks at its listeners' thread as well."""

@@ -1,4 +1,5 @@
-"""The other process of the test with two: everything that is notified to it goes back to who sent it, from a topic of its own.
+"""The other process of the test with two: everything that is notified to it goes back to who sent it, from a topic of
+its own.
 
 python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS      prints "ready"; ends when its input does
 """
@@ -38,7 +39,9 @@ class Echo:
     def _back(self, message: UMessage) -> UMessage:
         source = message.attributes.source
         sink = uris.uri(source.authority_name, source.ue_id, source.ue_version_major, 0)
-        return UMessageBuilder.notification(self._local.get_resource(TOPIC), sink).build_from_upayload(UPayload.of(message))
+        return UMessageBuilder.notification(self._local.get_resource(TOPIC), sink).build_from_upayload(
+            UPayload.of(message)
+        )
 
     async def _send_back(self, messages: list[UMessage]) -> None:
         for status in await self._transport.send_batch(messages):
@@ -49,7 +52,9 @@ class Echo:
 async def serve(plugin: TransportPlugin, authority: str, settings: dict[str, object]) -> None:
     local = LocalUriProvider(authority, ENTITY, VERSION)
     async with plugin.create(plugin.config.model_validate(settings), local) as transport:
-        await transport.register_listener(uris.pattern(resource=uris.WILDCARD_RESOURCE), Echo(transport, local), local.get_source())
+        await transport.register_listener(
+            uris.pattern(resource=uris.WILDCARD_RESOURCE), Echo(transport, local), local.get_source()
+        )
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 

@@ -36,13 +36,17 @@ class PressureConformance(TransportHarness):
     async def test_what_is_too_large_is_refused_or_arrives(self, pair: Pair) -> None:
         self.needs(Capability.PUSH)
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
-        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(bytes(self.payload_bytes_max * 4)))
+        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(
+            raw(bytes(self.payload_bytes_max * 4))
+        )
         statuses = await pair[0].send_batch([large, notification(b"small")])
         if statuses[1].code == UCode.UNAVAILABLE:
             return  # it cost the connection, and nobody was told that it was sent
         await heard.expect_payload(b"small")
         arrived = [len(payload) for payload in heard.payloads if payload != b"small"]
-        assert arrived == ([len(large.payload)] if statuses[0].code == UCode.OK else []), f"it was answered {statuses[0]}"
+        assert arrived == ([len(large.payload)] if statuses[0].code == UCode.OK else []), (
+            f"it was answered {statuses[0]}"
+        )
 
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_a_slow_listener_is_felt_by_the_sender(self, pair: Pair) -> None:
@@ -66,8 +70,12 @@ class PressureConformance(TransportHarness):
         finally:
             heard.gate.set()
         await sending
-        assert handed_over < self.flood_messages, "a listener that takes nothing was handed everything: bound what waits for it"
-        assert not (sent_all and self.slows_senders), f"all {self.flood_messages} were sent while nobody took any: bound your queues"
+        assert handed_over < self.flood_messages, (
+            "a listener that takes nothing was handed everything: bound what waits for it"
+        )
+        assert not (sent_all and self.slows_senders), (
+            f"all {self.flood_messages} were sent while nobody took any: bound your queues"
+        )
         await heard.until(lambda: heard.payloads[-1] == flood[-1].payload, "the last of the flood")
         assert firsts([int(payload) for payload in heard.payloads]) == list(range(self.flood_messages))
 

@@ -39,7 +39,8 @@ class TcpProxy:
         self._flowing.clear()
 
     def half_close(self) -> None:
-        """End one direction of every connection, by turns: its far end reads the end of the stream; the other direction still passes."""
+        """End one direction of every connection, by turns: its far end reads the end of the stream; the other direction
+        still passes."""
         for writer in list(self._writers)[::2]:
             if not writer.transport.is_closing():
                 self._ended.add(writer)

@@ -9,7 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from transports.conformance.base import ALPHA, BETA, BatchSink, Sink, TransportHarness, codes, notification, reply, spec, topic
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    BatchSink,
+    Sink,
+    TransportHarness,
+    codes,
+    notification,
+    reply,
+    spec,
+    topic,
+)
 from transports.conformance.connection import Changes
 from transports.conformance.delivery import Gated, firsts, numbers
 from transports.conformance.errors import code_of
@@ -50,7 +61,8 @@ class ReturningConformance(TransportHarness):
         assert firsts(numbers(heard)) == list(range(200))
 
     async def test_a_batch_that_is_cut_off_ends_there_and_goes_on_later(self, pair: Pair) -> None:
-        """Its listener takes nothing at first, so that where senders feel that, the batch is on its way when the network goes."""
+        """Its listener takes nothing at first, so that where senders feel that, the batch is on its way when the
+        network goes."""
         self.needs(Capability.PUSH)
         self.needs_hook("break_network")
         alpha, beta = pair
@@ -79,7 +91,9 @@ class ReturningConformance(TransportHarness):
         arrived = firsts(numbers(heard))
         assert arrived == sorted(arrived)
         if Capability.ACK in self.capabilities:
-            assert arrived == list(range(len(messages))), "a network that acknowledges loses nothing that was answered OK"
+            assert arrived == list(range(len(messages))), (
+                "a network that acknowledges loses nothing that was answered OK"
+            )
 
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_a_listener_that_is_registered_while_the_network_is_away(self, pair: Pair) -> None:
@@ -129,5 +143,7 @@ def _taken(statuses: Sequence[UStatus]) -> int:
     """How many were, from the first on; behind the first that was not there may be none."""
     answered = codes(statuses)
     taken = next((number for number, code in enumerate(answered) if code != UCode.OK), len(answered))
-    assert set(answered[taken:]) <= {UCode.UNAVAILABLE}, "what follows a message that could not be sent was sent: it overtakes the next try"
+    assert set(answered[taken:]) <= {UCode.UNAVAILABLE}, (
+        "what follows a message that could not be sent was sent: it overtakes the next try"
+    )
     return taken

@@ -68,7 +68,9 @@ INVALID: dict[str, Callable[[], UMessage]] = {
     "empty": UMessage,
     "no id": lambda: broken(lambda m: m.attributes.ClearField("id")),
     "id of version 4": lambda: broken(lambda m: m.attributes.id.CopyFrom(UUID(msb=0x4000, lsb=1 << 63))),
-    "id of the year 10889": lambda: broken(lambda m: m.attributes.id.CopyFrom(UUID(msb=0xFFFF_FFFF_FFFF_7000, lsb=1 << 63))),
+    "id of the year 10889": lambda: broken(
+        lambda m: m.attributes.id.CopyFrom(UUID(msb=0xFFFF_FFFF_FFFF_7000, lsb=1 << 63))
+    ),
     "commstatus on a notification": lambda: broken(lambda m: setattr(m.attributes, "commstatus", UCode.NOT_FOUND)),
     "token on a notification": lambda: broken(lambda m: setattr(m.attributes, "token", "t")),
     "no type": lambda: broken(lambda m: m.attributes.ClearField("type")),
@@ -115,7 +117,9 @@ def every_combination() -> Iterator[UMessage]:
                     builder.with_traceparent(trace)
                 yield builder.build_from_upayload(payload)
         for token, level in itertools.product(("", "a token: ü€😀"), (None, 0, 1, 0xFFFF_FFFF)):
-            builder = UMessageBuilder.request(reply(ALPHA), method(), ttl or TTL_MS).with_priority(UPriority.UPRIORITY_CS5)
+            builder = UMessageBuilder.request(reply(ALPHA), method(), ttl or TTL_MS).with_priority(
+                UPriority.UPRIORITY_CS5
+            )
             if token:
                 builder.with_token(token)
             if level is not None:
@@ -134,7 +138,8 @@ def every_combination() -> Iterator[UMessage]:
 
 class SendingConformance(TransportHarness):
     async def everything(self, pair: Pair) -> BatchSink:
-        """One listener at beta for whatever goes there: all messages with a sink, and the publishes of alpha's topic."""
+        """One listener at beta for whatever goes there: all messages with a sink, and the publishes of alpha's
+        topic."""
         heard = BatchSink(self.deadline_s)
         await self.listen(pair, uris.ANY, uris.pattern(BETA) if self.routes_streamed_publish else uris.ANY, heard)
         if Capability.PUBLISH_WITHOUT_SINK in self.capabilities:
@@ -162,7 +167,11 @@ class SendingConformance(TransportHarness):
         """Probe each (source, sink) once: networks with discovery may learn of each pair by itself."""
         probed = set()
         for message in messages:
-            route = (uris.key(message.attributes.source), uris.key(message.attributes.sink), message.attributes.HasField("sink"))
+            route = (
+                uris.key(message.attributes.source),
+                uris.key(message.attributes.sink),
+                message.attributes.HasField("sink"),
+            )
             if route not in probed:
                 probed.add(route)
                 probe = UMessage()
@@ -179,7 +188,9 @@ class SendingConformance(TransportHarness):
     @spec("dsn~up-attributes-payload-format~1")
     async def test_every_payload_format_survives(self, pair: Pair) -> None:
         builders = [(UMessageBuilder.notification(topic(), reply()), format) for format in FORMATS]
-        await self.check_preserved(pair, [one.build_from_upayload(UPayload(b"data", format)) for one, format in builders])
+        await self.check_preserved(
+            pair, [one.build_from_upayload(UPayload(b"data", format)) for one, format in builders]
+        )
 
     @spec("req~utransport-send-preserve-data~1")
     async def test_unusual_addresses_survive(self, pair: Pair) -> None:
@@ -194,13 +205,17 @@ class SendingConformance(TransportHarness):
     @spec("req~utransport-send-preserve-data~1")
     async def test_a_large_payload_survives(self, pair: Pair) -> None:
         data = bytes(range(256)) * (self.payload_bytes_max // 256)
-        await self.check_preserved(pair, [UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(data))])
+        await self.check_preserved(
+            pair, [UMessageBuilder.notification(topic(), reply()).build_from_upayload(raw(data))]
+        )
 
     @spec("req~utransport-send-preserve-data~1")
     async def test_every_priority_survives(self, pair: Pair) -> None:
         priorities = [None, *(value for value in UPriority.values() if value)]
         builders = [(UMessageBuilder.notification(topic(), reply()), value) for value in priorities]
-        await self.check_preserved(pair, [(one if value is None else one.with_priority(value)).build() for one, value in builders])
+        await self.check_preserved(
+            pair, [(one if value is None else one.with_priority(value)).build() for one, value in builders]
+        )
 
     @pytest.mark.parametrize("what", INVALID)
     @spec("dsn~utransport-send-error-invalid-parameter~1")
@@ -227,7 +242,9 @@ class SendingConformance(TransportHarness):
     @spec("dsn~utransport-send-error-invalid-parameter~1")
     async def test_what_is_refused_does_not_stop_the_rest(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply())
-        statuses = await pair[0].send_batch([notification(b"1"), INVALID["no id"](), notification(b"2"), expired(), notification(b"3")])
+        statuses = await pair[0].send_batch(
+            [notification(b"1"), INVALID["no id"](), notification(b"2"), expired(), notification(b"3")]
+        )
         assert codes(statuses) == [UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK, UCode.DEADLINE_EXCEEDED, UCode.OK]
         assert await self.settle(pair[0], heard) == [b"1", b"2", b"3"]
 
@@ -235,7 +252,11 @@ class SendingConformance(TransportHarness):
     async def test_what_is_sent_belongs_to_the_caller(self, pair: Pair) -> None:
         """Whoever tries again, or sends to another network too, sends the very same."""
         heard = await self.everything(pair)
-        messages = [*(self.sendable(one) for one in islice(every_combination(), 0, None, 7)), INVALID["no id"](), expired()]
+        messages = [
+            *(self.sendable(one) for one in islice(every_combination(), 0, None, 7)),
+            INVALID["no id"](),
+            expired(),
+        ]
         copies = [UMessage() for _ in messages]
         for copy, message in zip(copies, messages, strict=True):
             copy.CopyFrom(message)

@@ -10,7 +10,18 @@ import asyncio
 from collections import Counter
 from typing import Final
 
-from transports.conformance.base import ALPHA, BETA, BatchSink, Ends, TransportHarness, codes, notification, reply, spec, topic
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    BatchSink,
+    Ends,
+    TransportHarness,
+    codes,
+    notification,
+    reply,
+    spec,
+    topic,
+)
 from transports.conformance.delivery import Gated
 from uprotocol.transport import ENVELOPE_BYTES_MAX, Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -78,7 +89,9 @@ class SizeConformance(TransportHarness):
         finally:
             heard.gate.set()
         await sending
-        assert handed_over < count, f"a listener that takes nothing was handed {handed_over * size >> 20} MiB: bound what waits in bytes"
+        assert handed_over < count, (
+            f"a listener that takes nothing was handed {handed_over * size >> 20} MiB: bound what waits in bytes"
+        )
         await heard.until(lambda: len({one.attributes.id.lsb for one in heard.messages}) == count, "all of the flood")
 
     async def _send_large(self, sender: UTransport, size: int, count: int) -> None:

@@ -71,7 +71,8 @@ def _waits(frame: FrameType) -> bool:
 
 @dataclass(frozen=True)
 class Alive:
-    """The threads and tasks of a moment. Threads of the loop's own executor, and those that Python did not start, are nobody's."""
+    """The threads and tasks of a moment. Threads of the loop's own executor, and those that Python did not start, are
+    nobody's."""
 
     threads: frozenset[threading.Thread]
     tasks: frozenset[asyncio.Task[Any]]

@@ -14,7 +14,11 @@ from transports.plugin import TransportPlugin
 from uprotocol.transport import Capability
 
 CAPABILITIES: Final = (
-    Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    Capability.PUSH
+    | Capability.ACK
+    | Capability.PERSISTENT_SESSION
+    | Capability.WILDCARD_SOURCE
+    | Capability.PUBLISH_WITHOUT_SINK
 )
 """In-vehicle and with a session, as by default; an instance says what its settings leave of them."""
 

@@ -28,7 +28,8 @@ from typing import Any, Final, Protocol, Self
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")  # where distributions put daemons, often not on a user's PATH
+# where distributions put daemons, often not on a user's PATH
+PATHS: Final = ("/usr/sbin", "/usr/local/sbin", "/opt/homebrew/sbin")
 PORT_TRIES_MAX: Final = 5  # somebody may take the port between our look and mosquitto's bind
 START_MS_MAX: Final = 20_000  # a container's start on a busy machine
 STOP_MS_MAX: Final = 10_000  # mosquitto writes its store within milliseconds; beyond this it hangs
@@ -69,7 +70,8 @@ def _container_runner() -> Callable[[Path], Running] | None:
 
 
 def runner() -> Callable[[Path], Running]:
-    """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither is there."""
+    """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither
+    is there."""
     binary = find()
     if binary is not None:
         return lambda config: _Process(binary, config)
@@ -97,7 +99,8 @@ class _Process:
                 stdout=log,
                 stderr=log,
                 preexec_fn=die_with_parent,
-                start_new_session=True,  # a Ctrl-C is ours to handle; it must not take the broker away under a client that drains
+                # a Ctrl-C is ours to handle; it must not take the broker away under a client that drains
+                start_new_session=True,
             )
 
     def alive(self) -> bool:
@@ -143,11 +146,12 @@ class Broker:
     """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
 
     `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca, certificate, key)
-    and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps sessions and
-    messages over a stop. All of it lives in a directory that goes with `close`, or with the next start if we are killed; no process
-    outlives ours.
+    and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps
+    sessions and messages over a stop. All of it lives in a directory that goes with `close`, or with the next start if
+    we are killed; no process outlives ours.
 
-    Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started it.
+    Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started
+    it.
     """
 
     def __init__(
@@ -190,7 +194,8 @@ class Broker:
         return (self._directory / "log").read_text(errors="replace") if self._directory is not None else ""
 
     def start(self) -> Self:
-        """Returns when it accepts connections. Raises UStatusError: FAILED_PRECONDITION (none installed), UNAVAILABLE (it ended; why)."""
+        """Returns when it accepts connections. Raises UStatusError: FAILED_PRECONDITION (none installed), UNAVAILABLE
+        (it ended; why)."""
         for delay_s in self._starting():
             time.sleep(delay_s)
         return self
@@ -220,7 +225,9 @@ class Broker:
             if "Address already in use" not in self.log:
                 break
             yield PROBE_MS / 1000
-        raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {self.log.strip()[-500:] or 'nothing'}")
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"mosquitto did not start; it said: {self.log.strip()[-500:] or 'nothing'}"
+        )
 
     def stop(self) -> None:
         """End it in order: a persistent broker writes what it holds. May be called twice."""

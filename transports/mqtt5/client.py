@@ -1,13 +1,16 @@
-"""A paho client whose socket the event loop serves, and whose PUBLISH and PUBACK packets are read and written in batches.
+"""A paho client whose socket the event loop serves, and whose PUBLISH and PUBACK packets are read and written in
+batches.
 
 readable -> PacketReader -> PUBLISH, PUBACK -> our callbacks, once per read
                          -> the rest (CONNACK, SUBACK, PINGRESP, DISCONNECT, ...) -> paho
 send(bytes of many packets) -> paho's queue -> loop_write
 
-paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks through all that
-is in flight with each PUBACK, and makes one system call per packet. It still does what is hard to get right and is not hot: the
-handshake, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`, `_sock_recv`, `_sock_send`,
-`_create_socket`, `_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a test holds each new release of paho to that.
+paho alone manages some 1,500 QoS 1 messages/s: it reads headers byte by byte, keeps properties in slow objects, walks
+through all that is in flight with each PUBACK, and makes one system call per packet. It still does what is hard to get
+right and is not
+hot: the handshake, keep-alive, subscriptions, reason codes. What we override or use of it that is not public: `_sock`,
+`_sock_recv`, `_sock_send`, `_create_socket`, `_packet_read`, `_loop_rc_handle`, `_packet_queue`, `_mid_generate`; a
+test holds each new release of paho to that.
 """
 
 from __future__ import annotations
@@ -32,14 +35,19 @@ OnPubacks = Callable[[list[tuple[int, int]]], None]
 
 
 class BatchClient(paho.Client):
-    """`on_publishes(publishes)` and `on_pubacks([(packet id, reason code)])` are called once for all that one read brought, in order."""
+    """`on_publishes(publishes)` and `on_pubacks([(packet id, reason code)])` are called once for all that one read
+    brought, in order."""
 
     def __init__(self, client_id: str, on_publishes: OnPublishes, on_pubacks: OnPubacks) -> None:
-        super().__init__(CallbackAPIVersion.VERSION2, client_id=client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True)
+        super().__init__(
+            CallbackAPIVersion.VERSION2, client_id=client_id, protocol=MQTTProtocolVersion.MQTTv5, manual_ack=True
+        )
         self.on_publishes, self.on_pubacks = on_publishes, on_pubacks
-        self.next_packet_id: Callable[[], int] = self._mid_generate  # one of those that paho takes for SUBSCRIBE, so they don't collide
+        # one of those that paho takes for SUBSCRIBE, so they don't collide
+        self.next_packet_id: Callable[[], int] = self._mid_generate
         self.failure: BaseException | None = None  # why the last connection ended, if the socket said so
-        self.packet_bytes_max = wire.PACKET_BYTES_MAX  # of what comes; a broker that keeps to what CONNECT says never sends more
+        # of what comes; a broker that keeps to what CONNECT says never sends more
+        self.packet_bytes_max = wire.PACKET_BYTES_MAX
         self._reader = PacketReader(self.packet_bytes_max)
         self._fed = b""  # the packet that paho is to read
         self._events: asyncio.AbstractEventLoop | None = None
@@ -53,17 +61,23 @@ class BatchClient(paho.Client):
     # The socket, on the event loop.
 
     def attach(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, connect: Callable[[], Any]) -> None:
-        """Let `loop` serve `sock`, on which `connect` (paho's own connect or reconnect) says CONNECT. Closes it if that fails."""
+        """Let `loop` serve `sock`, on which `connect` (paho's own connect or reconnect) says CONNECT. Closes it if that
+        fails."""
         self._dialled, self._reader, self.failure = sock, PacketReader(self.packet_bytes_max), None
         try:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # we batch ourselves; Nagle would only hold back the last one
+            # we batch ourselves; Nagle would only hold back the last one
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connect()
         except BaseException:
             sock.close()
             self._dialled = None
             raise
         if self._sock is None:  # it has hung up already
-            raise self.failure if isinstance(self.failure, OSError) else ConnectionResetError("it hung up before it answered")
+            raise (
+                self.failure
+                if isinstance(self.failure, OSError)
+                else ConnectionResetError("it hung up before it answered")
+            )
         self._events, self._fd = loop, sock.fileno()
         self.paused = False
         loop.add_reader(self._fd, self.loop_read)
@@ -153,17 +167,23 @@ class BatchClient(paho.Client):
 
     def _refuse(self, announced: int) -> MQTTErrorCode:
         """Tell the broker why, if it takes that at once, and hang up: none of the packet is kept."""
-        self.send_packets(wire.TOO_LARGE, wire.PUBACK)  # of that kind paho does nothing but to send it; we hang up ourselves
+        # of that kind paho does nothing but to send it; we hang up ourselves
+        self.send_packets(wire.TOO_LARGE, wire.PUBACK)
         self.failure = PacketTooLarge(announced, self.packet_bytes_max)
         self.loop_write()
-        return self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL) if self._sock is not None else MQTTErrorCode.MQTT_ERR_PROTOCOL
+        return (
+            self._loop_rc_handle(MQTTErrorCode.MQTT_ERR_PROTOCOL)
+            if self._sock is not None
+            else MQTTErrorCode.MQTT_ERR_PROTOCOL
+        )
 
     @staticmethod
     def _hurry(sock: socket.socket) -> None:
         """Let the kernel acknowledge at once what has been read, which it forgets to do each time we write.
 
-        A broker with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the others
-        until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would wait.
+        A broker with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and
+        keeps the others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch
+        would wait.
         """
         if _QUICK_ACK is not None:
             with contextlib.suppress(OSError):  # it has hung up; the next read says so

@@ -3,8 +3,8 @@
 UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: Outbox, mapping, wire
 PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: wire, mapping
 
-Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of what a message
-costs. `encode` and `decode` answer as the long way does, and a test holds them to it.
+Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of
+what a message costs. `encode` and `decode` answer as the long way does, and a test holds them to it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffi
 from uprotocol.status import UStatusError, invalid
 from uprotocol.uuid import MSB_MAX
 
-TEMPLATES_MAX: Final = 16_384  # each way, some 1 KB each; they start anew when there are more, as when messages differ in more than that
+# each way, some 1 KB each; they start anew when there are more, as when messages differ in more than that
+TEMPLATES_MAX: Final = 16_384
 
-_UUID7: Final = re.compile(rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3})-([89abAB][0-9a-fA-F]{3})-([0-9a-fA-F]{12})")
+_UUID7: Final = re.compile(
+    rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3})-([89abAB][0-9a-fA-F]{3})-([0-9a-fA-F]{12})"
+)
 _id_field: Final = struct.Struct("<3sQcQ")  # UAttributes.id as protobuf writes it: tag and length, msb, tag, lsb
 _ID_TAG, _LSB_TAG = b"\x0a\x12\x09", b"\x11"
 _ID_SIZE: Final = _id_field.size
@@ -46,7 +49,8 @@ class _In(NamedTuple):
 
 
 class Codec:
-    """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's time."""
+    """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's
+    time."""
 
     def __init__(self, mapping: Mapping, outbox: Outbox, *, same_for_all_ids: bool = True) -> None:
         self._mapping, self._outbox, self._same_for_all_ids = mapping, outbox, same_for_all_ids
@@ -57,7 +61,8 @@ class Codec:
     def encode(self, message: Carried) -> tuple[bytes, bytes]:
         """The PUBLISH of `message` but for its packet id, which goes between the two.
 
-        Raises UStatusError: INVALID_ARGUMENT for what is not valid or can't be carried, DEADLINE_EXCEEDED for what has expired.
+        Raises UStatusError: INVALID_ARGUMENT for what is not valid or can't be carried, DEADLINE_EXCEEDED for what has
+        expired.
         """
         data: bytes = message.encoded if type(message) is EncodedMessage else message.attributes.SerializeToString()
         out = self._out.get(data[_ID_SIZE:])
@@ -77,7 +82,13 @@ class Codec:
             or remaining + wire.HEADER_BYTES_MAX > self.packet_bytes_max
         ):
             return self._encode_anew(message, data)  # it says why not
-        id = b"%08x-%04x-%04x-%04x-%012x" % (msb >> 32, msb >> 16 & 0xFFFF, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF)
+        id = b"%08x-%04x-%04x-%04x-%012x" % (
+            msb >> 32,
+            msb >> 16 & 0xFFFF,
+            msb & 0xFFFF,
+            lsb >> 48,
+            lsb & 0xFFFF_FFFF_FFFF,
+        )
         head = b"%c%b%b" % (wire.PUBLISH | wire.QOS1, wire.varint(remaining), out.topic)
         return head, b"".join((out.before_id, id, out.after_id, payload))
 
@@ -91,7 +102,8 @@ class Codec:
         length = len(head) + 2 + len(tail)
         if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
             raise invalid(
-                f"a message is a packet of at most {self.packet_bytes_max} bytes here, and this one has {length}: send less, or raise "
+                f"a message is a packet of at most {self.packet_bytes_max} bytes here, and this one has {length}: "
+                "send less, or raise "
                 "message_bytes_max, and the broker's own limit if it has one"
             )
         key = suffix(data)
@@ -114,7 +126,9 @@ class Codec:
         encoded = _id_field.pack(_ID_TAG, int(one + two + three, 16), _LSB_TAG, int(four + five, 16)) + found.attributes
         return found.topic, found.identifiers, encoded
 
-    def _decode_anew(self, publish: wire.Publish, key: tuple[bytes, bytes, bytes], at: int) -> tuple[str, tuple[int, ...], bytes]:
+    def _decode_anew(
+        self, publish: wire.Publish, key: tuple[bytes, bytes, bytes], at: int
+    ) -> tuple[str, tuple[int, ...], bytes]:
         packet, identifiers = wire.read_packet(publish)
         attributes = self._mapping.decode(packet).attributes
         encoded = attributes.SerializeToString()

@@ -33,27 +33,34 @@ class Mqtt5Config(BaseModel):
 
     host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
     port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
-    mode: Mode = Field(default=Mode.IN_VEHICLE, description="which topics: of a vehicle's own network, or between authorities; see below")
+    mode: Mode = Field(
+        default=Mode.IN_VEHICLE,
+        description="which topics: of a vehicle's own network, or between authorities; see below",
+    )
     client_id: str | None = Field(
         default=None,
         min_length=1,
         max_length=200,
-        description="names the session; without it, each start has a new one. Two clients with one name throw each other out",
+        description="names the session; without it, each start has a new one. Two clients with one name throw each "
+        "other out",
     )
     clean_start: bool = Field(
-        default=False, description="forget what an earlier start with this `client_id` left at the broker: once, reconnections resume"
+        default=False,
+        description="forget what an earlier start with this `client_id` left at the broker: once, reconnections resume",
     )
     session_expiry_s: int = Field(
         default=300,
         ge=0,
         le=0xFFFF_FFFF,
-        description="how long the broker keeps subscriptions and messages while we are away; 0: not at all, 4294967295: for ever",
+        description="how long the broker keeps subscriptions and messages while we are away; 0: not at all, "
+        "4294967295: for ever",
     )
     keep_alive_s: int = Field(default=30, ge=1, le=65_535, description="a silent broker is given up after twice that")
     username: str | None = Field(default=None, description="who we are to the broker, unless our certificate says so")
     password: SecretStr | None = Field(default=None, description="for `username`; or `password_file`")
     password_file: Path | None = Field(
-        default=None, description="its first line is the password; read at each connect, so a password can be changed while running"
+        default=None,
+        description="its first line is the password; read at each connect, so a password can be changed while running",
     )
     tls: TlsConfig | None = Field(
         default=None, description="encrypt; an empty table will do where the system trusts the broker's certificate"
@@ -65,14 +72,23 @@ class Mqtt5Config(BaseModel):
         default=512,
         ge=1,
         le=65_000,
-        description="messages that we send ahead of the broker's; it may ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
+        description="messages that we send ahead of the broker's; it may ask for fewer (mosquitto: "
+        "`max_inflight_messages`, 20 unless set)",
     )
-    connect_timeout_ms: int = Field(default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer")
+    connect_timeout_ms: int = Field(
+        default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer"
+    )
     restore_ttl: bool = Field(
-        default=False, description='add to a ttl the whole seconds that the broker counted off while the message waited, see "Time to live"'
+        default=False,
+        description="add to a ttl the whole seconds that the broker counted off while the message "
+        'waited, see "Time to live"',
     )
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:

@@ -22,12 +22,15 @@ class Dialler:
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
-        self._lookup: asyncio.Future[list[Address]] | None = None  # one at a time: a resolver that hangs costs one thread, not one per try
+        # one at a time: a resolver that hangs costs one thread, not one per try
+        self._lookup: asyncio.Future[list[Address]] | None = None
 
     async def dial(self, context: ssl.SSLContext | None, timeout_s: float) -> socket.socket:
-        """A connected, non-blocking socket; with `context` after TLS's handshake. `timeout_s` each: for the name, an address, TLS.
+        """A connected, non-blocking socket; with `context` after TLS's handshake. `timeout_s` each: for the name, an
+        address, TLS.
 
-        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none (UnicodeError among them).
+        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none
+        (UnicodeError among them).
         """
         async with asyncio.timeout(timeout_s):
             addresses = await self._addresses()
@@ -59,7 +62,8 @@ def _look_up(host: str, port: int, flags: int = 0) -> list[Address]:
 
 
 def _in_thread(work: Callable[[], list[Address]]) -> asyncio.Future[list[Address]]:
-    """Not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute, and can't be cancelled."""
+    """Not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute, and
+    can't be cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[Address]] = loop.create_future()
     future.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone

@@ -21,9 +21,11 @@ import structlog
 from transports.listeners import Filter
 
 BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
-UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192  # of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
+# of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
+UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192
 BYTES_MAX: Final = 32 << 20  # waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum can't count bytes
-MESSAGES_MAX: Final = 8_192  # the same; some 1.5 KB each if small. A broker may not keep to Receive Maximum: mosquitto with
+# the same; some 1.5 KB each if small. A broker may not keep to Receive Maximum: mosquitto with
+MESSAGES_MAX: Final = 8_192
 # `max_inflight_messages 0` does not
 PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
 REDELIVERY_MS_MIN: Final = 5  # before the first try again; it doubles up to ...
@@ -38,14 +40,15 @@ Message = tuple[Filter | None, bytes, bytes]
 
 class Arrived(NamedTuple):
     message: Message | None  # None: nothing to deliver, only to acknowledge in its turn
-    connection: int  # which of our connections brought it: on another one the broker would take our answer for another message's
+    # which of our connections brought it: on another one the broker would take our answer for another message's
+    connection: int
     packet_id: int  # 0: QoS 0
     size: int = 0  # bytes of its message; 0 if it is one of many that are small
 
 
 class Intake:
-    """Lives on the event loop. What waits is bounded in messages and bytes: `pressed(True)` is called when there are MESSAGES_MAX or
-    BYTES_MAX, `pressed(False)` when there are half as many again of both."""
+    """Lives on the event loop. What waits is bounded in messages and bytes: `pressed(True)` is called when there are
+    MESSAGES_MAX or BYTES_MAX, `pressed(False)` when there are half as many again of both."""
 
     def __init__(
         self,
@@ -147,7 +150,8 @@ class Intake:
             self._idle.set()
 
     def _go_back(self) -> None:
-        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in order."""
+        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in
+        order."""
         for batch, _ in reversed(self._taking):
             self._queue.extendleft(reversed(batch))
         self._taking.clear()
@@ -158,7 +162,8 @@ class Intake:
         self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
 
     async def close(self, drain_ms: int) -> None:
-        """Take no more, and wait until what is here has been taken, or `drain_ms`. What is not stays with the broker."""
+        """Take no more, and wait until what is here has been taken, or `drain_ms`. What is not stays with the
+        broker."""
         self._closed = True
         try:
             if not self._idle.is_set():

@@ -27,10 +27,12 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
-RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)  # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
+# before attempt 1, 2, ...; the last one ever after (spec section 6.7)
+RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)
 JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
 ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
-BROKER_ADDS_BYTES: Final = 1_024  # to a message, on its way to us: header, packet id, a subscription identifier for each that matches
+# to a message, on its way to us: header, packet id, a subscription identifier for each that matches
+BROKER_ADDS_BYTES: Final = 1_024
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
 
 log = structlog.get_logger()
@@ -74,7 +76,9 @@ class LinkUser(Protocol):
 
 
 class Link:
-    def __init__(self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]) -> None:
+    def __init__(
+        self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]
+    ) -> None:
         self._config, self._user, self._chance = config, user, chance
         self.address = f"{config.host}:{config.port}"
         self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
@@ -86,7 +90,8 @@ class Link:
         self.up = False  # the broker has let us in, and we have not lost it since
         self._lost = asyncio.Event()
         self._welcome: asyncio.Future[Welcome] | None = None
-        self._answers: dict[int, tuple[asyncio.Future[ReasonCode], float]] = {}  # packet id -> SUBACK or UNSUBACK, due when
+        # packet id -> SUBACK or UNSUBACK, due when
+        self._answers: dict[int, tuple[asyncio.Future[ReasonCode], float]] = {}
         self._opening: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -101,7 +106,8 @@ class Link:
         return client
 
     async def open(self) -> None:
-        """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open does."""
+        """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
+        does."""
         self._client.packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         self._opening = opening = asyncio.create_task(self._connect())
         try:
@@ -111,20 +117,25 @@ class Link:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise UStatusError(UCode.CANCELLED, "the transport was closed while it was connecting: call open again") from None
+            raise UStatusError(
+                UCode.CANCELLED, "the transport was closed while it was connecting: call open again"
+            ) from None
         finally:
             self._opening = None
         self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
 
     async def close(self) -> None:
-        """Say goodbye and go, at once. A session that nobody could resume, because its name was made up, ends; a named one stays."""
+        """Say goodbye and go, at once. A session that nobody could resume, because its name was made up, ends; a named
+        one stays."""
         ending = self._tasks if self._opening is None else [*self._tasks, self._opening]
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
         was_up, self.up = self.up, False
         if was_up:
-            farewell = _properties(PacketTypes.DISCONNECT, **({} if self._config.client_id else {"SessionExpiryInterval": 0}))
+            farewell = _properties(
+                PacketTypes.DISCONNECT, **({} if self._config.client_id else {"SessionExpiryInterval": 0})
+            )
             self._client.disconnect(ReasonCode(PacketTypes.DISCONNECT), farewell)
             self._client.loop_write()
         self._client.drop()
@@ -146,7 +157,9 @@ class Link:
 
         Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile.
         """
-        properties = _properties(PacketTypes.SUBSCRIBE, **({"SubscriptionIdentifier": identifier} if identifier is not None else {}))
+        properties = _properties(
+            PacketTypes.SUBSCRIBE, **({"SubscriptionIdentifier": identifier} if identifier is not None else {})
+        )
         handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else SubscribeOptions.RETAIN_DO_NOT_SEND
         options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
         _, packet_id = self._client.subscribe(topic_filter, options=options, properties=properties)
@@ -161,7 +174,9 @@ class Link:
 
     async def _answer(self, packet_id: int | None) -> ReasonCode:
         if packet_id is None:
-            raise UStatusError(UCode.UNAVAILABLE, f"there is no connection to the broker at {self.address}: try again when it is back")
+            raise UStatusError(
+                UCode.UNAVAILABLE, f"there is no connection to the broker at {self.address}: try again when it is back"
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ReasonCode] = loop.create_future()
         self._answers[packet_id] = (future, loop.time() + ANSWER_MS_MAX / 1000)
@@ -173,7 +188,8 @@ class Link:
             future.set_result(codes[0])
 
     async def _connect(self) -> None:
-        """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing is left open."""
+        """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
+        is left open."""
         try:
             await self._try_to_connect()
         except BaseException as error:
@@ -212,16 +228,20 @@ class Link:
             PacketTypes.CONNECT,
             SessionExpiryInterval=config.session_expiry_s,
             ReceiveMaximum=config.receive_maximum,
-            MaximumPacketSize=self._client.packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
+            # what is larger the broker throws away, and counts it for nobody
+            MaximumPacketSize=self._client.packet_bytes_max,
         )
         clean_start = MQTT_CLEAN_START_FIRST_ONLY if config.clean_start else False
-        self._client.connect(config.host, config.port, config.keep_alive_s, clean_start=clean_start, properties=properties)
+        self._client.connect(
+            config.host, config.port, config.keep_alive_s, clean_start=clean_start, properties=properties
+        )
 
     async def _stay_connected(self) -> None:
         attempt = 0
         while True:
             await self._lost.wait()
-            if not isinstance(self._client.failure, PacketTooLarge):  # that one comes again with the session: the waits grow, too
+            # that one comes again with the session: the waits grow, too
+            if not isinstance(self._client.failure, PacketTooLarge):
                 attempt = 0
             while self._lost.is_set():
                 attempt += 1
@@ -230,7 +250,9 @@ class Link:
                     await self._connect()
                 except UStatusError as error:
                     self._lost.set()
-                    log.warning("no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error))
+                    log.warning(
+                        "no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error)
+                    )
                 except Exception:
                     self._lost.set()
                     log.exception("connecting to the broker failed", broker=self.address, attempt=attempt)
@@ -247,7 +269,9 @@ class Link:
                 self._client.drop()
             self._user.tick(now)
 
-    def _on_connect(self, _client: Any, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None) -> None:
+    def _on_connect(
+        self, _client: Any, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
+    ) -> None:
         welcome = Welcome(reason, flags.session_present, properties)
         if self._welcome is None or self._welcome.done():  # nobody waits any longer
             return
@@ -256,10 +280,14 @@ class Link:
             self._user.welcomed(welcome)  # here and now: the next packet may be a message already
         self._welcome.set_result(welcome)
 
-    def _on_disconnect(self, _client: Any, _data: Any, flags: DisconnectFlags, reason: ReasonCode, _properties: Any) -> None:
+    def _on_disconnect(
+        self, _client: Any, _data: Any, flags: DisconnectFlags, reason: ReasonCode, _properties: Any
+    ) -> None:
         failure = self._client.failure
         if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(failure if isinstance(failure, OSError) else ConnectionResetError("it hung up before it answered"))
+            self._welcome.set_exception(
+                failure if isinstance(failure, OSError) else ConnectionResetError("it hung up before it answered")
+            )
         why = f"it said: {reason}" if flags.is_disconnect_packet_from_server else str(failure or reason)
         if self.up:
             log.warning("the connection to the broker is lost", broker=self.address, reason=why)
@@ -288,7 +316,9 @@ def _password(config: Mqtt5Config) -> str | None:
     try:
         return config.password_file.read_text().splitlines()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
-        raise UStatusError(UCode.FAILED_PRECONDITION, f"password_file {config.password_file} can't be read: {error}") from None
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION, f"password_file {config.password_file} can't be read: {error}"
+        ) from None
 
 
 def _tls_context(config: Mqtt5Config) -> ssl.SSLContext:

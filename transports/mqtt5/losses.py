@@ -3,10 +3,10 @@
 CONNACK -> no session, though we had left one                        everything that came meanwhile is lost, and how much nobody knows
 $SYS/broker/publish/messages/dropped -> Dropped -> it has risen      our queue at the broker was full (mosquitto), or somebody else's
 
-mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all sessions in one number.
-We have that number in our session, like any other topic. So each of its updates waits in our queue while we are away, and one that is
-missing there has been thrown away itself: then our queue was full. Of an update that comes right after our return, or while we lag behind,
-nobody can tell whose messages it counts.
+mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all
+sessions in one number. We have that number in our session, like any other topic. So each of its updates waits in our
+queue while we are away, and one that is missing there has been thrown away itself: then our queue was full. Of an
+update that comes right after our return, or while we lag behind, nobody can tell whose messages it counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import structlog
 from uprotocol.transport import LossCallback
 
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
-SETTLE_S: Final = 70.0  # after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
+# after our return: an update may be as late as sys_interval (10 s unless set; up to a minute is allowed for here)
+SETTLE_S: Final = 70.0
 
 log = structlog.get_logger()
 
@@ -60,14 +61,16 @@ class Dropped:
                 self._settled_s = now_s + SETTLE_S
             return Loss(risen, ours=count >= last) if risen else None
         if self._catching_up:
-            self._uncertain += risen  # it was queued, so there was room: others' messages, unless the present count never comes
+            # it was queued, so there was room: others' messages, unless the present count never comes
+            self._uncertain += risen
             return None
         if risen and (behind or (now_s < self._settled_s and not self._others)):
             return Loss(risen, ours=False)
         return None
 
     def tick(self, now_s: float) -> Loss | None:
-        """The present count does not come if the broker has just been started: then what was queued may be all that is told."""
+        """The present count does not come if the broker has just been started: then what was queued may be all that is
+        told."""
         if not self._catching_up or now_s < self._settled_s:
             return None
         self._catching_up = False
@@ -77,7 +80,8 @@ class Dropped:
 class Losses:
     """Tells of losses once each: by a line in the log, a counter, and the callbacks. Lives on the event loop.
 
-    `session` names the one that the broker keeps for us; None if its name is made up at each start, so that no later process returns to it.
+    `session` names the one that the broker keeps for us; None if its name is made up at each start, so that no later
+    process returns to it.
     """
 
     def __init__(self, address: str, session: str | None, counters: Counter[str]) -> None:
@@ -101,7 +105,10 @@ class Losses:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.warning("what the last run knew of the broker can't be read: losses across this restart won't be told", error=repr(error))
+            log.warning(
+                "what the last run knew of the broker can't be read: losses across this restart won't be told",
+                error=repr(error),
+            )
             return
         self._saved = {"session": session, "dropped": dropped}
         self._left = session if isinstance(session, str) else None
@@ -121,7 +128,8 @@ class Losses:
     # What the transport tells.
 
     def connected(self, *, resumed: bool, had_session: bool, forgets: bool, now_s: float) -> None:
-        """`had_session`: an earlier connection of this process has left one that listened; `forgets`: we have asked for a new one."""
+        """`had_session`: an earlier connection of this process has left one that listened; `forgets`: we have asked for
+        a new one."""
         left, self._left = self._left, None
         if left is not None:
             lost = not forgets and not (resumed and left == self._session)
@@ -134,7 +142,8 @@ class Losses:
         if lost:
             self._counters["session_lost"] += 1
             self._tell(
-                f"the broker at {self._address} has not resumed the session {left or 'that we had'} (it expired, the broker forgot it, "
+                f"the broker at {self._address} has not resumed the session {left or 'that we had'} (it expired, the "
+                "broker forgot it, "
                 "or the settings name another): what came for it while we were away is lost, and how much nobody knows",
                 None,
             )
@@ -187,7 +196,11 @@ def _write(file: Path, text: str) -> None:
             os.fsync(out.fileno())
         new.replace(file)
     except OSError as error:
-        log.warning("what is known of the broker can't be kept: losses across a restart may not be told", file=str(file), error=str(error))
+        log.warning(
+            "what is known of the broker can't be kept: losses across a restart may not be told",
+            file=str(file),
+            error=str(error),
+        )
 
 
 __all__ = ["DROPPED_TOPIC", "Dropped", "Loss", "Losses"]

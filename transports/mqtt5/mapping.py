@@ -23,15 +23,18 @@ from uprotocol.v1.uri_pb2 import UUri
 
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
-ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
+# (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
+ROUTES_CACHED_MAX: Final = 32_768
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
 _DECIMAL = re.compile(r"[0-9]{1,10}", re.ASCII)
-_NOT_IN_MQTT = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]")  # brokers hang up on these (MQTT 5 section 1.5.4)
+# brokers hang up on these (MQTT 5 section 1.5.4)
+_NOT_IN_MQTT = re.compile("[\x00-\x1f\x7f-\x9f\ufdd0-\ufdef\ufffe\uffff]")
 
 
 class Mode(enum.StrEnum):
-    """Which topic names: fine-grained between uEntities, or one topic for each pair of devices, as cloud brokers like it."""
+    """Which topic names: fine-grained between uEntities, or one topic for each pair of devices, as cloud brokers like
+    it."""
 
     IN_VEHICLE = "in-vehicle"  # the specification's E2E
     OFF_VEHICLE = "off-vehicle"  # D2D
@@ -82,22 +85,27 @@ def _authority(uri: UUri, local_authority: str) -> str:
     """Raises INVALID_ARGUMENT for a name with a `+`, which only IPvFuture may have: no topic name may."""
     name = uri.authority_name or local_authority
     if "+" in name:
-        raise invalid(f"the authority {name} has a +, which is a wildcard in MQTT's topics: it can't be reached over MQTT")
+        raise invalid(
+            f"the authority {name} has a +, which is a wildcard in MQTT's topics: it can't be reached over MQTT"
+        )
     return "+" if name == uris.WILDCARD_AUTHORITY else name
 
 
 class Mapping:
     """The mapping of one mode, as seen from one authority.
 
-    `restore_ttl` adds the whole seconds since the id's time to an expiry interval that a broker has counted down (A-17); off is
-    the specification's own rule.
+    `restore_ttl` adds the whole seconds since the id's time to an expiry interval that a broker has counted down
+    (A-17); off is the specification's own rule.
     """
 
-    def __init__(self, mode: Mode, local_authority: str, *, restore_ttl: bool = False, now_ms: Callable[[], int] = uuids.now_ms) -> None:
+    def __init__(
+        self, mode: Mode, local_authority: str, *, restore_ttl: bool = False, now_ms: Callable[[], int] = uuids.now_ms
+    ) -> None:
         self.mode, self._local_authority = mode, local_authority
         self._restore_ttl, self._now_ms = restore_ttl, now_ms
         self._out: dict[tuple[int, bytes, bytes | None], _Out] = {}
-        self._in: dict[tuple[str | None, str | None, str | None, str], bytes] = {}  # UAttributes with type, source and sink, encoded
+        # UAttributes with type, source and sink, encoded
+        self._in: dict[tuple[str | None, str | None, str | None, str], bytes] = {}
 
     def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
         """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).
@@ -107,16 +115,21 @@ class Mapping:
         if self.mode is Mode.OFF_VEHICLE:
             if sink is None:
                 raise invalid(
-                    "off-vehicle, a publish needs the sink that a streamer sets (//AUTHORITY/FFFFFFFF/FF/FFFF): it names the topic"
+                    "off-vehicle, a publish needs the sink that a streamer sets (//AUTHORITY/FFFFFFFF/FF/FFFF): it "
+                    "names the topic"
                 )
             return f"{_authority(source, self._local_authority)}/{_authority(sink, self._local_authority)}"
         topic = _segments(source, self._local_authority)
         return topic if type == attrs.PUBLISH or sink is None else f"{topic}/{_segments(sink, self._local_authority)}"
 
     def topic_filter(self, source: UUri, sink: UUri | None) -> str:
-        """What to subscribe to, coarser than the UUri patterns off-vehicle. Raises INVALID_ARGUMENT there without sink filter (A-21)."""
+        """What to subscribe to, coarser than the UUri patterns off-vehicle. Raises INVALID_ARGUMENT there without sink
+        filter (A-21)."""
         if sink is None and self.mode is Mode.OFF_VEHICLE:
-            raise invalid("off-vehicle, every message has a sink: listen with the pair (FFFF, FFFF) and the own authority in the sink")
+            raise invalid(
+                "off-vehicle, every message has a sink: listen with the pair (FFFF, FFFF) and the own "
+                "authority in the sink"
+            )
         return self.topic(attrs.NOTIFICATION, source, sink)
 
     def encode(self, message: UMessage) -> Packet:
@@ -126,7 +139,11 @@ class Mapping:
         """
         attributes = message.attributes
         has_sink = attributes.HasField("sink")
-        route = (attributes.type, attributes.source.SerializeToString(), attributes.sink.SerializeToString() if has_sink else None)
+        route = (
+            attributes.type,
+            attributes.source.SerializeToString(),
+            attributes.sink.SerializeToString() if has_sink else None,
+        )
         out = self._out.get(route) or self._resolve_out(route, attributes)
         properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *out.properties]
         if attributes.priority:
@@ -170,8 +187,8 @@ class Mapping:
     def decode(self, packet: Packet) -> UMessage:
         """The message in `packet`; whether it is a valid one is for the listener table to say.
 
-        Raises UStatusError: INVALID_ARGUMENT for what can't be read, PERMISSION_DENIED if the topic name (which a broker's access rules
-        guard) belongs to another source or sink than the properties say.
+        Raises UStatusError: INVALID_ARGUMENT for what can't be read, PERMISSION_DENIED if the topic name (which a
+        broker's access rules guard) belongs to another source or sink than the properties say.
         """
         properties = dict(reversed(packet.user_properties))  # of a key that comes twice the first counts (A-24)
         get = properties.get
@@ -197,7 +214,9 @@ class Mapping:
         if (traceparent := get("11")) is not None:
             attributes.traceparent = traceparent
         if packet.content_type is not None:
-            attributes.payload_format = UPayloadFormat.ValueType(_number(packet.content_type, "content type", 0x7FFF_FFFF))
+            attributes.payload_format = UPayloadFormat.ValueType(
+                _number(packet.content_type, "content type", 0x7FFF_FFFF)
+            )
         message = UMessage(attributes=attributes)
         if packet.payload or attributes.payload_format:  # absent and empty look alike on the wire (A-19)
             message.payload = packet.payload
@@ -228,7 +247,9 @@ class Mapping:
     def _check_topic(self, type: int, source: UUri, sink: UUri | None, topic: str) -> None:
         expected = self.topic(type, source, sink)
         if topic != expected:
-            raise UStatusError(UCode.PERMISSION_DENIED, f"the addresses belong to topic {expected}, but came on {topic}")
+            raise UStatusError(
+                UCode.PERMISSION_DENIED, f"the addresses belong to topic {expected}, but came on {topic}"
+            )
 
     def _set_ttl(self, attributes: UAttributes, expiry_s: int | None, exact: str | None) -> None:
         if exact is not None:
@@ -254,5 +275,8 @@ def _number(text: str, what: str, at_most: int) -> int:
 
 def _text(text: str, what: str) -> str:
     if len(text.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(text):
-        raise invalid(f"MQTT carries text of at most {TEXT_BYTES_MAX} bytes without control characters, and the {what} is none such")
+        raise invalid(
+            f"MQTT carries text of at most {TEXT_BYTES_MAX} bytes without control characters, and the "
+            f"{what} is none such"
+        )
     return text

@@ -5,7 +5,8 @@ send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions ->
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
 Losses: tells of what the broker has lost
 
-Too large: CONNECT names a Maximum Packet Size, and the broker throws away what has more. What it sends nevertheless ends the connection.
+Too large: CONNECT names a Maximum Packet Size, and the broker throws away what has more. What it sends nevertheless
+ends the connection.
 """
 
 from __future__ import annotations
@@ -39,11 +40,15 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 SUBSCRIBES_MAX: Final = 256  # without answer: some brokers hang up on more
-DRAIN_MS_MAX: Final = 1_500  # how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
-LEAVE_MS_MAX: Final = 500  # how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
-UNCLAIMED_MS_MAX: Final = 30_000  # how long what a resumed session brings waits for the listener that wants it to be registered
+# how long `close` waits for what is under way, both ways together: with a hung broker it takes no longer
+DRAIN_MS_MAX: Final = 1_500
+# how long `unregister_listener` waits for the broker's answer, so that not too many are due at once
+LEAVE_MS_MAX: Final = 500
+# how long what a resumed session brings waits for the listener that wants it to be registered
+UNCLAIMED_MS_MAX: Final = 30_000
 
-MANY: Final = 64  # so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
+# so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
+MANY: Final = 64
 COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
@@ -51,7 +56,8 @@ log = structlog.get_logger()
 
 
 def capabilities(config: Mqtt5Config) -> Capability:
-    """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing is kept."""
+    """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing
+    is kept."""
     found = Capability.PUSH
     if config.mode is Mode.IN_VEHICLE:
         found |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
@@ -65,17 +71,23 @@ class Mqtt5Transport(UTransport):
 
     takes_encoded = True
 
-    def __init__(self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random
+    ) -> None:
         self._config, self._local = config, local
         self.capabilities = capabilities(config)
         self._mapping = Mapping(config.mode, local.get_authority(), restore_ttl=config.restore_ttl)
         self._codec = Codec(self._mapping, Outbox(), same_for_all_ids=not config.restore_ttl)
         self._table = ListenerTable(
-            local.get_authority(), listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            local.get_authority(),
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self, chance)
-        self._window = Window(self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id)
+        self._window = Window(
+            self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id
+        )
         self._intake = Intake(self._table.deliver_encoded, self._acknowledge, self._on_pressed)
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
@@ -84,7 +96,8 @@ class Mqtt5Transport(UTransport):
         self._losses = Losses(address, f"{named} at {address}" if named is not None else None, self._table.dropped)
         self._counting: asyncio.Task[None] | None = None
         self._count_refusals = 0
-        self._lag_messages = -(-config.receive_maximum // 2)  # unacknowledged: with those that are on the way the broker may have to queue
+        # unacknowledged: with those that are on the way the broker may have to queue
+        self._lag_messages = -(-config.receive_maximum // 2)
         self._refused: dict[str, str] = {}  # topic filter -> why the broker no longer lets us subscribe
         self._open = self._connected = False
         self._has_session = False  # the broker keeps one for us, as far as we know
@@ -101,15 +114,17 @@ class Mqtt5Transport(UTransport):
     def __repr__(self) -> str:
         state = "connected" if self._connected else "reconnecting" if self._open else "closed"
         return (
-            f"Mqtt5Transport({self._local.get_authority()}, {self._config.mode}, {self._config.host}:{self._config.port}, {state}, "
+            f"Mqtt5Transport({self._local.get_authority()}, {self._config.mode}, "
+            f"{self._config.host}:{self._config.port}, {state}, "
             f"subscriptions={len(self._subscriptions)}, {self._window}, {self._intake})"
         )
 
     @property
     def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow, too_large; those that are
-        too large the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room, at
-        most; `session_lost` counts sessions, and what was lost with one nobody knows.
+        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow,
+        too_large; those that are too large the broker mostly keeps from us, and counts nowhere. `broker_dropped` are
+        those that it threw away for want of room, at most; `session_lost` counts sessions, and what was lost with one
+        nobody knows.
         """
         return self._table.dropped
 
@@ -136,13 +151,15 @@ class Mqtt5Transport(UTransport):
         if not self._refused:
             return []
         first, why = next(iter(self._refused.items()))
-        return [f"the broker no longer lets us subscribe to {len(self._refused)} topic filters, one of them {first}: {why}"]
+        return [
+            f"the broker no longer lets us subscribe to {len(self._refused)} topic filters, one of them {first}: {why}"
+        ]
 
     async def open(self) -> None:
         """Connect, and stay connected: a connection that is lost later comes back by itself.
 
-        Raises UNAVAILABLE if the broker can't be reached, what it says if it refuses us (UNAUTHENTICATED, PERMISSION_DENIED, ...), and
-        FAILED_PRECONDITION if a file of the settings can't be used.
+        Raises UNAVAILABLE if the broker can't be reached, what it says if it refuses us (UNAUTHENTICATED,
+        PERMISSION_DENIED, ...), and FAILED_PRECONDITION if a file of the settings can't be used.
         """
         if self._open:
             return
@@ -165,8 +182,11 @@ class Mqtt5Transport(UTransport):
         await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.close(drain_ms))
         drained.cancel()
         await self._link.close()
-        self._has_session = self._has_session and self._config.client_id is not None  # one with a made-up name has ended with this
-        await asyncio.gather(*self._leaving, *([self._counting] if self._counting is not None else []), return_exceptions=True)
+        # one with a made-up name has ended with this
+        self._has_session = self._has_session and self._config.client_id is not None
+        await asyncio.gather(
+            *self._leaving, *([self._counting] if self._counting is not None else []), return_exceptions=True
+        )
         await self._losses.close()
         self._take_unclaimed()
 
@@ -184,7 +204,8 @@ class Mqtt5Transport(UTransport):
         )
         self._has_session = self._config.session_expiry_s > 0
         self._connection += 1
-        self._subscriptions.forget_all()  # also of a session that is there: a broker that was killed has brought back an older one
+        # also of a session that is there: a broker that was killed has brought back an older one
+        self._subscriptions.forget_all()
         if not welcome.session_present:
             self._left.clear()
 
@@ -195,19 +216,25 @@ class Mqtt5Transport(UTransport):
 
     async def up(self, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
-        self._codec.packet_bytes_max = min(welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX), self.wire_bytes_max)
+        self._codec.packet_bytes_max = min(
+            welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX), self.wire_bytes_max
+        )
         self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
             self._left.discard(topic_filter)
         self._refused.clear()
         tried: set[int] = set()
-        while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][:SUBSCRIBES_MAX]:
+        while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][
+            :SUBSCRIBES_MAX
+        ]:
             tried.update(map(id, missing))
             await asyncio.gather(*map(self._subscribe_again, missing))
         self._window.open(min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         self._connected = True
-        log.info("connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried))
+        log.info(
+            "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried)
+        )
         self._tell_connection(True)
         if self._count_refusals < COUNT_REFUSALS_MAX:
             self._counting = asyncio.ensure_future(self._ask_for_count())
@@ -229,7 +256,9 @@ class Mqtt5Transport(UTransport):
             if error.code == UCode.UNAVAILABLE:
                 raise
             self._refused[subscription.topic_filter] = str(error)
-            log.error("the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error))
+            log.error(
+                "the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error)
+            )
 
     def down(self, why: str) -> None:
         was_connected, self._connected = self._connected, False
@@ -242,13 +271,17 @@ class Mqtt5Transport(UTransport):
 
     def tick(self, now_s: float) -> None:
         if self._window.stalled:
-            log.error("the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window))
+            log.error(
+                "the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window)
+            )
             self._link.drop()
         if self._unclaimed and now_s >= self._unclaimed_until_s:
             self.dropped["unwanted"] += len(self._unclaimed)
             self._acknowledge(self._take_unclaimed())
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
-            log.warning("listeners don't take what has arrived: what comes now is left to the broker", intake=repr(self._intake))
+            log.warning(
+                "listeners don't take what has arrived: what comes now is left to the broker", intake=repr(self._intake)
+            )
             self._shedding, self._paused_at_s = True, None
             self._link.pause(False)
         self._losses.tick(now_s, listens=self._connected and self._listens)
@@ -288,7 +321,8 @@ class Mqtt5Transport(UTransport):
         self.dropped["overflow"] += sum(not (one.packet_id and self._config.session_expiry_s) for one in publishes)
 
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
-        if self._shedding or self._has_shed:  # the order holds: nothing that is behind what was shed is kept on this connection
+        # the order holds: nothing that is behind what was shed is kept on this connection
+        if self._shedding or self._has_shed:
             self._shed(publishes)
             return
         taken: list[Arrived] = []
@@ -362,8 +396,11 @@ class Mqtt5Transport(UTransport):
 
     # Listen.
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
-        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED if the broker refuses it."""
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED if the
+        broker refuses it."""
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self._table.add(source_filter, sink_filter, listener) is not None:
             self._use(topic_filter)
@@ -379,7 +416,9 @@ class Mqtt5Transport(UTransport):
                     await self._release(topic_filter)
             raise
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self._table.remove(source_filter, sink_filter, listener) is not None:
             await self._release(topic_filter)
@@ -405,7 +444,8 @@ class Mqtt5Transport(UTransport):
             subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
 
     async def _release(self, topic_filter: str) -> None:
-        """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener have ended anyway."""
+        """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener
+        have ended anyway."""
         subscription = self._subscriptions.get(topic_filter)
         assert subscription is not None, "every filter in the table has a subscription"
         subscription.users -= 1

@@ -2,7 +2,8 @@
 
 recv -> split -> (first byte, body), ...        the rest is small: kept, and joined to what the next read brings
                                           the rest is large: a buffer of its packet's size <- recv_into, until it is full -> body
-                                          it announces more than `packet_bytes_max`: `announced` says so, and nothing is kept
+                                          it announces more than `packet_bytes_max`: `announced` says so, and nothing is
+                                          kept
 
 Joining a large packet anew at each read would copy it some hundred times: 50 MB held the event loop up for seconds.
 """
@@ -15,8 +16,10 @@ from typing import Final
 
 from transports.mqtt5 import wire
 
-READ_BYTES: Final = 1 << 18  # of one read: some 500 messages of 400 bytes, or 40 us of copying; a TLS record is smaller anyway
-LARGE_BYTES: Final = 1 << 16  # from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
+# of one read: some 500 messages of 400 bytes, or 40 us of copying; a TLS record is smaller anyway
+READ_BYTES: Final = 1 << 18
+# from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
+LARGE_BYTES: Final = 1 << 16
 
 Packets = list[tuple[int, bytes]]
 
@@ -26,7 +29,8 @@ class PacketTooLarge(ValueError):
 
     def __init__(self, announced: int, packet_bytes_max: int) -> None:
         super().__init__(
-            f"the broker announced a packet of {announced} bytes, and CONNECT said {packet_bytes_max} at most: does it keep to a Maximum "
+            f"the broker announced a packet of {announced} bytes, and CONNECT said {packet_bytes_max} at most: does "
+            "it keep to a Maximum "
             "Packet Size? Else keep large messages from it, or raise message_bytes_max"
         )
 
@@ -42,9 +46,11 @@ class PacketReader:
         self.announced = 0  # bytes of a packet that is too large: nothing behind it can be read, and none of it is kept
 
     def read(self, sock: socket.socket) -> Packets | None:
-        """What is whole by now; None at the end of the stream. Raises OSError as the socket does, ValueError for what is no MQTT."""
+        """What is whole by now; None at the end of the stream. Raises OSError as the socket does, ValueError for what
+        is no MQTT."""
         packets = self._read_some(sock)
-        while packets is not None and isinstance(sock, ssl.SSLSocket) and sock.pending():  # select does not see what TLS has read ahead
+        # select does not see what TLS has read ahead
+        while packets is not None and isinstance(sock, ssl.SSLSocket) and sock.pending():
             more = self._read_some(sock)
             if more is None:
                 break  # the next read says so again

@@ -34,7 +34,8 @@ _CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE:
     0xA1: UCode.UNIMPLEMENTED,  # subscription identifiers not supported
     0xA2: UCode.UNIMPLEMENTED,  # wildcard subscriptions not supported
 }
-# Quota exceeded (0x97) is UNAVAILABLE rather than RESOURCE_EXHAUSTED, which is never tried again: a broker's quota frees itself.
+# Quota exceeded (0x97) is UNAVAILABLE rather than RESOURCE_EXHAUSTED, which is never tried again: a broker's quota
+# frees itself.
 
 
 def code_of(reason: int) -> UCode.ValueType:
@@ -51,16 +52,24 @@ def unreachable(address: str, error: BaseException) -> UStatusError:
     """The connection failed before the broker said anything."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return UStatusError(
-            UCode.UNAUTHENTICATED, f"the broker at {address} is not who it should be ({error.verify_message}): is ca_file right?"
+            UCode.UNAUTHENTICATED,
+            f"the broker at {address} is not who it should be ({error.verify_message}): is ca_file right?",
         )
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
         return UStatusError(
             UCode.UNAUTHENTICATED,
-            f"TLS with the broker at {address} failed ({getattr(error, 'reason', None) or error}): are cert_file, key_file right?",
+            f"TLS with the broker at {address} failed ({getattr(error, 'reason', None) or error}): are cert_file, "
+            "key_file right?",
         )
     if isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
-        return UStatusError(UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?")
+        return UStatusError(
+            UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?"
+        )
     if not isinstance(error, OSError):
-        return UStatusError(UCode.INTERNAL, f"connecting to the broker at {address} failed ({error!r}): this should not happen")
+        return UStatusError(
+            UCode.INTERNAL, f"connecting to the broker at {address} failed ({error!r}): this should not happen"
+        )
     reason = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-    return UStatusError(UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?")
+    return UStatusError(
+        UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?"
+    )

@@ -1,8 +1,9 @@
 """Which topic filters the broker knows, and which of its copies of one message we take. Pure.
 
-A broker may send a message once for each subscription that matches, or once for all; the identifiers say for which it did. Of the
-subscriptions that match a topic, the one that the broker has known longest leads: its copy is taken for all listeners, the others are
-not. It is the longest known one, because the broker may still send what it matched before the younger ones existed.
+A broker may send a message once for each subscription that matches, or once for all; the identifiers say for which it
+did. Of the subscriptions that match a topic, the one that the broker has known longest leads: its copy is taken for all
+listeners, the others are not. It is the longest known one, because the broker may still send what it matched before the
+younger ones existed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Subscriptions:
         return self._by_filter.get(topic_filter)
 
     def add(self, topic_filter: str) -> Subscription:
-        """A new one. The same filter gets the same identifier in every process, so that what a session kept can be told apart."""
+        """A new one. The same filter gets the same identifier in every process, so that what a session kept can be told
+        apart."""
         assert topic_filter not in self._by_filter, f"{topic_filter} is subscribed to already"
         identifier = zlib.crc32(topic_filter.encode()) % IDENTIFIER_MAX + 1
         while identifier in self._by_identifier:

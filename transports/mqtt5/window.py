@@ -22,13 +22,16 @@ from uprotocol.v1.uattributes_pb2 import UMessageType
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-WRITE_MESSAGES_MAX: Final = 64  # encoded and written in one go: more only makes the broker wait for us, and other tasks, too
-SMALL_BYTES: Final = 4_096  # up to this size the number of messages bounds the bytes, and counting would cost each message
+# encoded and written in one go: more only makes the broker wait for us, and other tasks, too
+WRITE_MESSAGES_MAX: Final = 64
+# up to this size the number of messages bounds the bytes, and counting would cost each message
+SMALL_BYTES: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
 IN_FLIGHT_BYTES_MAX: Final = (
     16 << 20
 )  # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
-PUBACK_MS_MAX: Final = 20_000  # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
+# without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
+PUBACK_MS_MAX: Final = 20_000
 
 log = structlog.get_logger()
 
@@ -48,10 +51,12 @@ class _Batch:
 
 
 class Window:
-    """What has been sent and not been acknowledged. Lives on the event loop; messages in flight are bounded, and so are their bytes.
+    """What has been sent and not been acknowledged. Lives on the event loop; messages in flight are bounded, and so are
+    their bytes.
 
-    A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if it matters. (MQTT
-    would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss it.)
+    A message in flight when the connection is lost is answered UNAVAILABLE, and forgotten: the caller sends it again if
+    it matters. (MQTT would have us repeat it on a resumed session; of QoS 1 the broker keeps nothing that would miss
+    it.)
     """
 
     def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
@@ -63,7 +68,9 @@ class Window:
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
         self._connection = 0
-        self._away: UStatus | None = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
+        self._away: UStatus | None = UStatus(
+            code=UCode.UNAVAILABLE, message="the transport is not open: call open first"
+        )
         self._progress_s = 0.0
 
     def __repr__(self) -> str:
@@ -72,9 +79,10 @@ class Window:
     def open(self, size: int) -> None:
         """A connection is there, on which up to `size` messages may be in flight.
 
-        It begins with one, and doubles with every read that brings PUBACKs. Some brokers answer a message that they refuse and hang
-        up (mosquitto 2.0.11 does where an access rule forbids the topic), which takes away the answers of those in flight with it: sent
-        again and again, all of them would be lost together. In a small window the culprit gets its answer.
+        It begins with one, and doubles with every read that brings PUBACKs. Some brokers answer a message that they
+        refuse and hang up (mosquitto 2.0.11 does where an access rule forbids the topic), which takes away the answers
+        of those in flight with it: sent again and again, all of them would be lost together. In a small window the
+        culprit gets its answer.
         """
         self._size, self._size_max, self._away = 1, size, None
         self._connection += 1
@@ -104,12 +112,18 @@ class Window:
             await self._freed.wait()
 
     async def send(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not stop the rest."""
+        """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not
+        stop the rest."""
         if self._away is not None:
             return stopped([], len(messages), self._away)
         batch, connection, count = _Batch(messages), self._connection, len(messages)
         async with self._turn:
-            while len(batch.statuses) < count and batch.why is None and self._away is None and connection == self._connection:
+            while (
+                len(batch.statuses) < count
+                and batch.why is None
+                and self._away is None
+                and connection == self._connection
+            ):
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
                 if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
@@ -138,7 +152,9 @@ class Window:
                 continue
             except Exception as error:
                 log.exception("a message could not be encoded, and nobody foresaw why")
-                batch.statuses.append(UStatus(code=UCode.INTERNAL, message=f"the message could not be encoded: {error!r}"))
+                batch.statuses.append(
+                    UStatus(code=UCode.INTERNAL, message=f"the message could not be encoded: {error!r}")
+                )
                 continue
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
@@ -187,10 +203,14 @@ class Window:
             batch.done.set_result(None)
 
 
-_LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection to the broker was lost meanwhile: try again when it is back")
+_LOST: Final = UStatus(
+    code=UCode.UNAVAILABLE, message="the connection to the broker was lost meanwhile: try again when it is back"
+)
 
 
-_NOBODY: Final = nobody_listens("the broker has no subscriber for this request: its service is not there now, try again later")
+_NOBODY: Final = nobody_listens(
+    "the broker has no subscriber for this request: its service is not there now, try again later"
+)
 
 
 def _is_request(message: Carried) -> bool:

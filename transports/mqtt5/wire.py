@@ -2,7 +2,8 @@
 
 Packet --publish_frame--> head | packet id | tail        bytes --split--> [(first byte, body)] --read_publish--> Publish
 
-paho spends some 300 us on the properties of one PUBLISH, in pure Python; these take 3 to 5. Everything else is left to paho.
+paho spends some 300 us on the properties of one PUBLISH, in pure Python; these take 3 to 5. Everything else is left to
+paho.
 """
 
 from __future__ import annotations
@@ -20,10 +21,20 @@ PUBACK: Final = 0x40
 QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
 PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
 HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
-TOO_LARGE: Final = b"\xe0\x01\x95"  # DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
+# DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
+TOO_LARGE: Final = b"\xe0\x01\x95"
 TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that come again and again: types, sources, sinks
 
-_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = 1, 2, 3, 8, 9, 11, 35, 38
+_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = (
+    1,
+    2,
+    3,
+    8,
+    9,
+    11,
+    35,
+    38,
+)
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
 ID_BYTES: Final = 36  # ... so many bytes
 _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
@@ -72,7 +83,8 @@ def varint(number: int) -> bytes:
 
 
 def publish_frame(packet: Packet) -> tuple[bytes, bytes]:
-    """A QoS 1 PUBLISH but for its packet id, which goes between the two. Raises INVALID_ARGUMENT if it is too long for MQTT."""
+    """A QoS 1 PUBLISH but for its packet id, which goes between the two. Raises INVALID_ARGUMENT if it is too long for
+    MQTT."""
     parts = []
     if packet.expiry_s is not None:
         parts.append(b"\x02" + _u32.pack(packet.expiry_s))
@@ -98,7 +110,8 @@ def pubacks(packet_ids: list[int]) -> bytes:
 def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[int, bytes]], int]:
     """Every whole packet in `data` as (first byte, what follows the remaining length), and how many bytes they take.
 
-    Stops before one that announces more than `bytes_max`. Raises ValueError if these are no MQTT packets: nothing behind can be read.
+    Stops before one that announces more than `bytes_max`. Raises ValueError if these are no MQTT packets: nothing
+    behind can be read.
     """
     packets, start, end = [], 0, len(data)
     while start + 2 <= end:
@@ -115,7 +128,8 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
 
 
 def announced(data: bytes, start: int) -> tuple[int, int]:
-    """Where the body of the packet at `start` begins, and its length as far as its header has come: 0 before. Raises ValueError."""
+    """Where the body of the packet at `start` begins, and its length as far as its header has come: 0 before. Raises
+    ValueError."""
     if len(data) < start + 2:
         return start, 0
     length, position = _read_varint(data, start + 1, len(data))
@@ -156,7 +170,8 @@ def read_publish(first: int, body: bytes) -> Publish:
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:
-    """True if the first user property "1" has its value, of ID_BYTES, at `at`. The properties are such as read_packet has read."""
+    """True if the first user property "1" has its value, of ID_BYTES, at `at`. The properties are such as read_packet
+    has read."""
     position = 0
     while position < at - len(ID_KEY):
         kind = properties[position]
@@ -175,7 +190,8 @@ def holds_id_at(properties: bytes, at: int) -> bool:
 
 
 def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
-    """What it carries, and the identifiers of the subscriptions that brought it here. Raises UStatusError(INVALID_ARGUMENT)."""
+    """What it carries, and the identifiers of the subscriptions that brought it here. Raises
+    UStatusError(INVALID_ARGUMENT)."""
     user: list[tuple[str, str]] = []
     subscriptions: tuple[int, ...] = ()
     expiry_s = correlation = content_type = None

@@ -6,7 +6,8 @@ rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
 responses.py   Responses             the outbox of whoever serves
 
-None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1, dsn~communication-layer-impl-error-handling~1).
+None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
+dsn~communication-layer-impl-error-handling~1).
 """
 
 from uprotocol.communication.api import (

@@ -20,15 +20,16 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-TIMEOUT_MS: Final = 10_000  # of a call that names none: longer than a broker's reconnect takes, short enough for a person who waits
+# of a call that names none: longer than a broker's reconnect takes, short enough for a person who waits
+TIMEOUT_MS: Final = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
     """How one call travels.
 
-    `timeout_ms` is the request's ttl and what the caller waits at most; `priority` is CS4 or higher; `token` is opaque (TAP);
-    `permission_level` is what the caller claims to have (CAP); `traceparent` is of the W3C Trace Context.
+    `timeout_ms` is the request's ttl and what the caller waits at most; `priority` is CS4 or higher; `token` is opaque
+    (TAP); `permission_level` is what the caller claims to have (CAP); `traceparent` is of the W3C Trace Context.
     """
 
     timeout_ms: int = TIMEOUT_MS
@@ -41,10 +42,12 @@ class CallOptions:
 DEFAULT_OPTIONS: Final = CallOptions()
 
 RequestHandler = Callable[[UMessage], "UPayload | Message | Awaitable[UPayload | Message | None] | None"]
-"""Gets the whole request: `request.attributes.source` is the caller, `.token` and `.permission_level` are what it claims."""
+"""Gets the whole request: `request.attributes.source` is the caller, `.token` and `.permission_level` are what it
+claims."""
 
 RequestCheck = Callable[[UMessage], None]
-"""Refuses a request by raising UStatusError (PERMISSION_DENIED, UNAUTHENTICATED). The specification leaves enforcement to such hooks."""
+"""Refuses a request by raising UStatusError (PERMISSION_DENIED, UNAUTHENTICATED). The specification leaves enforcement
+to such hooks."""
 
 
 class Publisher(abc.ABC):
@@ -84,7 +87,8 @@ class Notifier(abc.ABC):
 
     @abc.abstractmethod
     async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
-        """Hear the notifications that `topic` (which may have wildcards but for its resource) sends to us. Raises UStatusError."""
+        """Hear the notifications that `topic` (which may have wildcards but for its resource) sends to us. Raises
+        UStatusError."""
 
     @abc.abstractmethod
     async def unregister_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
@@ -100,24 +104,30 @@ class SubscriptionService(Protocol):
 
 
 class Subscriber(abc.ABC):
-    """A subscription lives in uSubscription and outlives this process; a listener does not, so subscribe again after a restart."""
+    """A subscription lives in uSubscription and outlives this process; a listener does not, so subscribe again after a
+    restart."""
 
     @abc.abstractmethod
     async def subscribe(self, topic: UUri, listener: UListener, **options: Any) -> Any:
-        """Subscribe and hear. `options` are those of the subscription service (expiry, sample period); its answer is returned.
+        """Subscribe and hear. `options` are those of the subscription service (expiry, sample period); its answer is
+        returned.
 
         Raises UStatusError; then nothing is registered.
         """
 
     @abc.abstractmethod
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
-        """Stop `listener` (None: all that this object knows); with the last one the subscription ends. Raises UStatusError."""
+        """Stop `listener` (None: all that this object knows); with the last one the subscription ends. Raises
+        UStatusError."""
 
 
 class RpcClient(abc.ABC):
     @abc.abstractmethod
-    async def invoke_method(self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS) -> UPayload:
-        """The payload of the response. Raises UStatusError with the commstatus of the response, or DEADLINE_EXCEEDED."""
+    async def invoke_method(
+        self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS
+    ) -> UPayload:
+        """The payload of the response. Raises UStatusError with the commstatus of the response, or
+        DEADLINE_EXCEEDED."""
 
 
 class RpcServer(abc.ABC):

@@ -101,7 +101,8 @@ class InMemorySubscriber(Subscriber):
         if not known:
             listeners.append(listener)
         try:
-            await self._transport.register_listener(topic, listener)  # first: no message may fall between the answer and the listener
+            # first: no message may fall between the answer and the listener
+            await self._transport.register_listener(topic, listener)
             return await self._usubscription.subscribe(topic, **options)
         except BaseException:
             if not known:
@@ -115,10 +116,12 @@ class InMemorySubscriber(Subscriber):
         leaving = list(listeners) if listener is None else [one for one in listeners if one is listener]
         if listener is not None and not leaving:
             raise UStatusError(
-                UCode.NOT_FOUND, f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription"
+                UCode.NOT_FOUND,
+                f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription",
             )
         if len(leaving) == len(listeners):
-            await self._usubscription.unsubscribe(topic)  # first: if it fails nothing has changed, and it may be tried again
+            # first: if it fails nothing has changed, and it may be tried again
+            await self._usubscription.unsubscribe(topic)
         for one in leaving:
             await self._forget(topic, one)
 

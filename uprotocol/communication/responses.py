@@ -3,7 +3,8 @@
 post(response)          -> waiting, by caller -> one send_batch after the other, some of each caller -> the network
 refuse(request, error) -'                        '-> not taken: counted, and the caller's own timer tells it
 
-A caller that asks without end, or takes no answers, fills its own share: whatever the others are owed has room beside it.
+A caller that asks without end, or takes no answers, fills its own share: whatever the others are owed has room beside
+it.
 """
 
 from __future__ import annotations
@@ -53,7 +54,12 @@ class Responses:
         batch_max: int = RESPONSES_BATCH_MAX,
         share: int = CALLERS_SHARE,
     ) -> None:
-        self._transport, self._waiting_max, self._bytes_max, self._batch_max = transport, waiting_max, bytes_max, batch_max
+        self._transport, self._waiting_max, self._bytes_max, self._batch_max = (
+            transport,
+            waiting_max,
+            bytes_max,
+            batch_max,
+        )
         self._share = share
         self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order in which it is their turn
         self._counts: Counter[str] = Counter()  # by caller; what is being sent counts until the network has taken it
@@ -72,14 +78,17 @@ class Responses:
         return self._total_bytes
 
     def has_room(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
-        """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to all.
+        """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to
+        all.
 
         Where nothing waits and nothing is promised there is room for one, whatever its size.
         """
         if self._total >= self._waiting_max or self._counts[caller] >= max(1, self._waiting_max // self._share):
             return False
         mine, all = self._bytes[caller] + promised, self._total_bytes + promised_to_all
-        return (not mine or mine + bytes <= self._bytes_max // self._share) and (not all or all + bytes <= self._bytes_max)
+        return (not mine or mine + bytes <= self._bytes_max // self._share) and (
+            not all or all + bytes <= self._bytes_max
+        )
 
     def on_taken(self, callback: Callable[[], None]) -> None:
         """Call it whenever there may be room that there was not before."""
@@ -97,7 +106,8 @@ class Responses:
             self._sender = asyncio.ensure_future(self._send())
 
     def refuse(self, request: UAttributes, error: BaseException) -> None:
-        """Answer with the code of a UStatusError; anything else is a fault of ours: INTERNAL (dsn~service-error-model-error-response~1)."""
+        """Answer with the code of a UStatusError; anything else is a fault of ours: INTERNAL
+        (dsn~service-error-model-error-response~1)."""
         if isinstance(error, UStatusError):
             status = error.status
         else:
@@ -144,7 +154,11 @@ class Responses:
                 failed = [status for status in statuses if status.code]
                 if failed:
                     self.dropped["response_not_sent"] += len(failed)
-                    log.warning("responses were not sent, and their callers will time out", responses=len(failed), why=failed[0].message)
+                    log.warning(
+                        "responses were not sent, and their callers will time out",
+                        responses=len(failed),
+                        why=failed[0].message,
+                    )
         finally:
             self._sender = None
 
@@ -177,10 +191,11 @@ class Responses:
 
 
 class Unserved:
-    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later or elsewhere.
+    """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later
+    or elsewhere.
 
-    `is_settled`: set by the owner once all is served that ever will be, and taken back when it stops. Until then nobody is told that a
-    method does not exist: who hears that gives up for good.
+    `is_settled`: set by the owner once all is served that ever will be, and taken back when it stops. Until then nobody
+    is told that a method does not exist: who hears that gives up for good.
     """
 
     def __init__(self, transport: UTransport, now_ms: Callable[[], int] = uuids.now_ms) -> None:

@@ -30,11 +30,13 @@ CALLS_PENDING_MAX: Final = 10_000  # ten seconds of a thousand calls a second; s
 class InMemoryRpcClient(RpcClient):
     """One listener for all responses to the own address; calls run side by side.
 
-    `dropped` counts responses that nobody waits for (late_response) and what isn't a response at all (not_a_response: the one valid filter
-    for responses from everywhere brings notifications too).
+    `dropped` counts responses that nobody waits for (late_response) and what isn't a response at all (not_a_response:
+    the one valid filter for responses from everywhere brings notifications too).
     """
 
-    def __init__(self, transport: UTransport, local: LocalUriProvider, *, calls_pending_max: int = CALLS_PENDING_MAX) -> None:
+    def __init__(
+        self, transport: UTransport, local: LocalUriProvider, *, calls_pending_max: int = CALLS_PENDING_MAX
+    ) -> None:
         self._transport, self._local = transport, local
         self._calls_pending_max = calls_pending_max
         self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
@@ -57,7 +59,8 @@ class InMemoryRpcClient(RpcClient):
         for call in self._pending.values():
             if not call.done():
                 call.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
-        with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
+        # the transport may have been closed before us, and its listeners with it
+        with contextlib.suppress(UStatusError):
             await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
 
     async def __aenter__(self) -> Self:
@@ -67,16 +70,24 @@ class InMemoryRpcClient(RpcClient):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def invoke_method(self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS) -> UPayload:
+    async def invoke_method(
+        self, method: UUri, payload: UPayload | None = None, options: CallOptions = DEFAULT_OPTIONS
+    ) -> UPayload:
         """The payload of the response (dsn~service-error-model-failed-rpc~1).
 
-        Raises UStatusError: DEADLINE_EXCEEDED after `options.timeout_ms`, the response's commstatus with the message and details of its
-        UStatus, RESOURCE_EXHAUSTED at the limit of pending calls, INVALID_ARGUMENT, CANCELLED, or what the transport says.
+        Raises UStatusError: DEADLINE_EXCEEDED after `options.timeout_ms`, the response's commstatus with the message
+        and details of its UStatus, RESOURCE_EXHAUSTED at the limit of pending calls, INVALID_ARGUMENT, CANCELLED, or
+        what the transport says.
         """
         if not self._open:
-            raise UStatusError(UCode.FAILED_PRECONDITION, "the RPC client is not open, so no response could be heard: await open() first")
+            raise UStatusError(
+                UCode.FAILED_PRECONDITION,
+                "the RPC client is not open, so no response could be heard: await open() first",
+            )
         if len(self._pending) >= self._calls_pending_max:
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{self._calls_pending_max} calls are pending, which is the limit: try later")
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED, f"{self._calls_pending_max} calls are pending, which is the limit: try later"
+            )
         request = self._request(method, payload, options)
         key = (request.attributes.id.msb, request.attributes.id.lsb)
         call = self._pending[key] = asyncio.get_running_loop().create_future()
@@ -89,7 +100,8 @@ class InMemoryRpcClient(RpcClient):
             if not timer.expired():
                 raise
             raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"{uris.format(request.attributes.sink)} gave no answer within {options.timeout_ms} ms"
+                UCode.DEADLINE_EXCEEDED,
+                f"{uris.format(request.attributes.sink)} gave no answer within {options.timeout_ms} ms",
             ) from None
         finally:
             del self._pending[key]
@@ -99,7 +111,9 @@ class InMemoryRpcClient(RpcClient):
 
     def _request(self, method: UUri, payload: UPayload | None, options: CallOptions) -> UMessage:
         sink = uris.with_authority(method, self._local.get_authority())
-        builder = UMessageBuilder.request(self._local.get_source(), sink, options.timeout_ms).with_priority(options.priority)
+        builder = UMessageBuilder.request(self._local.get_source(), sink, options.timeout_ms).with_priority(
+            options.priority
+        )
         if options.token is not None:
             builder.with_token(options.token)
         if options.permission_level is not None:

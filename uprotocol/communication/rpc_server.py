@@ -29,7 +29,8 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-REQUESTS_RUNNING_MAX: Final = 1_000  # a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
+# a long poll holds one for as long as it waits; beyond a thousand the caller should go elsewhere
+REQUESTS_RUNNING_MAX: Final = 1_000
 REQUESTS_BYTES_MAX: Final = 32 << 20  # of the payloads of those: a thousand of the longest would be a gigabyte
 DRAIN_MS_MAX: Final = 5_000  # close() gives running handlers this long; a caller's own timer has rarely more left
 
@@ -40,10 +41,11 @@ Result = UPayload | Message | None
 class InMemoryRpcServer(RpcServer):
     """Handlers run on the event loop; an async one is a task that this server owns.
 
-    A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which the caller gets;
-    anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every request first and may refuse it.
-    One authority has at most one part in `share` of what may run, and of the responses that wait for the network.
-    `dropped` counts requests that are expired, invalid and unanswerable, and responses that the network did not take.
+    A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which
+    the caller gets; anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every
+    request first and may refuse it. One authority has at most one part in `share` of what may run, and of the responses
+    that wait for the network. `dropped` counts requests that are expired, invalid and unanswerable, and responses that
+    the network did not take.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class InMemoryRpcServer(RpcServer):
     async def register_request_handler(self, resource_id: int, handler: RequestHandler) -> None:
         """Serve own method `resource_id`. Doing it again changes nothing.
 
-        Raises INVALID_ARGUMENT outside of 1 to 7FFF, ALREADY_EXISTS if another handler serves it, or what the transport says.
+        Raises INVALID_ARGUMENT outside of 1 to 7FFF, ALREADY_EXISTS if another handler serves it, or what the transport
+        says.
         """
         sink = self._local.get_resource(resource_id)
         if not uris.is_method(sink):
@@ -87,7 +90,9 @@ class InMemoryRpcServer(RpcServer):
         if known is not None:
             if known.handler == handler:
                 return
-            raise UStatusError(UCode.ALREADY_EXISTS, f"method {resource_id:X} has a handler already: unregister that one first")
+            raise UStatusError(
+                UCode.ALREADY_EXISTS, f"method {resource_id:X} has a handler already: unregister that one first"
+            )
         method = self._methods[resource_id] = _Method(self, handler)
         try:
             await self._transport.register_listener(_CALLERS, method, sink)
@@ -104,12 +109,14 @@ class InMemoryRpcServer(RpcServer):
         await self._transport.unregister_listener(_CALLERS, method, self._local.get_resource(resource_id))
 
     async def close(self) -> None:
-        """Take no more requests, let the running ones finish (those beyond `drain_ms_max` are answered UNAVAILABLE), send what is ready.
+        """Take no more requests, let the running ones finish (those beyond `drain_ms_max` are answered UNAVAILABLE),
+        send what is ready.
 
         May be called twice. The transport stays open: it is its owner's.
         """
         for resource_id, method in list(self._methods.items()):
-            with contextlib.suppress(UStatusError):  # the transport may have been closed before us, and its listeners with it
+            # the transport may have been closed before us, and its listeners with it
+            with contextlib.suppress(UStatusError):
                 await self.unregister_request_handler(resource_id, method.handler)
         if self._running:
             _, late = await asyncio.wait(self._running, timeout=self._drain_ms_max / 1000)
@@ -138,7 +145,9 @@ class InMemoryRpcServer(RpcServer):
             task = asyncio.ensure_future(self._run(request, result))
             self._running.add(task)
             self._count(attributes.source.authority_name, 1, len(request.payload))
-            task.add_done_callback(functools.partial(self._ended, attributes.source.authority_name, len(request.payload)))
+            task.add_done_callback(
+                functools.partial(self._ended, attributes.source.authority_name, len(request.payload))
+            )
         else:
             self._answer(request, result)
 
@@ -150,7 +159,9 @@ class InMemoryRpcServer(RpcServer):
         ):
             running_max, bytes_max = max(1, self._running_max // parts), self._bytes_max // parts
             if running >= running_max:
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{running_max} requests are being handled{whose}, which is the limit")
+                raise UStatusError(
+                    UCode.RESOURCE_EXHAUSTED, f"{running_max} requests are being handled{whose}, which is the limit"
+                )
             if running and running_bytes + bytes > bytes_max:
                 raise UStatusError(
                     UCode.RESOURCE_EXHAUSTED,
@@ -173,7 +184,8 @@ class InMemoryRpcServer(RpcServer):
             result = await pending
         except asyncio.CancelledError:
             self.responses.refuse(
-                request.attributes, UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later")
+                request.attributes,
+                UStatusError(UCode.UNAVAILABLE, "the service stopped while it handled the request: try again later"),
             )
             raise
         except Exception as error:

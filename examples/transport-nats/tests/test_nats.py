@@ -1,4 +1,5 @@
-"""The conformance suite against a real nats-server, and what is NATS's own: each test has a stream, and each end a link that can be cut."""
+"""The conformance suite against a real nats-server, and what is NATS's own: each test has a stream, and each end a link
+that can be cut."""
 
 from __future__ import annotations
 
@@ -103,7 +104,12 @@ class OnNats:
 
     def settings(self, authority: str, **more: Any) -> dict[str, Any]:
         port = self.proxies[authority].port if authority in self.proxies else self.port
-        return {"servers": [f"nats://127.0.0.1:{port}"], "network": self.network, "stream_in_memory": True, "ack_wait_s": 3} | more
+        return {
+            "servers": [f"nats://127.0.0.1:{port}"],
+            "network": self.network,
+            "stream_in_memory": True,
+            "ack_wait_s": 3,
+        } | more
 
     def end(self, authority: str, **more: Any) -> NatsTransport:
         return NatsTransport(NatsConfig(**self.settings(authority, **more)), LocalUriProvider(authority, 0x10AB, 3))
@@ -135,7 +141,9 @@ class TestNats(OnNats, TransportConformance):
         return message  # whole messages travel, so nothing is lost
 
     async def inject(self, message: UMessage) -> None:
-        await self.put(message.attributes.source, message.attributes.sink, mapping.pack(message), mapping.route(message, ALPHA))
+        await self.put(
+            message.attributes.source, message.attributes.sink, mapping.pack(message), mapping.route(message, ALPHA)
+        )
 
     async def inject_malformed(self, source: UUri, sink: UUri) -> int:
         whole = mapping.pack(UMessage())
@@ -159,7 +167,9 @@ class TestNats(OnNats, TransportConformance):
 
 
 def notification(payload: bytes, source: UUri = SOURCE, sink: UUri = SINK) -> UMessage:
-    return UMessageBuilder.notification(source, sink).build_from_upayload(UPayload(payload, UPayloadFormat.UPAYLOAD_FORMAT_RAW))
+    return UMessageBuilder.notification(source, sink).build_from_upayload(
+        UPayload(payload, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+    )
 
 
 def numbers(count: int, start: int = 0, size: int = 0) -> list[UMessage]:
@@ -188,7 +198,9 @@ class TestOfNatsAlone(OnNats):
             await heard.expect(500)
         assert heard.payloads == [b"%d" % number for number in range(500)]
 
-    async def test_what_was_not_acknowledged_in_time_for_a_crash_comes_again_and_first(self, alpha: NatsTransport) -> None:
+    async def test_what_was_not_acknowledged_in_time_for_a_crash_comes_again_and_first(
+        self, alpha: NatsTransport
+    ) -> None:
         held = Held(10)
         beta = self.end(BETA, session="beta")
         await beta.open()
@@ -256,7 +268,11 @@ class TestOfNatsAlone(OnNats):
             await beta.register_listener(uris.ANY, heard, uris.ANY)
             nobody = uris.uri("", 0x8001, 1, 0x8001)
             await sent(
-                alpha, [notification(b"to us", nobody, uris.uri(BETA, 1, 1, 0)), notification(b"at home", nobody, uris.uri("", 1, 1, 0))]
+                alpha,
+                [
+                    notification(b"to us", nobody, uris.uri(BETA, 1, 1, 0)),
+                    notification(b"at home", nobody, uris.uri("", 1, 1, 0)),
+                ],
             )
             first, second = await heard.expect(2)
         assert first.attributes.source.authority_name == second.attributes.source.authority_name == ALPHA
@@ -268,13 +284,17 @@ class TestOfNatsAlone(OnNats):
         async with self.end(BETA) as beta:
             await beta.register_listener(uris.ANY, heard, uris.ANY)
             there = mapping.route(notification(b"", uris.uri("mallory", 0x8001, 1, 0x8001)), "")
-            await self.client.jetstream().publish(f"{self.network}.{there}.mallory", mapping.pack(notification(b"spoofed")))
+            await self.client.jetstream().publish(
+                f"{self.network}.{there}.mallory", mapping.pack(notification(b"spoofed"))
+            )
             await sent(alpha, numbers(1))
             await heard.expect_payload(b"0")
             assert heard.payloads == [b"0"]
             assert beta.dropped == {"misplaced": 1}
 
-    async def test_small_messages_travel_together_and_none_is_too_large_for_a_packet(self, alpha: NatsTransport) -> None:
+    async def test_small_messages_travel_together_and_none_is_too_large_for_a_packet(
+        self, alpha: NatsTransport
+    ) -> None:
         heard = Sink(10)
         async with self.end(BETA) as beta:
             await beta.register_listener(SOURCE, heard, SINK)
@@ -311,7 +331,10 @@ class TestOfNatsAlone(OnNats):
         with_admin = block.replace("users: [", 'users: [ { user: admin, password: "..." },')
         with serve(tmp_path, with_admin) as port:
             common: dict[str, Any] = {"servers": [f"nats://127.0.0.1:{port}"], "network": "up", "password": "..."}
-            async with self.end(ALPHA, **common, user="admin") as admin, self.end("vehicle1", **common, user="vehicle1") as vehicle:
+            async with (
+                self.end(ALPHA, **common, user="admin") as admin,
+                self.end("vehicle1", **common, user="vehicle1") as vehicle,
+            ):
                 there, back = Sink(10), Sink(10)
                 topic, home = uris.uri("vehicle1", 0x8001, 1, 0x8001), uris.uri("vehicle1", 1, 1, 0)
                 await admin.register_listener(topic, there)
@@ -333,7 +356,9 @@ class TestOfNatsAlone(OnNats):
         assert raised.value.code == UCode.UNAVAILABLE
         assert "start it with -js" in raised.value.message
 
-    @pytest.mark.parametrize("server", ["nats://no such host:1", "nats://[::", "nats://a..b:1", "nats://127.0.0.1:port", "nats://"])
+    @pytest.mark.parametrize(
+        "server", ["nats://no such host:1", "nats://[::", "nats://a..b:1", "nats://127.0.0.1:port", "nats://"]
+    )
     async def test_a_server_that_can_not_be_is_an_error_of_ours(self, server: str) -> None:
         end = self.end(ALPHA, servers=[server], connect_timeout_s=2)
         with pytest.raises(UStatusError) as raised:

@@ -1,1 +1,2 @@
-"""uProtocol over NATS JetStream: a transport plugin for up-streamer. `transport` is the plugin, `mapping` what is on the wire."""
+"""uProtocol over NATS JetStream: a transport plugin for up-streamer. `transport` is the plugin, `mapping` what is on
+the wire."""

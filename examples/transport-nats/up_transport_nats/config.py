@@ -41,27 +41,46 @@ class NatsConfig(BaseModel):
 
     servers: tuple[str, ...] = Field(min_length=1, description="nats://HOST:PORT or tls://HOST:PORT, of one cluster")
     network: str = Field(
-        default="up", pattern=r"^[A-Za-z0-9_-]{1,64}$", description="the JetStream stream, and the first token of subjects"
+        default="up",
+        pattern=r"^[A-Za-z0-9_-]{1,64}$",
+        description="the JetStream stream, and the first token of subjects",
     )
     session: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9_-]{1,64}$",
-        description="ours alone: the server keeps what comes for it while no process is there; without it, each `open` to `close` is one",
+        description="ours alone: the server keeps what comes for it while no process is there; without it, each "
+        "`open` to `close` is one",
     )
     session_expiry_s: float = Field(default=300, ge=1, description="how long the server keeps it while we are away")
     user: str | None = None
     password: SecretStr | None = None
     token: SecretStr | None = None
     tls: TlsConfig | None = None
-    connect_timeout_s: float = Field(default=5, gt=0, description="of `open`; a connection that is lost later is looked for without end")
-    ping_s: float = Field(default=5, gt=0, description="two that are not answered in this time each mean that the link is dead")
-    ack_wait_s: float = Field(default=5, ge=0.5, description="what was handed over and not acknowledged comes again after so long")
-    full_wait_s: float = Field(default=10, ge=0, description="how long a send waits while the stream is full, before it is UNAVAILABLE")
-    stream_mib_max: int = Field(default=256, ge=1, description="of a stream that we make: what slow ends may leave waiting")
-    stream_age_s_max: float = Field(default=3_600, ge=1, description="of a stream that we make: nothing waits for longer")
+    connect_timeout_s: float = Field(
+        default=5, gt=0, description="of `open`; a connection that is lost later is looked for without end"
+    )
+    ping_s: float = Field(
+        default=5, gt=0, description="two that are not answered in this time each mean that the link is dead"
+    )
+    ack_wait_s: float = Field(
+        default=5, ge=0.5, description="what was handed over and not acknowledged comes again after so long"
+    )
+    full_wait_s: float = Field(
+        default=10, ge=0, description="how long a send waits while the stream is full, before it is UNAVAILABLE"
+    )
+    stream_mib_max: int = Field(
+        default=256, ge=1, description="of a stream that we make: what slow ends may leave waiting"
+    )
+    stream_age_s_max: float = Field(
+        default=3_600, ge=1, description="of a stream that we make: nothing waits for longer"
+    )
     stream_in_memory: bool = Field(default=False, description="of a stream that we make: not on the server's disk")
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -24,7 +24,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 REQUEST_S: Final = 5.0  # for an answer of the server
 RECONNECT_S: Final = 0.5  # between attempts to connect again
 FULL_EVERY_S: Final = 0.1  # between attempts to publish into a full stream
-TRIES_IF_RESET: Final = 8  # a server that refuses us says why and resets the connection, and the reset may overtake the words
+# a server that refuses us says why and resets the connection, and the reset may overtake the words
+TRIES_IF_RESET: Final = 8
 RESETS: Final = (ConnectionResetError, BrokenPipeError, UnexpectedEOF)
 LEAVE_S_MAX: Final = 2.0  # for what the library has buffered, when it is closed
 
@@ -128,10 +129,17 @@ class Link:
         )
         giving_up = asyncio.ensure_future(given_up.wait())
         try:
-            done, _ = await asyncio.wait({connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(
+                {connecting, giving_up}, timeout=config.connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if connecting not in done:
-                told = [error for error in failures if not isinstance(error, RESETS)]  # the words, if a reset came with them
-                raise (told or failures)[-1] if failures else TimeoutError(f"no answer within {config.connect_timeout_s} s")
+                # the words, if a reset came with them
+                told = [error for error in failures if not isinstance(error, RESETS)]
+                raise (
+                    (told or failures)[-1]
+                    if failures
+                    else TimeoutError(f"no answer within {config.connect_timeout_s} s")
+                )
             await connecting
         finally:
             connecting.cancel()
@@ -157,7 +165,8 @@ class Link:
                 await client.close()
 
     async def ensure_stream(self) -> None:
-        """Ends that come at once may both make it, which is the same stream. One that is there already stays as its operator made it."""
+        """Ends that come at once may both make it, which is the same stream. One that is there already stays as its
+        operator made it."""
         name, config = self._config.network, self._config
         try:
             await self._js.stream_info(name)
@@ -165,14 +174,17 @@ class Link:
             await self._js.add_stream(
                 name=name,
                 subjects=[f"{name}.>"],
-                retention=api.RetentionPolicy.INTEREST,  # a packet is kept until every consumer that wants it has acknowledged it
+                # a packet is kept until every consumer that wants it has acknowledged it
+                retention=api.RetentionPolicy.INTEREST,
                 discard=api.DiscardPolicy.NEW,  # full: refuse what is new, so that senders feel it
                 storage=api.StorageType.MEMORY if config.stream_in_memory else api.StorageType.FILE,
                 max_bytes=config.stream_mib_max << 20,
                 max_age=config.stream_age_s_max,
             )
         except ServiceUnavailableError as error:
-            raise UStatusError(UCode.UNAVAILABLE, f"the server has no JetStream now ({error}): start it with -js") from None
+            raise UStatusError(
+                UCode.UNAVAILABLE, f"the server has no JetStream now ({error}): start it with -js"
+            ) from None
 
     async def request(self, doing: str, work: Awaitable[T]) -> T:
         """`work`, with the errors of ours; but NotFoundError, which is an answer."""
@@ -199,7 +211,9 @@ class Link:
                 if refused.done():
                     return translate(Exception(refused.result()), "publishing").status
                 if not publishing.done():
-                    return UStatus(code=UCode.UNAVAILABLE, message="the NATS server went away before it answered: send it again")
+                    return UStatus(
+                        code=UCode.UNAVAILABLE, message="the NATS server went away before it answered: send it again"
+                    )
                 error = publishing.exception()
             finally:
                 del self._refused[subject]
@@ -210,7 +224,9 @@ class Link:
                 return OK
             if not isinstance(error, ServiceUnavailableError):
                 return translate(error, "publishing").status
-            self.full = f"the stream {self._config.network!r} takes nothing ({error}): is an end of it too slow, or gone?"
+            self.full = (
+                f"the stream {self._config.network!r} takes nothing ({error}): is an end of it too slow, or gone?"
+            )
             if loop.time() >= give_up_at:
                 return UStatus(code=UCode.UNAVAILABLE, message=self.full)
             await asyncio.sleep(FULL_EVERY_S)

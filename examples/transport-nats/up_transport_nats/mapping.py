@@ -3,8 +3,8 @@
 (source, sink), sender -> subject   up.vehicle%2E1.8001.0.1.8000.-.-.-.-.-.gateway1     five tokens each, `-` for no sink; who sends it
 UMessages              -> payload   each behind its length (varint), as protobuf's other languages write them, too
 
-NATS tells tokens apart by dots and can't escape, so `.` and `%` in an authority are percent-encoded. A filter has `*` where it leaves
-something open, so that the server matches; and `*` for the sender.
+NATS tells tokens apart by dots and can't escape, so `.` and `%` in an authority are percent-encoded. A filter has `*`
+where it leaves something open, so that the server matches; and `*` for the sender.
 """
 
 from __future__ import annotations
@@ -35,10 +35,16 @@ def unescape(token: str) -> str:
 
 
 def address(uri: UUri, own_authority: str, *, of_filter: bool = False) -> str:
-    """Five tokens. Who names no authority means the host that he is on, which is said here, since another host can't know it."""
+    """Five tokens. Who names no authority means the host that he is on, which is said here, since another host can't
+    know it."""
     authority = uri.authority_name or own_authority
     type, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
-    values = ((type, 0xFFFF), (instance, 0xFFFF), (uri.ue_version_major, uris.WILDCARD_VERSION), (uri.resource_id, uris.WILDCARD_RESOURCE))
+    values = (
+        (type, 0xFFFF),
+        (instance, 0xFFFF),
+        (uri.ue_version_major, uris.WILDCARD_VERSION),
+        (uri.resource_id, uris.WILDCARD_RESOURCE),
+    )
     tokens = ["*" if of_filter and value == wildcard else f"{value:X}" for value, wildcard in values]
     return ".".join(["*" if of_filter and authority == uris.WILDCARD_AUTHORITY else escape(authority), *tokens])
 

@@ -3,11 +3,12 @@
 send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
 stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
 
-The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room for what it has
-fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
+The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room
+for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
 
-Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the server would first
-hand out what is new, and only after `ack_wait_s` what was on its way: so a consumer that has such messages is left alone for that long.
+Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the
+server would first hand out what is new, and only after `ack_wait_s` what was on its way: so a consumer that has such
+messages is left alone for that long.
 """
 
 from __future__ import annotations
@@ -62,14 +63,20 @@ class NatsTransport(UTransport):
     """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
 
     capabilities = (
-        Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+        Capability.PUSH
+        | Capability.ACK
+        | Capability.PERSISTENT_SESSION
+        | Capability.WILDCARD_SOURCE
+        | Capability.PUBLISH_WITHOUT_SINK
     )
 
     def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
         self._session = config.session or f"{mapping.escape(self._authority)}-{secrets.token_hex(6)}"
         self._table = ListenerTable(
-            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            self._authority,
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._outbox = Outbox()
         self._link = Link(config, self._session, self._on_change)
@@ -79,7 +86,8 @@ class NatsTransport(UTransport):
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
         self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
-        self._held: set[tuple[str, int]] = set()  # (consumer, sequence) in the inbox: if they come again, they are here already
+        # (consumer, sequence) in the inbox: if they come again, they are here already
+        self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
         self._connection_callbacks: list[ConnectionCallback] = []
@@ -133,7 +141,8 @@ class NatsTransport(UTransport):
             await self._link.close()
 
     async def close(self) -> None:
-        """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session has a name."""
+        """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session
+        has a name."""
         if not self._open:
             return
         self._open = False
@@ -153,7 +162,8 @@ class NatsTransport(UTransport):
         self._held.clear()
 
     def _on_change(self, up: bool) -> None:
-        """We are connected when the server has also been asked for all that is registered: who waits for us then misses nothing."""
+        """We are connected when the server has also been asked for all that is registered: who waits for us then misses
+        nothing."""
         if up:
             self._coming_back = self._spawn(self._come_back())
         else:
@@ -198,7 +208,11 @@ class NatsTransport(UTransport):
                 self._set_connected(self._open and self._link.is_up())
                 return
             except UStatusError as error:
-                log.warning("the NATS server does not let us listen yet; trying again", authority=self._authority, why=error.message)
+                log.warning(
+                    "the NATS server does not let us listen yet; trying again",
+                    authority=self._authority,
+                    why=error.message,
+                )
                 await asyncio.sleep(AGAIN_S)
 
     # Sending.
@@ -218,10 +232,13 @@ class NatsTransport(UTransport):
         return statuses
 
     def _pack(self, message: UMessage, place: int, lanes: dict[str, list[Packet]], bytes_max: int) -> UStatus:
-        """Into the last packet of its lane, or a new one. Too large is the message's own fault: INVALID_ARGUMENT, and never tried again."""
+        """Into the last packet of its lane, or a new one. Too large is the message's own fault: INVALID_ARGUMENT, and
+        never tried again."""
         data = mapping.pack(message)
         if len(data) > bytes_max:
-            why = f"a message has at most {bytes_max} bytes here, got {len(data)}: send less, or raise message_bytes_max"
+            why = (
+                f"a message has at most {bytes_max} bytes here, got {len(data)}: send less, or raise message_bytes_max"
+            )
             return UStatus(code=UCode.INVALID_ARGUMENT, message=f"{why} and the server's max_payload")
         lane = lanes.setdefault(mapping.route(message, self._authority), [])
         if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
@@ -247,7 +264,9 @@ class NatsTransport(UTransport):
 
     # Listening.
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         """While the server is away it is noted, and the server is asked when it is back."""
         async with self._registering:
             self._check_open()
@@ -266,7 +285,9 @@ class NatsTransport(UTransport):
                 self._leave(filter)
                 raise
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         async with self._registering:
             self._check_open()
             filter = self._table.remove(source_filter, sink_filter, listener)
@@ -274,7 +295,8 @@ class NatsTransport(UTransport):
                 return
             name = self._leave(filter)
             if self._link.is_up():
-                with contextlib.suppress(UStatusError):  # then it is forgotten later, or forgets itself after session_expiry_s
+                # then it is forgotten later, or forgets itself after session_expiry_s
+                with contextlib.suppress(UStatusError):
                     await self._forget(name)
 
     def _check_open(self) -> None:
@@ -314,10 +336,14 @@ class NatsTransport(UTransport):
         if name in self._leftover:
             await self._forget(name)
         try:
-            info = await self._link.request(f"looking for the consumer of {subject}", self._link.js.consumer_info(network, name))
+            info = await self._link.request(
+                f"looking for the consumer of {subject}", self._link.js.consumer_info(network, name)
+            )
         except NotFoundError:
             if name in self._consumers:
-                self._tell_loss(f"the NATS server has ended our session for {subject}: what came while we were away is gone")
+                self._tell_loss(
+                    f"the NATS server has ended our session for {subject}: what came while we were away is gone"
+                )
             made = api.ConsumerConfig(
                 durable_name=name,
                 description=f"{self._session}: {subject}",
@@ -332,7 +358,9 @@ class NatsTransport(UTransport):
         self._consumers.add(name)
         fetching = await self._link.request("subscribing", self._link.js.pull_subscribe_bind(name, stream=network))
         under_way = bool(info.num_ack_pending)
-        self._followers[filter] = asyncio.ensure_future(self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0))
+        self._followers[filter] = asyncio.ensure_future(
+            self._fetch(filter, name, fetching, self._config.ack_wait_s if under_way else 0)
+        )
 
     def _tell_loss(self, text: str) -> None:
         log.warning(text, authority=self._authority)
@@ -342,8 +370,11 @@ class NatsTransport(UTransport):
             except Exception:
                 log.exception("a loss callback failed", callback=repr(callback))
 
-    async def _fetch(self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float) -> None:
-        """The task of one filter: what waits for room in the inbox fetches nothing more, and after large packets fewer at once."""
+    async def _fetch(
+        self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float
+    ) -> None:
+        """The task of one filter: what waits for room in the inbox fetches nothing more, and after large packets fewer
+        at once."""
         at_once = FETCH_MAX
         try:
             await self._is_connected.wait()  # who gets a message may send
@@ -356,7 +387,9 @@ class NatsTransport(UTransport):
                     large = max(len(packet.data) for packet in packets)
                     at_once = max(1, min(2 * at_once, FETCH_MAX, FETCH_BYTES_MAX // max(1, large)))
         except errors.Error as error:
-            log.warning("a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error))
+            log.warning(
+                "a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error)
+            )
             if self._followers.get(filter) is asyncio.current_task():
                 self._followers[filter] = None
                 self._spawn(self._come_back())

@@ -24,7 +24,9 @@ class TestUnixBus(TransportConformance):
             yield
 
     async def make_end(self, authority: str, **limits: int) -> UTransport:
-        return UnixBusTransport(UnixBusConfig(directory=self.directory, **limits), LocalUriProvider(authority, 0x10AB, 3))
+        return UnixBusTransport(
+            UnixBusConfig(directory=self.directory, **limits), LocalUriProvider(authority, 0x10AB, 3)
+        )
 
     def normalise(self, message: UMessage) -> UMessage:
         return message  # whole messages travel, so nothing is lost

@@ -85,7 +85,9 @@ class HubTransport(UTransport):
     def __init__(self, config: HubConfig, local: LocalUriProvider) -> None:
         self._port, self._authority = config.port, local.get_authority()
         self._table = ListenerTable(
-            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            self._authority,
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._outbox = Outbox()
         self._open = self._connected = False
@@ -248,7 +250,8 @@ class HubTransport(UTransport):
         return statuses
 
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Post all, then wait for all; behind the first without an answer none has one, since the connection is lost."""
+        """Post all, then wait for all; behind the first without an answer none has one, since the connection is
+        lost."""
         now_ms = self._outbox.now_ms()
         posted = [self.post(message, now_ms) for message in messages]
         return [await self.answer(one) for one in posted]
@@ -363,7 +366,9 @@ class HubTransport(UTransport):
 
     # Listeners.
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         added = self._table.add(source_filter, sink_filter, listener)
         if added is None:
@@ -374,7 +379,9 @@ class HubTransport(UTransport):
             self._table.remove(source_filter, sink_filter, listener)
             raise
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         self._check_open()
         removed = self._table.remove(source_filter, sink_filter, listener)
         if removed is not None:

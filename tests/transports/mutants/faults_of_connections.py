@@ -125,7 +125,9 @@ class Polls(HubTransport):
             pass
 
 
-@fault("while the network is away it tries to connect without a pause", "test_a_network_that_is_away_costs_no_processor")
+@fault(
+    "while the network is away it tries to connect without a pause", "test_a_network_that_is_away_costs_no_processor"
+)
 class RetriesWithoutPause(HubTransport):
     retry_s = 0.0
 
@@ -214,7 +216,10 @@ class ChangesToldTwice(HubTransport):
         super().tell(connected)
 
 
-@fault("connected stays true while the network is away", "test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order")
+@fault(
+    "connected stays true while the network is away",
+    "test_sending_while_the_network_is_away_is_unavailable_and_keeps_the_order",
+)
 class ConnectedThoughAway(HubTransport):
     @property
     def connected(self) -> bool:
@@ -274,7 +279,10 @@ class ListenersLostByReconnect(HubTransport):
             self._table = table
 
 
-@fault("what was registered while the network was away is never asked for", "test_a_listener_that_is_registered_while_the_network_is_away")
+@fault(
+    "what was registered while the network was away is never asked for",
+    "test_a_listener_that_is_registered_while_the_network_is_away",
+)
 class RegisteredAwayLost(HubTransport):
     async def announce(self, kind: int, filter: Filter) -> None:
         known: set[Filter] = self.__dict__.setdefault("known", set())
@@ -299,14 +307,21 @@ class _Nobody:
         return None
 
 
-@fault("what is unregistered while the network is away stays", "test_a_listener_that_is_unregistered_while_the_network_is_away")
+@fault(
+    "what is unregistered while the network is away stays",
+    "test_a_listener_that_is_unregistered_while_the_network_is_away",
+)
 class UnregisteredAwayStays(HubTransport):
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         if self._connected or not self._open:
             await super().unregister_listener(source_filter, listener, sink_filter)
 
 
-@fault("what comes after the sender's reconnect is lost", "test_what_is_sent_after_the_sender_was_away_arrives_in_order")
+@fault(
+    "what comes after the sender's reconnect is lost", "test_what_is_sent_after_the_sender_was_away_arrives_in_order"
+)
 class SenderLosesAfterReconnect(HubTransport):
     stale = 0
 
@@ -321,7 +336,10 @@ class SenderLosesAfterReconnect(HubTransport):
         return super().post(message, now_ms)
 
 
-@fault("what comes after the sender's reconnect is out of order", "test_what_is_sent_after_the_sender_was_away_arrives_in_order")
+@fault(
+    "what comes after the sender's reconnect is out of order",
+    "test_what_is_sent_after_the_sender_was_away_arrives_in_order",
+)
 class SenderReordersAfterReconnect(HubTransport):
     was_away = False
 
@@ -336,7 +354,10 @@ class SenderReordersAfterReconnect(HubTransport):
         return await super().send_window(messages)
 
 
-@fault("what had no answer when the connection broke is answered OK", "test_a_batch_that_is_cut_off_ends_there_and_goes_on_later")
+@fault(
+    "what had no answer when the connection broke is answered OK",
+    "test_a_batch_that_is_cut_off_ends_there_and_goes_on_later",
+)
 class UnansweredIsOk(HubTransport):
     def lost(self) -> None:
         for answer in self._answers.values():
@@ -357,7 +378,10 @@ class RestIsSent(HubTransport):
         return statuses
 
 
-@fault("what was kept while we were away is dropped when we are back", "test_nothing_that_was_sent_is_lost_while_we_are_away")
+@fault(
+    "what was kept while we were away is dropped when we are back",
+    "test_nothing_that_was_sent_is_lost_while_we_are_away",
+)
 class SessionIsDropped(HubTransport):
     was_away = False
 

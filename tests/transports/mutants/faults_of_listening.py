@@ -42,7 +42,11 @@ class FiltersIgnored(HubTransport):
 @fault("a wildcard stands for the authority only", "test_a_pattern_that_matches[any source resource]")
 class WildcardsIgnored(HubTransport):
     async def announce(self, kind: int, filter: Filter) -> None:
-        if kind == UNLISTEN or filter.source.resource_id != uris.WILDCARD_RESOURCE or filter.source.authority_name == "*":
+        if (
+            kind == UNLISTEN
+            or filter.source.resource_id != uris.WILDCARD_RESOURCE
+            or filter.source.authority_name == "*"
+        ):
             await super().announce(kind, filter)
 
 
@@ -115,7 +119,9 @@ class ListenerKillsDelivery(HubTransport):
         return super().deliver(messages)
 
 
-@fault("what is no message at all costs the connection", "test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on")
+@fault(
+    "what is no message at all costs the connection", "test_what_is_no_message_at_all_is_discarded_and_the_rest_goes_on"
+)
 class MalformedKillsTheConnection(HubTransport):
     def decode(self, body: bytes) -> UMessage | None:
         message = super().decode(body)
@@ -145,16 +151,23 @@ class RegisterSwallowsErrors(HubTransport):
             return
 
 
-@fault("a listener goes on hearing after unregister_listener", "test_unregistering_ends_delivery_to_that_listener_and_filter_only")
+@fault(
+    "a listener goes on hearing after unregister_listener",
+    "test_unregistering_ends_delivery_to_that_listener_and_filter_only",
+)
 class UnregisterDoesNothing(HubTransport):
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await super().unregister_listener(source_filter, listener, sink_filter)
         self._table.add(source_filter, sink_filter, listener)
 
 
 @fault("unregistering what is not registered answers OK", "test_unregistering_what_is_not_registered")
 class NotFoundMissing(HubTransport):
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         try:
             await super().unregister_listener(source_filter, listener, sink_filter)
         except UStatusError as error:
@@ -162,27 +175,41 @@ class NotFoundMissing(HubTransport):
                 raise
 
 
-@fault("a second listener of a filter takes the place of the first", "test_several_listeners_of_one_filter_each_get_it_once")
+@fault(
+    "a second listener of a filter takes the place of the first",
+    "test_several_listeners_of_one_filter_each_get_it_once",
+)
 class SecondListenerReplaces(HubTransport):
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await super().register_listener(source_filter, listener, sink_filter)
         filter = Filter.of(source_filter, sink_filter, self._authority)
         del self._table._table[filter][:-1]
         self._table._forget()
 
 
-@fault("the end of one listener ends the others of its filter", "test_unregistering_ends_delivery_to_that_listener_and_filter_only")
+@fault(
+    "the end of one listener ends the others of its filter",
+    "test_unregistering_ends_delivery_to_that_listener_and_filter_only",
+)
 class UnregisterEndsAll(HubTransport):
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         await super().unregister_listener(source_filter, listener, sink_filter)
         await self._ask(UNLISTEN, pack(Filter.of(source_filter, sink_filter, self._authority)))
 
 
 @fault("registering again delivers twice", "test_registering_again_changes_nothing")
 class RegisteringAgainDoubles(HubTransport):
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         known = [one for listeners in self._table._table.values() for one in listeners]
-        await super().register_listener(source_filter, _Twice(listener) if any(one is listener for one in known) else listener, sink_filter)
+        await super().register_listener(
+            source_filter, _Twice(listener) if any(one is listener for one in known) else listener, sink_filter
+        )
 
 
 class _Twice:
@@ -202,7 +229,9 @@ class LimitIgnored(HubTransport):
 
 @fault("a pair of filters that matches nothing is accepted", "test_an_invalid_pair_is_refused[(reply, reply)]")
 class InvalidFiltersAccepted(HubTransport):
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         try:
             await super().register_listener(source_filter, listener, sink_filter)
         except UStatusError as error:

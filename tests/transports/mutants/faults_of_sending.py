@@ -27,7 +27,9 @@ class ChangesTheMessage(HubTransport):
         return super().encode(message)
 
 
-@fault("an address without authority arrives as the receiver's", "test_an_address_without_authority_means_the_senders_host")
+@fault(
+    "an address without authority arrives as the receiver's", "test_an_address_without_authority_means_the_senders_host"
+)
 class HostLost(HubTransport):
     def encode(self, message: UMessage) -> bytes:
         return message.SerializeToString()
@@ -118,7 +120,9 @@ class SendsInvalid(HubTransport):
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         attributes = message.attributes
         try:
-            attrs.validate_route(attributes.type, attributes.source, attributes.sink if attributes.HasField("sink") else None)
+            attrs.validate_route(
+                attributes.type, attributes.source, attributes.sink if attributes.HasField("sink") else None
+            )
         except UStatusError as error:
             return error.status
         return super().refusal(message, now_ms) if attrs.is_expired(attributes, now_ms) else None

@@ -3,7 +3,8 @@
 SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
                     no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest on once more
 
-Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE ends it.
+Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE
+ends it.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def _sink(address: UAttributes) -> UUri | None:
 
 
 class Hub:
-    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not listen."""
+    """The network. `cut` and `mend` are of one authority; those in `refused` may not join, those in `deaf` not
+    listen."""
 
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
@@ -174,7 +176,8 @@ class Hub:
 
 
 class _Connection:
-    """One end at the hub. SENDs wait for room apart, so that a TAKEN behind them is heard; the end's WINDOW bounds them."""
+    """One end at the hub. SENDs wait for room apart, so that a TAKEN behind them is heard; the end's WINDOW bounds
+    them."""
 
     def __init__(self, hub: Hub, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._hub, self._reader, self._writer = hub, reader, writer

@@ -49,7 +49,8 @@ def cases() -> dict[str, Case]:
 def verdict(transport: type[HubTransport], case: Case, deadline_s: float) -> str:
     """ "" if the test passes or is skipped; else the first line of why it failed."""
     with structlog.testing.capture_logs(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a mutant leaves tasks, futures and sockets to the garbage collector: that is its fault
+        # a mutant leaves tasks, futures and sockets to the garbage collector: that is its fault
+        warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
         TEST_OVER.clear()
         try:

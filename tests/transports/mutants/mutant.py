@@ -1,4 +1,5 @@
-"""A fault, and the list of them: a good plugin with a few lines that are wrong, one sentence, and the test that catches it.
+"""A fault, and the list of them: a good plugin with a few lines that are wrong, one sentence, and the test that catches
+it.
 
 HubTransport <- a subclass for each fault, registered by @fault(sentence, test) under its own name, in words
 """

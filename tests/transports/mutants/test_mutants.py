@@ -25,7 +25,9 @@ class TestHub(HubConformance):
 @pytest.mark.parametrize("name", CAUGHT)
 def test_the_suite_catches(name: str) -> None:
     mutant = CAUGHT[name]
-    assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), f"{mutant.caught_by} passes a plugin of which is true: {mutant.says}"
+    assert verdict(mutant.transport, CASES[mutant.caught_by], SOON_S), (
+        f"{mutant.caught_by} passes a plugin of which is true: {mutant.says}"
+    )
 
 
 @pytest.mark.parametrize("case", sorted({mutant.caught_by for mutant in CAUGHT.values()}))

@@ -5,8 +5,8 @@ DdsConfig (checked when it is read) -> configuration(): may block, so off the ev
                                        whole configurations of others are tried by trial()      v
                                                                                            a child process that may die
 
-Cyclone ends the process (SIGABRT, SIGSEGV) at addresses that it can't use, and tells only its own stderr why it refuses a configuration.
-So nothing that it does not like may reach it, and what it says is put into our error.
+Cyclone ends the process (SIGABRT, SIGSEGV) at addresses that it can't use, and tells only its own stderr why it refuses
+a configuration. So nothing that it does not like may reach it, and what it says is put into our error.
 """
 
 from __future__ import annotations
@@ -31,18 +31,25 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 WRITERS_MAX: Final = 4_096  # of one transport, some 10 KB each; one per (source, sink, priority) in use
 SEND_TIMEOUT_MS: Final = 2_000  # a receiver that takes nothing for so long is not slow but stuck
-DISCOVERY_QUIET_MS: Final = 100  # discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
-LEASE_MS: Final = 10_000  # Cyclone's own: a pause of so long loses nothing, a receiver that was killed holds its topics for so long
-LEASE_MS_MIN: Final = 200  # participants announce themselves several times per lease; below it a busy computer loses its neighbours
+# discovery that found nothing new for so long is complete: on one host it takes 1 to 40 ms
+DISCOVERY_QUIET_MS: Final = 100
+# Cyclone's own: a pause of so long loses nothing, a receiver that was killed holds its topics for so long
+LEASE_MS: Final = 10_000
+# participants announce themselves several times per lease; below it a busy computer loses its neighbours
+LEASE_MS_MIN: Final = 200
 LEASE_MS_MAX: Final = 3_600_000  # what is waited for so long will not come back by itself
-ANNOUNCED_MS_MIN: Final = 250  # participants say twice per lease who they are, for those who have lost them; no more often than this
-ANNOUNCED_MS_MAX: Final = 10_000  # and no more seldom: by itself Cyclone does so every 30 s, and whoever was lost is not found until then
+# participants say twice per lease who they are, for those who have lost them; no more often than this
+ANNOUNCED_MS_MIN: Final = 250
+# and no more seldom: by itself Cyclone does so every 30 s, and whoever was lost is not found until then
+ANNOUNCED_MS_MAX: Final = 10_000
 PEERS_MAX: Final = 256  # each is asked for every index, several times a second while somebody is looked for
 ADDRESSES_PER_PEER_MAX: Final = 8  # of a name that stands for many hosts
 TAG_CHARS_MAX: Final = 255  # Cyclone dies of a very long one (70,000)
 TRIAL_S: Final = 20.0  # a child process needs 0.2 s; an overloaded computer more
 
-_PEER: Final = re.compile(r"(?P<host>[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?\.?)(:(?P<port>[0-9]{1,5}))?", re.ASCII)
+_PEER: Final = re.compile(
+    r"(?P<host>[A-Za-z0-9]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9])?\.?)(:(?P<port>[0-9]{1,5}))?", re.ASCII
+)
 _TRIAL: Final = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -62,41 +69,65 @@ class DdsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    domain_id: int = Field(default=0, ge=0, le=230, description="participants of different domains never hear one another")
+    domain_id: int = Field(
+        default=0, ge=0, le=230, description="participants of different domains never hear one another"
+    )
     interface: str | None = Field(
-        default=None, description="network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses"
+        default=None,
+        description="network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses",
     )
     multicast: bool | None = Field(
         default=None,
-        description="false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the interface can",
+        description="false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the "
+        "interface can",
     )
     peers: tuple[str, ...] = Field(
         default=(),
         max_length=PEERS_MAX,
         description="hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most",
     )
-    participants_per_host_max: int = Field(default=32, ge=1, le=119, description="without multicast: participants looked for on each peer")
+    participants_per_host_max: int = Field(
+        default=32, ge=1, le=119, description="without multicast: participants looked for on each peer"
+    )
     tag: str | None = Field(
-        default=None, min_length=1, max_length=TAG_CHARS_MAX, description="only participants with the same tag find one another"
+        default=None,
+        min_length=1,
+        max_length=TAG_CHARS_MAX,
+        description="only participants with the same tag find one another",
     )
     lease_ms: int | None = Field(
         default=None,
         ge=LEASE_MS_MIN,
         le=LEASE_MS_MAX,
-        description="how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it 10000, Cyclone's own",
+        description="how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it "
+        "10000, Cyclone's own",
     )
-    cyclone_xml: str | None = Field(default=None, description="a whole Cyclone configuration, instead of the options above")
-    cyclone_file: Path | None = Field(default=None, description="a file with a whole Cyclone configuration, instead of the options above")
+    cyclone_xml: str | None = Field(
+        default=None, description="a whole Cyclone configuration, instead of the options above"
+    )
+    cyclone_file: Path | None = Field(
+        default=None, description="a file with a whole Cyclone configuration, instead of the options above"
+    )
     discovery_quiet_ms: int = Field(
         default=DISCOVERY_QUIET_MS, ge=1, description="opening ends when discovery found nothing new for so long"
     )
     send_timeout_ms: int = Field(
-        default=SEND_TIMEOUT_MS, ge=1, description="how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE"
+        default=SEND_TIMEOUT_MS,
+        ge=1,
+        description="how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE",
     )
-    writers_max: int = Field(default=WRITERS_MAX, ge=1, description="DDS writers kept; the least recently used one gives way")
-    inbox_messages_max: int = Field(default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners")
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+    writers_max: int = Field(
+        default=WRITERS_MAX, ge=1, description="DDS writers kept; the least recently used one gives way"
+    )
+    inbox_messages_max: int = Field(
+        default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners"
+    )
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
     @field_validator("peers")
     @classmethod
@@ -130,7 +161,9 @@ class DdsConfig(BaseModel):
         options = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
         options += ["peers"] * bool(self.peers)
         if len(given) > 1 or (given and options):
-            raise ValueError(f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}")
+            raise ValueError(
+                f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}"
+            )
         if self.multicast is False and not self.peers:
             raise ValueError("without multicast discovery needs peers: name at least one host, such as 127.0.0.1")
         return self
@@ -138,7 +171,11 @@ class DdsConfig(BaseModel):
     @property
     def is_foreign(self) -> bool:
         """True if somebody else wrote what Cyclone gets, so that it has to be tried first."""
-        return self.cyclone_xml is not None or self.cyclone_file is not None or (not self._options() and "CYCLONEDDS_URI" in os.environ)
+        return (
+            self.cyclone_xml is not None
+            or self.cyclone_file is not None
+            or (not self._options() and "CYCLONEDDS_URI" in os.environ)
+        )
 
     def identity(self) -> str | None:
         """What tells configurations apart, whatever their names stand for at the moment; None if Cyclone decides."""
@@ -151,7 +188,8 @@ class DdsConfig(BaseModel):
     def configuration(self) -> str | None:
         """Cyclone's XML; None leaves it to Cyclone. May block, to read a file and to resolve names.
 
-        Raises UStatusError(UNAVAILABLE) for what isn't there now but may be later: a file, an interface, the address of a peer.
+        Raises UStatusError(UNAVAILABLE) for what isn't there now but may be later: a file, an interface, the address of
+        a peer.
         """
         if self.cyclone_xml is not None:
             return self.cyclone_xml
@@ -164,7 +202,9 @@ class DdsConfig(BaseModel):
         return self.xml([address for peer in self.peers for address in _addresses(peer)])
 
     def _options(self) -> bool:
-        return bool(self.peers) or any(option is not None for option in (self.interface, self.multicast, self.tag, self.lease_ms))
+        return bool(self.peers) or any(
+            option is not None for option in (self.interface, self.multicast, self.tag, self.lease_ms)
+        )
 
     def xml(self, addresses: list[str]) -> str:
         """The options as Cyclone's XML, with these addresses for the peers."""
@@ -185,7 +225,9 @@ class DdsConfig(BaseModel):
         discovery += f"<SPDPInterval>{again_ms} ms</SPDPInterval>"
         if addresses:
             discovery += f"<Peers>{''.join(f'<Peer address={quoteattr(address)}/>' for address in addresses)}</Peers>"
-        return f"<CycloneDDS><Domain><General>{general}</General><Discovery>{discovery}</Discovery></Domain></CycloneDDS>"
+        return (
+            f"<CycloneDDS><Domain><General>{general}</General><Discovery>{discovery}</Discovery></Domain></CycloneDDS>"
+        )
 
 
 def _host_and_port(peer: str) -> tuple[str, str | None]:
@@ -193,13 +235,15 @@ def _host_and_port(peer: str) -> tuple[str, str | None]:
     found = _PEER.fullmatch(peer)
     if found is None:
         raise ValueError(
-            f"a peer is a host name or an IPv4 address, with a port if need be (HOST:PORT), got {peer!r}; DDS runs over IPv4 here"
+            f"a peer is a host name or an IPv4 address, with a port if need be (HOST:PORT), got {peer!r}; DDS runs "
+            "over IPv4 here"
         )
     host, port = found["host"], found["port"]
     if port is not None and not 0 < int(port) < 65_536:
         raise ValueError(f"the port of the peer {peer!r} is not between 1 and 65535")
     if re.fullmatch(r"[0-9.]+", host) or host.lower().startswith("0x"):
-        address = ipaddress.IPv4Address(host)  # its error says what is wrong; "1" is 0.0.0.1 to Cyclone, and 256.1.1.1 its end
+        # its error says what is wrong; "1" is 0.0.0.1 to Cyclone, and 256.1.1.1 its end
+        address = ipaddress.IPv4Address(host)
         if not _is_usable(address):
             raise ValueError(f"the peer {peer!r} is no address of a host")
     return host, port
@@ -216,7 +260,9 @@ def _addresses(peer: str) -> list[str]:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} has no IPv4 address now: {error}") from error
-    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found if _is_usable(ipaddress.IPv4Address(entry[4][0]))))
+    addresses = list(
+        dict.fromkeys(str(entry[4][0]) for entry in found if _is_usable(ipaddress.IPv4Address(entry[4][0])))
+    )
     if not addresses:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} stands for no address of a host")
     return [address if port is None else f"{address}:{int(port)}" for address in addresses[:ADDRESSES_PER_PEER_MAX]]
@@ -225,7 +271,9 @@ def _addresses(peer: str) -> list[str]:
 def _look_for(interface: str) -> None:
     names = sorted(name for _, name in socket.if_nameindex())
     if interface not in names:
-        raise UStatusError(UCode.UNAVAILABLE, f"there is no network interface {interface!r} now, only {', '.join(names)}")
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"there is no network interface {interface!r} now, only {', '.join(names)}"
+        )
 
 
 def _plain(xml: str) -> str:
@@ -248,12 +296,19 @@ def _read(file: Path) -> str:
 
 
 def trial(domain_id: int, configuration: str | None) -> str:
-    """Let another process join the domain. Returns what was wrong, in Cyclone's words; nothing if it could. Blocks for some 0.2 s."""
+    """Let another process join the domain. Returns what was wrong, in Cyclone's words; nothing if it could. Blocks for
+    some 0.2 s."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-c", _TRIAL, str(domain_id)]
     try:
         done = subprocess.run(
-            command, input=configuration or "", capture_output=True, text=True, timeout=TRIAL_S, env=environment, check=False
+            command,
+            input=configuration or "",
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_S,
+            env=environment,
+            check=False,
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"it could not be tried: {error}"

@@ -1,4 +1,5 @@
-"""What the command line does with cursors in the log of a streamer: of endpoints list, adopt, forget; of consumers list, release.
+"""What the command line does with cursors in the log of a streamer: of endpoints list, adopt, forget; of consumers
+list, release.
 
 listed(path) -> one row an endpoint          reads only; the streamer may run
 consumers(path) -> one row a consumer        the same
@@ -44,7 +45,8 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The cursor of one consumer in the durable log, and whose its name is ("": nobody's, the next caller that uses it gets it)."""
+    """The cursor of one consumer in the durable log, and whose its name is ("": nobody's, the next caller that uses it
+    gets it)."""
 
     consumer: str
     owner: str
@@ -70,7 +72,11 @@ def consumers(path: Path) -> list[Consumer]:
     """Raises as `listed`."""
     rows, newest, oldest = _rows(path)
     whose = owners(name for name, *_ in rows)
-    cursors = {name.removeprefix(CONSUMER_PREFIX): (seq, lease) for name, seq, lease, *_ in rows if name.startswith(CONSUMER_PREFIX)}
+    cursors = {
+        name.removeprefix(CONSUMER_PREFIX): (seq, lease)
+        for name, seq, lease, *_ in rows
+        if name.startswith(CONSUMER_PREFIX)
+    }
     found = []
     for name in sorted(whose.keys() | cursors):
         seq, lease_until_ms = cursors.get(name, (0, None))
@@ -93,7 +99,8 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
             db.close()
     except sqlite3.Error as error:
         raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"the cursors in {path} can't be read ({error}): a log of another version, or damaged"
+            UCode.FAILED_PRECONDITION,
+            f"the cursors in {path} can't be read ({error}): a log of another version, or damaged",
         ) from None
     return rows, newest or 0, oldest or 1
 
@@ -154,4 +161,6 @@ async def _open(path: Path) -> Log:
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:
     if CURSOR_PREFIX + endpoint not in rows:
         known = sorted(name.removeprefix(CURSOR_PREFIX) for name in rows if name.startswith(CURSOR_PREFIX))
-        raise UStatusError(UCode.NOT_FOUND, f"there is no cursor of endpoint {endpoint!r}; there are {', '.join(known) or 'none'}")
+        raise UStatusError(
+            UCode.NOT_FOUND, f"there is no cursor of endpoint {endpoint!r}; there are {', '.join(known) or 'none'}"
+        )

@@ -18,8 +18,8 @@ from cyclonedds.core import DDSException, ReadCondition
 from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader, Subscriber
 
-from transports import dds_mapping as mapping
-from transports.dds_link import (
+from transports.dds import mapping
+from transports.dds.link import (
     ANYTHING,
     READER_BYTES_MAX,
     READER_SAMPLES_MAX,
@@ -44,7 +44,8 @@ log = structlog.get_logger()
 
 @dataclass(slots=True)
 class _Source:
-    """One writer, as one reader sees it: also after it was lost and found again, which its key survives and its handle does not."""
+    """One writer, as one reader sees it: also after it was lost and found again, which its key survives and its handle
+    does not."""
 
     key: bytes  # GUID; without one, nothing is known of it any more
     participant: bytes
@@ -68,7 +69,9 @@ class _Reader:
 
     def has_taken(self, octets: int) -> None:
         """The next take may be larger, or has to be smaller."""
-        self.take_max = min(2 * self.take_max, TAKE_SAMPLES_MAX) if octets < TAKE_BYTES_MAX else max(1, self.take_max // 4)
+        self.take_max = (
+            min(2 * self.take_max, TAKE_SAMPLES_MAX) if octets < TAKE_BYTES_MAX else max(1, self.take_max // 4)
+        )
 
     def source(self, handle: int) -> _Source:
         """The writer of that handle, as it was known before if it was."""
@@ -101,14 +104,19 @@ def reader_samples_max(sample_bytes_max: int) -> int:
 
 
 class Readers(ServingThread):
-    """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are held back.
+    """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are
+    held back.
 
-    `lost` counts samples that a writer had sent to us and that never came: "lost", or "lost_or_expired" where DDS may have dropped them for
-    their age.
+    `lost` counts samples that a writer had sent to us and that never came: "lost", or "lost_or_expired" where DDS may
+    have dropped them for their age.
     """
 
     def __init__(
-        self, participant: Participant, arrived: Callable[[Any, list[tuple[bytes, str]]], None], *, samples_max: int = READER_SAMPLES_MAX
+        self,
+        participant: Participant,
+        arrived: Callable[[Any, list[tuple[bytes, str]]], None],
+        *,
+        samples_max: int = READER_SAMPLES_MAX,
     ) -> None:
         super().__init__(participant, "dds-readers")
         self._participant, self._arrived, self._samples_max = participant, arrived, samples_max
@@ -155,9 +163,9 @@ class Readers(ServingThread):
     def _new(self, reader: _Reader, samples: list[Any]) -> list[tuple[bytes, str]]:
         """The octets of `samples`, each once, and their writer's partition.
 
-        While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that match, also to those
-        that have stored it already; and a writer that is found again may repeat what had arrived. A number tells; where there is none,
-        such a copy directly follows its original, with the same time.
+        While a reader is full, Cyclone offers a sample again, every 10 ms, to all readers of this participant that
+        match, also to those that have stored it already; and a writer that is found again may repeat what had arrived.
+        A number tells; where there is none, such a copy directly follows its original, with the same time.
         """
         fresh, by_handle = [], reader.by_handle
         for sample in samples:

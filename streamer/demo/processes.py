@@ -1,6 +1,6 @@
 """Processes that tell their state in JSON lines, and that die with us.
 
-Child.start(name, "streamer.cli", "run", ...) -> say("ready"): its next line with that key -> stop(), or kill() as a power cut would
+Child.start(name, "streamer.commands.cli", "run", ...) -> say("ready"): its next line with that key -> stop(), or kill() as a power cut would
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ LINES_KEPT: Final = 50  # of a process's output, to show when it fails
 PORTS: Final = range(20_000, 32_768)  # below those that Linux (32768), Windows and macOS (49152) give to connections
 _PR_SET_PDEATHSIG: Final = 1
 
-_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # by chance, so that processes side by side rarely meet; none twice in a row
+# by chance, so that processes side by side rarely meet; none twice in a row
+_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))
 
 
 class Child:
@@ -37,7 +38,10 @@ class Child:
         self.name, self._process = name, process
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._readers = [asyncio.create_task(self._read(process.stdout)), asyncio.create_task(self._read(process.stderr))]
+        self._readers = [
+            asyncio.create_task(self._read(process.stdout)),
+            asyncio.create_task(self._read(process.stderr)),
+        ]
 
     @classmethod
     async def start(cls, name: str, *command: str) -> Child:
@@ -79,7 +83,9 @@ class Child:
                     if key in saying.result():
                         return saying.result()
         except TimeoutError:
-            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}") from None
+            raise UStatusError(
+                UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
+            ) from None
         finally:
             ended.cancel()
 
@@ -125,7 +131,8 @@ class Child:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only; elsewhere nothing."""
+    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only;
+    elsewhere nothing."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -133,7 +140,8 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody has now, and that the system gives to nobody who does not name it.
 
-    A port that the system chooses (port 0) is one that it gives to the next connection, too, before its user listens on it.
+    A port that the system chooses (port 0) is one that it gives to the next connection, too, before its user listens on
+    it.
     """
     for port in itertools.islice(_ports, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:

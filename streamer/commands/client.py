@@ -60,7 +60,9 @@ def network_of(path: Path, endpoint: str, authority: str | None, entity: int) ->
     config = configs.load(path)
     section = next((one for one in config.endpoint if one.name == endpoint), None)
     if section is None:
-        raise invalid(f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}")
+        raise invalid(
+            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}"
+        )
     settings = dict(section.settings)
     if section.transport == "zenoh" and settings.get("listen"):
         settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
@@ -230,7 +232,8 @@ async def listen(
     subscribe: bool,
     on_listening: Callable[[], None] = lambda: None,
 ) -> int:
-    """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription is told."""
+    """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription
+    is told."""
     from usubscription_client.client import USubscriptionClient
 
     collector = Collector()
@@ -257,7 +260,13 @@ async def listen(
 
 
 async def publish(
-    network: Network, topic: UUri, payload: UPayload | None, *, count: int, ttl_ms: int | None, priority: UPriority.ValueType
+    network: Network,
+    topic: UUri,
+    payload: UPayload | None,
+    *,
+    count: int,
+    ttl_ms: int | None,
+    priority: UPriority.ValueType,
 ) -> list[UMessage]:
     """Publish `count` times. Raises the first UStatusError."""
     messages = []

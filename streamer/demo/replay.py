@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from streamer import drive as drives
+from streamer.demo import drive as drives
 from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol.status import RETRYABLE, UStatusError, invalid
@@ -26,7 +26,8 @@ RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 
 def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
-    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if there is nothing in it that can be read."""
+    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if there is nothing in it that can be
+    read."""
     if data is None:
         return drives.simulate(seed, seconds)
     try:

@@ -57,9 +57,13 @@ def segments(address: UUri, local_authority: str) -> str:
 
 
 def _authority(name: str) -> str:
-    """The wildcard is `*` in both languages; within a segment Zenoh keeps `*` and `$` for itself, and only IPvFuture may have them."""
+    """The wildcard is `*` in both languages; within a segment Zenoh keeps `*` and `$` for itself, and only IPvFuture
+    may have them."""
     if len(name) > 1 and ("*" in name or "$" in name):
-        raise invalid(f"the authority {name} has a character that is special in Zenoh's keys (* or $): it can't be reached over Zenoh")
+        raise invalid(
+            f"the authority {name} has a character that is special in Zenoh's keys (* or $): it can't be "
+            "reached over Zenoh"
+        )
     return name
 
 
@@ -68,7 +72,8 @@ def _segment(value: int, wildcard: int) -> str:
 
 
 def message_key(message: UMessage, local_authority: str) -> str:
-    """Where `message` is put. A publish has no sink in its key, not even a streamer's (dsn~up-transport-zenoh-key-expr~1)."""
+    """Where `message` is put. A publish has no sink in its key, not even a streamer's
+    (dsn~up-transport-zenoh-key-expr~1)."""
     attributes = message.attributes
     sink = attributes.sink if attributes.HasField("sink") and not uris.has_wildcard(attributes.sink) else None
     return filter_key(attributes.source, sink, local_authority)
@@ -92,7 +97,8 @@ def attachment(encoded_attributes: bytes) -> bytes:
 
 
 def is_call(attachment: bytes) -> bool:
-    """True for a request or a response, by the type that every encoder writes behind the id; False where it stands elsewhere."""
+    """True for a request or a response, by the type that every encoder writes behind the id; False where it stands
+    elsewhere."""
     return attachment[_TYPE_AT : _TYPE_AT + 1] == _TYPE_TAG and attachment[_TYPE_AT + 1 : _TYPE_AT + 2] in _CALLS
 
 
@@ -107,7 +113,9 @@ def decode(payload: bytes, attachment: bytes) -> UMessage:
     Zenoh has no payload that is absent: it is one if it has bytes or a format (A-19, A-28).
     """
     if len(attachment) < 2 or attachment[0] != PROTOCOL_VERSION:
-        raise invalid(f"expected an attachment of 0x01 and UAttributes, got {len(attachment)} bytes: {attachment[:8].hex()}")
+        raise invalid(
+            f"expected an attachment of 0x01 and UAttributes, got {len(attachment)} bytes: {attachment[:8].hex()}"
+        )
     message = UMessage()
     attributes = message.attributes
     try:

@@ -1,12 +1,14 @@
-"""What is sent: the writers of the DDS transport, and what waits for them. All on one thread, which none of them holds up.
+"""What is sent: the writers of the DDS transport, and what waits for them. All on one thread, which none of them holds
+up.
 
 Batch -> put(route, sample) -> room in its writer -> DDS, numbered -> OK
                             -> none: its queue -> tried again, each writer by itself, in order -> OK
                                                   nothing moved for timeout_s -> UNAVAILABLE for the whole queue, and the writer is *held*
                             -> its writer is held: one try a batch -> UNAVAILABLE at once, until all it has written is acknowledged
 
-A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the culprits are those who
-have readers of a held writer, less those who have acknowledged all of another one (docs/dds-mapping.md, section 5).
+A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the
+culprits are those who have readers of a held writer, less those who have acknowledged all of another one
+(docs/dds-mapping.md, section 5).
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from cyclonedds.core import DDSException
 from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.qos import Policy, Qos
 
-from transports import dds_mapping as mapping
-from transports.dds_link import FAILED_TURN_S, Frame, Participant, binding, delete, reliable, translate
+from transports.dds import mapping
+from transports.dds.link import FAILED_TURN_S, Frame, Participant, binding, delete, reliable, translate
 from uprotocol.status import OK, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -36,9 +38,12 @@ RETRY_S_MAX: Final = 0.02  # while nobody acknowledges, 50 tries a second cost n
 DRAIN_S: Final = 1.0  # what a writer may wait for its last acknowledgements when the transport is closed, all together
 GIVE_WAY_S: Final = 0.05  # and when it makes room for another one: a round trip, even on a busy computer
 CROWDED_S: Final = 1.0  # if none could: how long new ones are refused at once, so that the others go on
-HELD_LOOK_S: Final = 0.25  # how often held writers are looked at: to see one free again must not take longer than a sender's pause
-TIMEOUTS_MAX: Final = 2  # a receiver that moves, but slowly, may hold a batch for so many time-outs: then it counts as one that is stuck
-WAITING_MESSAGES_MAX: Final = 32_768  # in all queues, a second of the fastest sender measured; one writer has at most half of it
+# how often held writers are looked at: to see one free again must not take longer than a sender's pause
+HELD_LOOK_S: Final = 0.25
+# a receiver that moves, but slowly, may hold a batch for so many time-outs: then it counts as one that is stuck
+TIMEOUTS_MAX: Final = 2
+# in all queues, a second of the fastest sender measured; one writer has at most half of it
+WAITING_MESSAGES_MAX: Final = 32_768
 WAITING_BYTES_MAX: Final = 32 << 20  # the same in bytes: what a small computer can spare
 TROUBLES_MAX: Final = 32  # culprits that are named; more than that is the network's trouble, not theirs
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
@@ -55,7 +60,8 @@ class Route(NamedTuple):
 
 
 class Batch:
-    """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last one is known."""
+    """What one call sends: a status for each message. `done(statuses)` is called, on the writers' thread, when the last
+    one is known."""
 
     __slots__ = ("_done", "_left", "number", "statuses")
     _numbers: Final = itertools.count(1)
@@ -115,7 +121,9 @@ class _Writer:
     def receivers(self) -> frozenset[bytes]:
         """The participants that have readers of this writer."""
         with binding:
-            found = [self.entity.get_matched_subscription_data(handle) for handle in self.entity.get_matched_subscriptions()]
+            found = [
+                self.entity.get_matched_subscription_data(handle) for handle in self.entity.get_matched_subscriptions()
+            ]
         return frozenset(reader.participant_key.bytes for reader in found if reader is not None)
 
     def close(self) -> None:
@@ -238,7 +246,8 @@ class Writers:
         return writer
 
     def _give_way(self) -> None:
-        """The least recently used one goes that keeps nothing back. Raises UStatusError(UNAVAILABLE) if there is none."""
+        """The least recently used one goes that keeps nothing back. Raises UStatusError(UNAVAILABLE) if there is
+        none."""
         now = time.monotonic()
         if now >= self._crowded_until:
             idle = [key for key, writer in self._writers.items() if not writer.waiting and not writer.held]
@@ -249,7 +258,9 @@ class Writers:
                 self._writers.pop(gone).close()
                 return
             self._crowded_until = time.monotonic() + CROWDED_S
-        raise UStatusError(UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later")
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"all {self._writers_max} DDS writers wait for their receivers: try again later"
+        )
 
     def _wait(self, writer: _Writer, batch: Batch, index: int, route: Route, data: bytes) -> None:
         if writer.refused_batch == batch.number or self._stopping or not self._has_room(writer, len(data)):
@@ -271,10 +282,15 @@ class Writers:
         )
 
     def _refuse(self, writer: _Writer, batch: Batch, index: int) -> None:
-        """Answers UNAVAILABLE, and so to all that follows it in that batch on that writer: a later try keeps the order."""
+        """Answers UNAVAILABLE, and so to all that follows it in that batch on that writer: a later try keeps the
+        order."""
         writer.refused_batch = batch.number
         self.refused += 1
-        why = "the transport closes" if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
+        why = (
+            "the transport closes"
+            if self._stopping
+            else "a receiver has not taken what was sent before: try again when it keeps up"
+        )
         batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
 
     # what waits
@@ -356,8 +372,15 @@ class Writers:
             names = " or ".join(sorted(map(self._participant.name, culprits))) or "a receiver that is gone"
             told[culprits] = self._culprits.get(culprits, names)
             if culprits not in self._culprits:
-                log.warning("a DDS receiver does not take what is sent to it; other topics go on", culprit=names, partition=partitions[0])
-            troubles.append(f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as {partitions[0]}")
+                log.warning(
+                    "a DDS receiver does not take what is sent to it; other topics go on",
+                    culprit=names,
+                    partition=partitions[0],
+                )
+            troubles.append(
+                f"{names} does not take what is sent to it: {len(partitions)} topic(s) held back, such as "
+                f"{partitions[0]}"
+            )
         for culprits in self._culprits.keys() - told.keys():
             log.info("a DDS receiver takes what is sent to it again, or has gone", culprit=self._culprits[culprits])
         self._culprits = told
@@ -366,14 +389,19 @@ class Writers:
     def _culprits_of(self, writer: _Writer) -> frozenset[bytes]:
         suspects = writer.receivers()
         if len(suspects) > 1:
-            others = [other for other in reversed(self._writers.values()) if other.written and not other.held and not other.waiting]
+            others = [
+                other
+                for other in reversed(self._writers.values())
+                if other.written and not other.held and not other.waiting
+            ]
             for other in others[:WITNESSES_MAX]:
                 left = suspects - other.receivers() if other.drained() else suspects
                 suspects = left or suspects
         return suspects
 
     def close(self) -> None:
-        """Wait for the last acknowledgements, DRAIN_S at most for all together, and delete everything. Not on this object's thread."""
+        """Wait for the last acknowledgements, DRAIN_S at most for all together, and delete everything. Not on this
+        object's thread."""
         self.stop()
         self._jobs.put(None)
         self._thread.join()

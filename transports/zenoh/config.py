@@ -16,13 +16,15 @@ import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
-from transports.zenoh_sender import words
+from transports.zenoh.sender import words
 from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
 
-REASSEMBLY_FACTOR: Final = 2  # of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
+# of what is put together from fragments: Zenoh drops what is beyond without a word, so leave us some to count
+REASSEMBLY_FACTOR: Final = 2
 SECRETS: Final = ("password", "private_key")  # of Zenoh's settings: they may be given as they are, not as a file
-LINK_POLL_S: Final = 0.01  # how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
+# how often a thread of `open` looks whether somebody has answered: a link takes some milliseconds
+LINK_POLL_S: Final = 0.01
 
 
 class TlsConfig(BaseModel):
@@ -30,12 +32,15 @@ class TlsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    root_ca: Path | None = Field(default=None, description="whom to trust; without it the authorities that Zenoh comes with")
+    root_ca: Path | None = Field(
+        default=None, description="whom to trust; without it the authorities that Zenoh comes with"
+    )
     certificate: Path | None = Field(default=None, description="our own, with those that lead to the CA")
     private_key: Path | None = Field(default=None, description="of our certificate")
     mutual: bool = Field(
         default=False,
-        description="demand a certificate of who connects to us. A node that listens shows its own, where it connects, only with this",
+        description="demand a certificate of who connects to us. A node that listens shows its own, where it "
+        "connects, only with this",
     )
     verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
 
@@ -46,16 +51,23 @@ class ZenohConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["peer", "client", "router"] = Field(default="peer", description="whom we hear and pass on, see above")
-    listen: tuple[str, ...] = Field(default=(), description="where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one")
+    listen: tuple[str, ...] = Field(
+        default=(), description="where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one"
+    )
     connect: tuple[str, ...] = Field(
-        default=(), description="whom to connect to: a client to the first that answers, a peer or router to all of them"
+        default=(),
+        description="whom to connect to: a client to the first that answers, a peer or router to all of them",
     )
     multicast_scouting: bool = Field(default=False, description="find others by UDP multicast")
     connect_timeout_ms: int = Field(
-        default=5_000, ge=1, description="until somebody in `connect` has answered; a link that is lost later is looked for without end"
+        default=5_000,
+        ge=1,
+        description="until somebody in `connect` has answered; a link that is lost later is looked for without end",
     )
     stall_ms_max: int = Field(
-        default=60_000, ge=1, description="a peer that reads nothing for so long is cut off; until then who sends to it waits"
+        default=60_000,
+        ge=1,
+        description="a peer that reads nothing for so long is cut off; until then who sends to it waits",
     )
     user: str | None = Field(default=None, description="who we are to whom we connect; needs `password`")
     password: SecretStr | None = Field(default=None, description="for `user`")
@@ -63,24 +75,34 @@ class ZenohConfig(BaseModel):
     tls: TlsConfig | None = Field(default=None, description="for endpoints `tls/...` and `quic/...`")
     config_file: Path | None = Field(
         default=None,
-        description="a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of `mode`, "
+        description="a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of "
+        "`mode`, "
         "`multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`",
     )
     settings: dict[str, Any] = Field(
-        default_factory=dict, description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others"
+        default_factory=dict,
+        description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others",
     )
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters")
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if not (self.listen or self.connect or self.multicast_scouting or self.config_file):
-            raise ValueError("a Zenoh endpoint needs listen, connect, multicast_scouting or config_file: it would never meet anybody")
+            raise ValueError(
+                "a Zenoh endpoint needs listen, connect, multicast_scouting or config_file: it would never meet anybody"
+            )
         if (self.user is None) != (self.password is None):
             raise ValueError("user and password come together")
         return self
 
-    def to_zenoh(self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX) -> zenoh.Config:
+    def to_zenoh(
+        self, connect_first: int = 0, wire_bytes_max: int = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX
+    ) -> zenoh.Config:
         """Reads config_file. Raises UStatusError(INVALID_ARGUMENT).
 
         A client asks the endpoint `connect_first` before the others, for its part of connect_timeout_ms: see `linked`.
@@ -114,7 +136,10 @@ class ZenohConfig(BaseModel):
         if self.connect:
             settings["connect/endpoints"] = self.connect[connect_first:] + self.connect[:connect_first]
         if self.user is not None and self.password is not None:
-            settings |= {"transport/auth/usrpwd/user": self.user, "transport/auth/usrpwd/password": self.password.get_secret_value()}
+            settings |= {
+                "transport/auth/usrpwd/user": self.user,
+                "transport/auth/usrpwd/password": self.password.get_secret_value(),
+            }
         if self.credentials_file is not None:
             settings["transport/auth/usrpwd/dictionary_file"] = str(self.credentials_file)
         if self.tls is not None:
@@ -122,7 +147,8 @@ class ZenohConfig(BaseModel):
             for side in ("connect", "listen"):
                 files |= {f"{side}_certificate": self.tls.certificate, f"{side}_private_key": self.tls.private_key}
             settings |= {f"transport/link/tls/{name}": str(path) for name, path in files.items() if path is not None}
-            shows = self.tls.certificate is not None and not self.listen  # Zenoh has one switch for showing ours and demanding theirs
+            # Zenoh has one switch for showing ours and demanding theirs
+            shows = self.tls.certificate is not None and not self.listen
             settings["transport/link/tls/enable_mtls"] = self.tls.mutual or shows
             settings["transport/link/tls/verify_name_on_connect"] = self.tls.verify_name
         return settings
@@ -131,8 +157,8 @@ class ZenohConfig(BaseModel):
 def linked(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
     """A session that is linked, if there is anybody to connect to. Blocks. Raises ZError.
 
-    Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try for each.
-    A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
+    Of several endpoints a client of Zenoh tries only the first one until the time is over (its issue 1602), hence a try
+    for each. A peer or router goes on looking for all of them by itself, so it need not wait for more than one.
     """
     if config.mode != "client":
         return _open_node(config, wire_bytes_max)
@@ -149,6 +175,8 @@ def _open_node(config: ZenohConfig, wire_bytes_max: int) -> zenoh.Session:
         if time.monotonic() > deadline:
             with contextlib.suppress(zenoh.ZError):
                 session.close()  # type: ignore[no-untyped-call]
-            raise zenoh.ZError(f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms")
+            raise zenoh.ZError(
+                f"Unable to connect to any of {', '.join(config.connect)} within {config.connect_timeout_ms} ms"
+            )
         time.sleep(LINK_POLL_S)
     return session

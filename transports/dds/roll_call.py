@@ -26,8 +26,8 @@ from cyclonedds.pub import DataWriter
 from cyclonedds.qos import Policy, Qos
 from cyclonedds.sub import DataReader
 
-from transports import dds_mapping as mapping
-from transports.dds_link import (
+from transports.dds import mapping
+from transports.dds.link import (
     ANYTHING,
     READER_SAMPLES_MAX,
     TAKE_SAMPLES_MAX,
@@ -44,7 +44,8 @@ SEEN_DEPTH: Final = 64  # announcements kept for participants that come later; e
 ENDPOINTS_TAKE_MAX: Final = 1_024  # discovery samples per turn
 UNSAID_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; what is beyond it is found late, by time-out
 
-GONE_REMEMBERED_MAX: Final = 1_024  # participants that went: one that comes back under the same key had only not been heard
+# participants that went: one that comes back under the same key had only not been heard
+GONE_REMEMBERED_MAX: Final = 1_024
 MISFITS_MAX: Final = 256  # endpoints that can't talk with ours: more of them say nothing new
 INFINITE_NS: Final = (1 << 63) - 1
 NAME_CHARS_MAX: Final = 200  # of what a participant says of itself
@@ -64,10 +65,11 @@ class Misfit(NamedTuple):
 
 
 class RollCall(ServingThread):
-    """Announces, on a topic of its own, which readers this participant has found: whatever it writes from then on reaches them.
+    """Announces, on a topic of its own, which readers this participant has found: whatever it writes from then on
+    reaches them.
 
-    `changed(peers, seen)` is called whenever something was found: the participants that make such announcements, and what they have just
-    said about our readers, as (participant, reader keys).
+    `changed(peers, seen)` is called whenever something was found: the participants that make such announcements, and
+    what they have just said about our readers, as (participant, reader keys).
     """
 
     _PUBLICATIONS, _SUBSCRIPTIONS, _SEEN, _PARTICIPANTS = 1, 2, 3, 4
@@ -75,7 +77,8 @@ class RollCall(ServingThread):
     def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], Seen], None]) -> None:
         super().__init__(participant, "dds-roll-call")
         self._own, self._changed, self._participant = participant.key, changed, participant
-        self._gone: OrderedDict[bytes, float] = OrderedDict()  # participants that are not heard any more, and since when
+        # participants that are not heard any more, and since when
+        self._gone: OrderedDict[bytes, float] = OrderedDict()
         self.returned = 0  # participants that were not heard for longer than their lease, and were there again
         self.misfits: dict[bytes, Misfit] = {}  # by endpoint; whole and new at each change, so anybody may read it
         self.misfits_found = 0
@@ -129,7 +132,8 @@ class RollCall(ServingThread):
             if gone_at is not None:
                 self.returned += 1
                 log.warning(
-                    "a DDS participant was not heard for longer than its lease, and is back: what was sent between it and us meanwhile, or "
+                    "a DDS participant was not heard for longer than its lease, and is back: what was sent between it "
+                    "and us meanwhile, or "
                     "not acknowledged before, may be missing",
                     participant=self._participant.name(key),
                     seconds_after_lease=round(time.monotonic() - gone_at, 1),
@@ -166,7 +170,10 @@ class RollCall(ServingThread):
             self.misfits = {**self.misfits, key: one}
             self.misfits_found += 1
             log.warning(
-                "a DDS endpoint and ours can't talk", who=self._participant.name(one.participant), why=why, partitions=partitions[:4]
+                "a DDS endpoint and ours can't talk",
+                who=self._participant.name(one.participant),
+                why=why,
+                partitions=partitions[:4],
             )
 
     def _forget(self, endpoint: bytes) -> None:
@@ -190,7 +197,8 @@ class RollCall(ServingThread):
             with contextlib.suppress(UStatusError):  # not one of ours: it can only make us wait a little longer
                 participant, keys = mapping.unpack(sample.data)
                 found = [(keys or b"")[at : at + 16] for at in range(0, len(keys or b""), 16)]
-                own = [key for key in found if key[:12] == self._own[:12]]  # the entities of a participant share its prefix
+                # the entities of a participant share its prefix
+                own = [key for key in found if key[:12] == self._own[:12]]
                 heard.append((participant, own))
         return heard
 
@@ -209,7 +217,8 @@ def _alive(found: Any) -> bool:
 
 
 def _name(qos: Qos) -> str:
-    """What a participant says of itself: "python3 4711 on host7, udp/10.0.0.7:7411"; nothing from an implementation that does not."""
+    """What a participant says of itself: "python3 4711 on host7, udp/10.0.0.7:7411"; nothing from an implementation
+    that does not."""
     said = {policy.key: str(policy.value) for policy in qos if isinstance(policy, Policy.Property)}
     process = " ".join(filter(None, (said.get("__ProcessName"), said.get("__Pid"))))
     place = ", ".join(filter(None, (said.get("__Hostname"), said.get("__NetworkAddresses"))))
@@ -237,11 +246,15 @@ def _reader_misfit(qos: Qos, type_name: str) -> str:
     deadline, liveliness = qos[Policy.Deadline], qos[Policy.Liveliness]
     if deadline is not None and deadline.deadline < INFINITE_NS:
         wrong.append("its reader asks for a DEADLINE, and our writers have none")
-    if liveliness is not None and (not isinstance(liveliness, Policy.Liveliness.Automatic) or liveliness.lease_duration < INFINITE_NS):
+    if liveliness is not None and (
+        not isinstance(liveliness, Policy.Liveliness.Automatic) or liveliness.lease_duration < INFINITE_NS
+    ):
         wrong.append("its reader asks for LIVELINESS that our writers do not assert")
     presentation = qos[Policy.PresentationAccessScope]
     if presentation is not None and (
-        presentation.coherent_access or presentation.ordered_access or not isinstance(presentation, Policy.PresentationAccessScope.Instance)
+        presentation.coherent_access
+        or presentation.ordered_access
+        or not isinstance(presentation, Policy.PresentationAccessScope.Instance)
     ):
         wrong.append("its reader asks for a PRESENTATION across instances, and our writers have none")
     return "; ".join(wrong)

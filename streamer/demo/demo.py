@@ -1,4 +1,5 @@
-"""The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted; nothing is left behind.
+"""The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted;
+nothing is left behind.
 
     mcu1 (DDS) ----+                                     +----> cloud application (MQTT 5): only what it subscribed to
                    +--> gateway: one up-streamer --------+
@@ -29,10 +30,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamer import drive as drives
-from streamer import replay as replays
-from streamer.client import Network
-from streamer.processes import START_TIMEOUT_S, Child, free_port
+from streamer.commands.client import Network
+from streamer.demo import drive as drives
+from streamer.demo import replay as replays
+from streamer.demo.processes import START_TIMEOUT_S, Child, free_port
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.status import UStatusError, invalid
@@ -193,7 +194,12 @@ class Demo:
         self._tell_problems(drive)
         started = time.monotonic()
         progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=self._console
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
         )
         with progress:
             stage = progress.add_task("starting networks and services", total=6)
@@ -202,7 +208,9 @@ class Demo:
             topics = [signals[path].topic for path in WANTED if path in signals]
             self._outcome.wanted = {uris.format(topic) for topic in topics}
             client = await self._subscribe(topics)
-            progress.update(stage, advance=1, description=f"the cloud subscribed to {len(topics)} of {len(signals)} topics")
+            progress.update(
+                stage, advance=1, description=f"the cloud subscribed to {len(topics)} of {len(signals)} topics"
+            )
             ingest = await self._start_spark()
             progress.update(stage, completed=6)
             await self._replay(drive, progress)
@@ -219,18 +227,23 @@ class Demo:
         for problem in drive.problems[:10]:
             self._console.print(f"{self._options.data}: {problem}", markup=False, style="yellow")
         if drive.problems_total > 10:
-            self._console.print(f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow")
+            self._console.print(
+                f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow"
+            )
 
     async def _start_broker(self) -> None:
         if not self._options.with_mqtt:
-            self._cloud_zenoh = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"]}  # the gateway joins them, as a router
+            # the gateway joins them, as a router
+            self._cloud_zenoh = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
             return
         from transports.mqtt5.broker import Broker
 
         try:
             broker = await self._stack.enter_async_context(Broker())
         except UStatusError as error:
-            raise UStatusError(error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)") from None
+            raise UStatusError(
+                error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
+            ) from None
         self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
 
     async def _child(self, name: str, *command: str) -> Child:
@@ -243,11 +256,12 @@ class Demo:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
-        """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does not serve."""
+        """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does
+        not serve."""
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
-        gateway = await self._child("the gateway", "streamer.cli", "run", "--config", str(config), "--json")
+        gateway = await self._child("the gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
         services = [await self._usubscription(network) for network in (self._on_dds, self._cloud)]
         progress.update(stage, advance=1, description="starting uSubscription services")
         for child in services:
@@ -262,7 +276,15 @@ class Demo:
         where = ["--transport", network.transport, *_as_settings(network.settings)]
         name = f"the uSubscription of {network.authority}"
         return await self._child(
-            name, "streamer.cli", "usubscription", "--authority", network.authority, *where, "--store", str(store), "--json"
+            name,
+            "streamer.commands.cli",
+            "usubscription",
+            "--authority",
+            network.authority,
+            *where,
+            "--store",
+            str(store),
+            "--json",
         )
 
     def _gateway_config(self) -> str:
@@ -300,7 +322,8 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     # The cloud application
 
     async def _subscribe(self, topics: Sequence[UUri]) -> USubscriptionClient:
-        """Hear everything that comes out of the vehicle, so that too much is noticed; subscribe to some; wait until all stand."""
+        """Hear everything that comes out of the vehicle, so that too much is noticed; subscribe to some; wait until all
+        stand."""
         transport = await self._stack.enter_async_context(self._cloud.open())
         for authority in (drives.VEHICLE, drives.MCU):
             await transport.register_listener(uris.pattern(authority, drives.PUBLISHER_UE_ID), self)
@@ -348,7 +371,8 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     async def _start_spark(self) -> Child:
         config = self._folder / "ingest.toml"
         topics = ",".join(
-            f"//{authority}/{drives.PUBLISHER_UE_ID:X}/{drives.PUBLISHER_VERSION}/FFFF" for authority in (drives.VEHICLE, drives.MCU)
+            f"//{authority}/{drives.PUBLISHER_UE_ID:X}/{drives.PUBLISHER_VERSION}/FFFF"
+            for authority in (drives.VEHICLE, drives.MCU)
         )
         config.write_text(
             f"""
@@ -397,7 +421,8 @@ processing_time_ms = {TRIGGER_MS}
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
-        """Both publishers at once, each with its share of the rate, so that they drive through the same time together."""
+        """Both publishers at once, each with its share of the rate, so that they drive through the same time
+        together."""
         start_ms = uuids.now_ms()
         source = (
             ["--data", str(self._options.data)]
@@ -412,9 +437,25 @@ processing_time_ms = {TRIGGER_MS}
             if not share:
                 continue
             rate = self._options.rate * share / shares.total()
-            where = ["--transport", network.transport, "--authority", network.authority, *_as_settings(network.settings)]
+            where = [
+                "--transport",
+                network.transport,
+                "--authority",
+                network.authority,
+                *_as_settings(network.settings),
+            ]
             name = f"the publisher of {network.authority}"
-            command = ["streamer.cli", "replay", *source, *where, "--start-ms", str(start_ms), "--rate", f"{rate:.3f}", "--json"]
+            command = [
+                "streamer.commands.cli",
+                "replay",
+                *source,
+                *where,
+                "--start-ms",
+                str(start_ms),
+                "--rate",
+                f"{rate:.3f}",
+                "--json",
+            ]
             children.append(await self._child(name, *command))
         done = dict.fromkeys(children, 0)
         async for child, said in _sayings(children):
@@ -449,7 +490,12 @@ processing_time_ms = {TRIGGER_MS}
             return 0
 
     def _read_gateway(self, metrics: str) -> None:
-        for name, labels, value in re.findall(r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
+        for name, labels, value in re.findall(
+            r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} "
+            r"([0-9.e+]+)$",
+            metrics,
+            re.MULTILINE,
+        ):
             given = dict(re.findall(r'(\w+)="(.*?)"', labels))
             if name == "dropped":
                 self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
@@ -492,7 +538,9 @@ async def _until_ready(port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while missing := await asyncio.to_thread(problems):
         if time.monotonic() > deadline:
-            raise UStatusError(UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}")
+            raise UStatusError(
+                UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
+            )
         await asyncio.sleep(0.1)
 
 
@@ -519,11 +567,15 @@ def show(outcome: Outcome, console: Console) -> None:
         table.add_row(name, *(f"{number:,}" for number in sums), end_section=name.startswith("Zenoh"))
     console.print(table)
     console.print(
-        f"subscribed to {len(outcome.wanted)} of {len(outcome.published)} topics; forwarded though not subscribed {outcome.unsubscribed}, "
+        f"subscribed to {len(outcome.wanted)} of {len(outcome.published)} topics; forwarded though not subscribed "
+        f"{outcome.unsubscribed}, "
         f"out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
     )
     if outcome.dropped:
-        console.print("dropped at the gateway: " + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items())))
+        console.print(
+            "dropped at the gateway: "
+            + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items()))
+        )
     if outcome.plot is not None:
         console.print(f"plot: {outcome.plot}")
 

@@ -1,14 +1,17 @@
-"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them. dds.py is the half on the loop.
+"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them. dds.py is the
+half on the loop.
 
 here             Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
 dds_writers.py   one per (partition, priority), made when first needed    a thread of its own
 dds_readers.py   one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
 dds_roll_call.py who else is here, and what they have found               a thread of its own
 
-The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it is tried again
-after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks of the binding (its Listeners)
-run on DDS's own receiving thread, which then waits for the GIL while somebody who holds it waits for DDS: they are not used at all.
-It converts QoS through variables that all threads share: whoever makes or asks about an endpoint holds `binding`.
+The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it
+is tried again after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks
+of the binding (its Listeners) run on DDS's own receiving thread, which then waits for the GIL while somebody who holds
+it waits for
+DDS: they are not used at all. It converts QoS through variables that all threads share: whoever makes or asks about an
+endpoint holds `binding`.
 """
 
 import contextlib
@@ -27,16 +30,20 @@ from cyclonedds.idl.types import sequence, uint8
 from cyclonedds.qos import Policy, Qos
 from cyclonedds.topic import Topic
 
-from transports import dds_mapping as mapping
-from transports.dds_config import DdsConfig, trial
+from transports.dds import mapping
+from transports.dds.config import DdsConfig, trial
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-TAKE_SAMPLES_MAX: Final = 256  # per reader and turn, some 1 ms under the GIL; beyond it the cost per sample no longer falls
-TAKE_SAMPLES_MIN: Final = 16  # of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
+# per reader and turn, some 1 ms under the GIL; beyond it the cost per sample no longer falls
+TAKE_SAMPLES_MAX: Final = 256
+# of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
+TAKE_SAMPLES_MIN: Final = 16
 TAKE_BYTES_MAX: Final = 2 << 20  # ... into the inbox, so large ones are taken a few at a time
-READER_SAMPLES_MAX: Final = 8_192  # per reader, not yet taken, a quarter of a second; when it is full its writers are held back
-READER_SAMPLES_MIN: Final = 512  # however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms
+# per reader, not yet taken, a quarter of a second; when it is full its writers are held back
+READER_SAMPLES_MAX: Final = 8_192
+# however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms
+READER_SAMPLES_MIN: Final = 512
 READER_BYTES_MAX: Final = 512 << 20  # what they may have in all, as far as a number of samples can say that
 FAILED_TURN_S: Final = 0.02  # a thread that failed at one turn must not spin
 WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
@@ -49,7 +56,8 @@ binding: Final = threading.Lock()
 
 _CODES: Final[dict[int, UCode.ValueType]] = {
     DDSException.DDS_RETCODE_TIMEOUT: UCode.UNAVAILABLE,
-    DDSException.DDS_RETCODE_OUT_OF_RESOURCES: UCode.UNAVAILABLE,  # for now: a dispatcher keeps what waits, and tries again
+    # for now: a dispatcher keeps what waits, and tries again
+    DDSException.DDS_RETCODE_OUT_OF_RESOURCES: UCode.UNAVAILABLE,
     DDSException.DDS_RETCODE_BAD_PARAMETER: UCode.INVALID_ARGUMENT,
     DDSException.DDS_RETCODE_INCONSISTENT_POLICY: UCode.INVALID_ARGUMENT,
     DDSException.DDS_RETCODE_NOT_ALLOWED_BY_SECURITY: UCode.PERMISSION_DENIED,
@@ -61,7 +69,8 @@ _CODES: Final[dict[int, UCode.ValueType]] = {
 
 
 def translate(error: DDSException, doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> UStatusError:
-    """An error of DDS as ours: the one place where the binding's exceptions end. `otherwise` is the code of a nameless failure."""
+    """An error of DDS as ours: the one place where the binding's exceptions end. `otherwise` is the code of a nameless
+    failure."""
     return UStatusError(_CODES.get(error.code, otherwise), f"{doing}: {error}")
 
 
@@ -80,9 +89,11 @@ def translated(doing: str, otherwise: UCode.ValueType = UCode.INTERNAL) -> Itera
 
 @dataclass(init=False)
 class Frame(IdlStruct, typename=mapping.TYPE_NAME.replace("::", ".")):
-    """A sample as octets. The fields declare the type to DDS; they are never set, since the binding would (de)serialise octet by octet.
+    """A sample as octets. The fields declare the type to DDS; they are never set, since the binding would (de)serialise
+    octet by octet.
 
-    The binding reads the annotations as they are: that is why this module does without `from __future__ import annotations`.
+    The binding reads the annotations as they are: that is why this module does without `from __future__ import
+    annotations`.
     """
 
     version: uint8
@@ -123,7 +134,8 @@ def delete(*entities: Entity) -> None:
 
 
 class Triggers(WaitSet):
-    """A WaitSet that tells which of its conditions hold: the binding only tells how many, and to ask each of 1,000 readers costs 2 ms."""
+    """A WaitSet that tells which of its conditions hold: the binding only tells how many, and to ask each of 1,000
+    readers costs 2 ms."""
 
     MAX: ClassVar[int] = 256  # told at once; the rest at the next turn
 
@@ -131,7 +143,8 @@ class Triggers(WaitSet):
         code = self._waitset_attach(self._ref, entity._ref, token)
         if code < 0:
             raise DDSException(code, "while attaching to a wait set")
-        self.attached.append((entity, token))  # the superclass detaches these at the end, and keeps them alive until then
+        # the superclass detaches these at the end, and keeps them alive until then
+        self.attached.append((entity, token))
 
     def wait_for(self, timeout_ns: int) -> list[int]:
         """The tokens of what holds; none after `timeout_ns`. Waits without the GIL."""
@@ -149,7 +162,8 @@ class Participant:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self, config: DdsConfig) -> None:
-        """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or Cyclone refuses."""
+        """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or
+        Cyclone refuses."""
         self.domain_id = config.domain_id
         self.names: dict[bytes, str] = {}  # who the others are, by key; the roll call keeps it
         self._shares_domain = False
@@ -203,7 +217,8 @@ class Participant:
             if known != identity:
                 raise UStatusError(
                     UCode.FAILED_PRECONDITION,
-                    f"DDS domain {domain_id} is in use in this process with another configuration: give both the same, or another id",
+                    f"DDS domain {domain_id} is in use in this process with another configuration: give both the "
+                    "same, or another id",
                 )
             self._domains[domain_id] = (known, domain, users + 1)
             self._shares_domain = True
@@ -230,7 +245,9 @@ def _try(config: DdsConfig, configuration: str | None) -> None:
     """What somebody else wrote may end the process: let another one go first."""
     said = trial(config.domain_id, configuration)
     if said:
-        raise UStatusError(UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {said}")
+        raise UStatusError(
+            UCode.UNAVAILABLE, f"DDS domain {config.domain_id}: Cyclone refuses its configuration: {said}"
+        )
 
 
 def _refused(config: DdsConfig, configuration: str | None, error: DDSException) -> UStatusError:

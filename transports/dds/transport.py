@@ -1,5 +1,5 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_config.py what it can be told; dds_link.py,
-dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
+"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_config.py what it can be told;
+dds_link.py, dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
 
 send_batch -> one hop to the writers' thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
 listener   <- decode <- Inbox <- the readers' thread               <- DDS           nobody else
@@ -18,16 +18,15 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
-from transports import dds_mapping as mapping
-from transports.dds_config import DdsConfig
-from transports.dds_link import Participant, translated
-from transports.dds_readers import Readers, reader_samples_max
-from transports.dds_roll_call import RollCall, Seen
-from transports.dds_writers import Batch, Route, Writers
+from transports.dds import mapping
+from transports.dds.config import DdsConfig
+from transports.dds.link import Participant, translated
+from transports.dds.readers import Readers, reader_samples_max
+from transports.dds.roll_call import RollCall, Seen
+from transports.dds.writers import Batch, Route, Writers
 from transports.inbox import Inbox
 from transports.listeners import Filter, ListenerTable, all_of
 from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped, too_large
-from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import UStatusError
@@ -41,7 +40,8 @@ T = TypeVar("T")
 Arrived = tuple[Filter, bytes, str]  # of which reader, the sample, the partition of its writer
 
 DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
-SEEN_S: Final = 1.0  # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
+# for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
+SEEN_S: Final = 1.0
 SEEN_KEPT_MAX: Final = 4_096  # announcements kept for readers that are being made just now
 DRAIN_S: Final = 1.0  # for listeners to take what had arrived when the transport is closed
 
@@ -61,7 +61,9 @@ class _Session:
         with contextlib.ExitStack() as undo, translated(f"opening DDS domain {config.domain_id}", UCode.UNAVAILABLE):
             self.participant = Participant(config)
             undo.callback(self.participant.close)
-            self.writers = Writers(self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000)
+            self.writers = Writers(
+                self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000
+            )
             undo.callback(self.writers.close)
             self.readers = Readers(self.participant, arrived, samples_max=reader_samples_max(sample_bytes_max))
             undo.callback(self.readers.close)
@@ -75,7 +77,8 @@ class _Session:
         self.participant.close()
 
     def troubles(self, listening: list[str]) -> list[str]:
-        """Who holds back what is sent, and who can't talk with us though the partitions meet (`listening`: those of our readers)."""
+        """Who holds back what is sent, and who can't talk with us though the partitions meet (`listening`: those of our
+        readers)."""
         found = list(self.writers.troubles)
         for one in self.roll_call.misfits.values():
             ours = listening if one.is_writer else self.writers.partitions()
@@ -87,8 +90,9 @@ class _Session:
 class DdsTransport(UTransport):
     """A DDS participant that carries UMessages.
 
-    `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us and never came
-    (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk with us, while they do.
+    `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us
+    and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk
+    with us, while they do.
     """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
@@ -98,7 +102,9 @@ class DdsTransport(UTransport):
         self._config, self._local = config, local
         self._authority = local.get_authority()
         self._table = ListenerTable(
-            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            self._authority,
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._outbox = Outbox()
         self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
@@ -117,7 +123,9 @@ class DdsTransport(UTransport):
 
     def __repr__(self) -> str:
         session = self._session
-        state = f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
+        state = (
+            f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
+        )
         return f"DdsTransport({self._authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
 
     @property
@@ -141,7 +149,8 @@ class DdsTransport(UTransport):
 
     @property
     def returned(self) -> int:
-        """Participants that were not heard for longer than their lease and came back: what was sent meanwhile may be missing there."""
+        """Participants that were not heard for longer than their lease and came back: what was sent meanwhile may be
+        missing there."""
         return self._session.roll_call.returned if self._session is not None else 0
 
     @property
@@ -192,7 +201,8 @@ class DdsTransport(UTransport):
             self._tell_connection(True)
 
     async def _discovered(self) -> None:
-        """Until nothing new has been found for a while: then what we write reaches every reader that was there before us."""
+        """Until nothing new has been found for a while: then what we write reaches every reader that was there before
+        us."""
         loop = asyncio.get_running_loop()
         end = loop.time() + DISCOVERY_S_MAX
         while loop.time() < end:
@@ -248,7 +258,8 @@ class DdsTransport(UTransport):
     # sending
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and sink; others pass."""
+        """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
+        sink; others pass."""
         try:
             writers = self._require_session().writers
         except UStatusError as error:
@@ -271,7 +282,9 @@ class DdsTransport(UTransport):
         for index, message in enumerate(messages):
             try:
                 refusal = self._put(writers, batch, index, message, now_ms)
-            except Exception as error:  # whatever it is: each message has its answer, and none keeps the others from theirs
+            except (
+                Exception
+            ) as error:  # whatever it is: each message has its answer, and none keeps the others from theirs
                 log.exception("a message could not be sent over DDS")
                 refusal = UStatus(code=UCode.INTERNAL, message=f"the message could not be sent over DDS: {error!r}")
             if refusal is not None:
@@ -306,7 +319,10 @@ class DdsTransport(UTransport):
         return route
 
     def _partition(self, attributes: UAttributes) -> str:
-        addresses = (attributes.source.SerializeToString(), attributes.sink.SerializeToString() if attributes.HasField("sink") else None)
+        addresses = (
+            attributes.source.SerializeToString(),
+            attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
+        )
         partition = self._partitions.get(addresses)
         if partition is None:
             if len(self._partitions) >= ROUTES_CACHED_MAX:
@@ -322,7 +338,8 @@ class DdsTransport(UTransport):
             self._inbox.put((filter, sample, partition), len(sample))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
-        """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a UMessage."""
+        """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a
+        UMessage."""
         pending: list[Awaitable[None] | None] = []
         encoded: list[tuple[Filter, bytes, bytes]] = []
         partitions: list[str] = []
@@ -347,15 +364,24 @@ class DdsTransport(UTransport):
             return None
         return waiting[0] if len(waiting) == 1 else all_of(waiting)
 
-    def _deliver_encoded(self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]) -> Awaitable[None] | None:
-        return self._table.deliver_encoded(encoded, lambda place, attributes: mapping.complete(attributes, partitions[place]))
+    def _deliver_encoded(
+        self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]
+    ) -> Awaitable[None] | None:
+        return self._table.deliver_encoded(
+            encoded, lambda place, attributes: mapping.complete(attributes, partitions[place])
+        )
 
     # listening
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
-        """Returns when every peer has found the new reader: what they send from then on arrives. A peer is waited for SEEN_S at most."""
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        """Returns when every peer has found the new reader: what they send from then on arrives. A peer is waited for
+        SEEN_S at most."""
         self._require_session()
-        filter = self._table.add(source_filter, sink_filter, listener) or Filter.of(source_filter, sink_filter, self._authority)
+        filter = self._table.add(source_filter, sink_filter, listener) or Filter.of(
+            source_filter, sink_filter, self._authority
+        )
         try:
             await asyncio.shield(self._reader(filter))
         except UStatusError:
@@ -378,7 +404,9 @@ class DdsTransport(UTransport):
         await self._found(key)
         return token
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         session = self._require_session()
         filter = self._table.remove(source_filter, sink_filter, listener)
         reader = None
@@ -405,7 +433,9 @@ class DdsTransport(UTransport):
                     missing = self._missing(key)
         except TimeoutError:
             self._silent |= missing
-            log.warning("DDS participants do not answer; a new listener may miss their next messages", participants=len(missing))
+            log.warning(
+                "DDS participants do not answer; a new listener may miss their next messages", participants=len(missing)
+            )
         finally:
             del self._awaited[key]
             self._seen.pop(key, None)
@@ -441,8 +471,8 @@ def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> N
 
 
 def _made(make: Callable[[], _Session]) -> Future[_Session]:
-    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session that nobody waits for
-    any more is closed again."""
+    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session
+    that nobody waits for any more is closed again."""
     made: Future[_Session] = Future()
 
     def run() -> None:
@@ -464,6 +494,3 @@ def _made(make: Callable[[], _Session]) -> Future[_Session]:
 def _discard(made: Future[_Session]) -> None:
     if made.exception() is None:
         made.result().close()
-
-
-PLUGIN: Final = TransportPlugin("dds", DdsConfig, DdsTransport, DdsTransport.capabilities)

@@ -23,7 +23,8 @@ SECRET: Final = re.compile(r"key|password|credential|secret|token")  # in the na
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a file, and the line of the configuration that names it. `fatal`: the streamer could not work with it."""
+    """Something about a file, and the line of the configuration that names it. `fatal`: the streamer could not work
+    with it."""
 
     line: int
     what: str
@@ -45,7 +46,8 @@ def findings(config: Config, text: str) -> list[Finding]:
 
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:
-    """Every path, and where it stands. The models of the transports, foreign ones too, say by their types what is a path."""
+    """Every path, and where it stands. The models of the transports, foreign ones too, say by their types what is a
+    path."""
     yield ("streamer", "data_dir"), config.streamer.data_dir
     if config.usubscription.static_file is not None:
         yield ("usubscription", "static_file"), config.usubscription.static_file

@@ -33,10 +33,11 @@ from rich.table import Table
 from rich.text import Text
 
 from storage import logs
-from streamer import client, control, cursors, dead_letter, files
 from streamer import config as configs
+from streamer import control, dead_letter
 from streamer import paused as pauses
 from streamer.app import Streamer, endpoints_of, make_transport, serve
+from streamer.commands import client, cursors, files
 from streamer.notify import ServiceManager
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -50,14 +51,17 @@ from uprotocol.v1.umessage_pb2 import UMessage
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
 PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
-GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
+# messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
+GC_THRESHOLDS: Final = (50_000, 20, 50)
 EXIT_FAILED: Final = 1
-EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
+# of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
+EXIT_CONFIG: Final = os.EX_CONFIG
 LOG_NAME: Final = "history.db"  # in a data_dir
 
 app = typer.Typer(
     name="up-streamer",
-    help="The uProtocol dispatcher: joins MQTT 5, Zenoh and DDS, forwards what is subscribed to, and loses nothing on the way.",
+    help="The uProtocol dispatcher: joins MQTT 5, Zenoh and DDS, forwards what is subscribed to, and loses nothing on "
+    "the way.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -77,9 +81,14 @@ out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highli
 ConfigFile = Annotated[Path, typer.Option("--config", "-c", help="The streamer's TOML file.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
 Transport = Annotated[str | None, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")]
-Settings = Annotated[list[str] | None, typer.Option("--set", "-s", help="A setting of the transport, KEY=VALUE (JSON values; repeatable).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", help="A setting of the transport, KEY=VALUE (JSON values; repeatable)."),
+]
 AuthorityOption = Annotated[str | None, typer.Option("--authority", "-a", help="Who we are: our authority.")]
-FromConfig = Annotated[Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")]
+FromConfig = Annotated[
+    Path | None, typer.Option("--config", "-c", help="Take the network from a streamer's TOML file ...")
+]
 FromEndpoint = Annotated[str | None, typer.Option("--endpoint", "-e", help="... and this endpoint of it.")]
 EntityOption = Annotated[str, typer.Option("--entity", help="Our uEntity id, hexadecimal.")]
 DataDir = Annotated[Path | None, typer.Option(help="The streamer's data_dir ...")]
@@ -127,7 +136,9 @@ def _run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _note_hangup() -> None:
-    structlog.get_logger().warning("SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again")
+    structlog.get_logger().warning(
+        "SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again"
+    )
 
 
 def _log_to_stderr(level: str = "warning", format: logs.Format = "text") -> None:
@@ -135,7 +146,12 @@ def _log_to_stderr(level: str = "warning", format: logs.Format = "text") -> None
 
 
 def _network(
-    transport: str | None, settings: list[str] | None, authority: str | None, config: Path | None, endpoint: str | None, entity: str
+    transport: str | None,
+    settings: list[str] | None,
+    authority: str | None,
+    config: Path | None,
+    endpoint: str | None,
+    entity: str,
 ) -> client.Network:
     try:
         ue_id = int(entity, 16)
@@ -148,7 +164,10 @@ def _network(
         network = client.network_of(config, endpoint, authority, ue_id)
         return client.Network(network.transport, network.authority, {**network.settings, **given}, ue_id)
     if transport is None or authority is None:
-        raise invalid("say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE --endpoint NAME")
+        raise invalid(
+            "say which network: --transport NAME --authority WHO [--set KEY=VALUE ...], or --config FILE "
+            "--endpoint NAME"
+        )
     return client.Network(transport, authority, given, ue_id)
 
 
@@ -192,7 +211,11 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
     _log_to_stderr(loaded.streamer.log_level, loaded.streamer.log_format)
 
     def on_ready(streamer: Streamer) -> None:
-        data = {"ready": True, "authority": loaded.authority, "admin_port": streamer.admin.port if streamer.admin else None}
+        data = {
+            "ready": True,
+            "authority": loaded.authority,
+            "admin_port": streamer.admin.port if streamer.admin else None,
+        }
         _print(as_json, data, f"ready: {loaded.authority} joins {', '.join(e.name for e in streamer.endpoints)}")
         manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
 
@@ -220,7 +243,8 @@ def run(config: ConfigFile, as_json: AsJson = False) -> None:
 
 @app.command()
 def check(config: ConfigFile, as_json: AsJson = False) -> None:
-    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used here.
+    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used
+    here.
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
@@ -243,12 +267,22 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     ]
     rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in loaded.rules]
     unclaimed = _unclaimed(loaded)
-    notes = [*(f"{config}:{one.line}: {one.what}" for one in found_files if not one.fatal), *endpoints_of(loaded, made).notes()]
+    notes = [
+        *(f"{config}:{one.line}: {one.what}" for one in found_files if not one.fatal),
+        *endpoints_of(loaded, made).notes(),
+    ]
     with _errors():
         paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
     if as_json:
         told = {waits.endpoint: waits.records for waits in unclaimed}
-        found = {"ok": True, "authority": loaded.authority, "endpoints": endpoints, "rules": rules, "unclaimed": told, "notes": notes}
+        found = {
+            "ok": True,
+            "authority": loaded.authority,
+            "endpoints": endpoints,
+            "rules": rules,
+            "unclaimed": told,
+            "notes": notes,
+        }
         print(json.dumps({**found, "paused": [one._asdict() for one in paused]}))
         return
     table = Table(title=f"{config}: authority {loaded.authority}")
@@ -264,18 +298,22 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
     for note in notes:
         out.print(f"note: {note}", markup=False, soft_wrap=True)
     for waits in unclaimed:
-        out.print(f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have")
+        out.print(
+            f"[bold red]{waits.records} records wait for endpoint {waits.endpoint!r}[/], which this file does not have"
+        )
     for pause in paused:
         out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
 
 
 async def _make_transports(config: configs.Config) -> dict[str, UTransport]:
-    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings' model lets through."""
+    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings'
+    model lets through."""
     return {section.name: make_transport(config, section) for section in config.endpoint}
 
 
 def _unclaimed(config: configs.Config) -> list[cursors.Listed]:
-    """What waits in the streamer's log for endpoints that its file does not have; nothing where the log can't be read now."""
+    """What waits in the streamer's log for endpoints that its file does not have; nothing where the log can't be read
+    now."""
     names = {endpoint.name for endpoint in config.endpoint}
     try:
         found = cursors.listed(config.streamer.data_dir / LOG_NAME)
@@ -301,12 +339,19 @@ def usubscription(
 
     _log_to_stderr("info", log_format.value)
     with _errors():
-        given = {"authority": authority, "transport": transport, "store": store, "settings": client.parse_settings(settings or [])}
+        given = {
+            "authority": authority,
+            "transport": transport,
+            "store": store,
+            "settings": client.parse_settings(settings or []),
+        }
         loaded = service.validate(given, "options")
 
     def tell(state: dict[str, Any]) -> None:
         ready = f"ready: core.usubscription of {authority} on {transport}"
-        _print(as_json, state, ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}")
+        _print(
+            as_json, state, ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}"
+        )
 
     raise typer.Exit(service.run(loaded, tell))
 
@@ -316,7 +361,9 @@ def usubscription(
 
 @app.command()
 def subscribe(
-    topics: Annotated[list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")],
+    topics: Annotated[
+        list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")
+    ],
     transport: Transport = None,
     settings: Settings = None,
     authority: AuthorityOption = None,
@@ -337,7 +384,11 @@ def subscribe(
         filters = [uris.parse(topic) for topic in topics]
 
     def on_listening() -> None:  # on standard error, so that standard output holds messages only
-        said = json.dumps({"listening": [uris.format(topic) for topic in filters]}) if as_json else f"listening to {', '.join(topics)}"
+        said = (
+            json.dumps({"listening": [uris.format(topic) for topic in filters]})
+            if as_json
+            else f"listening to {', '.join(topics)}"
+        )
         print(said, file=sys.stderr, flush=True)
 
     def each(message: UMessage) -> None:
@@ -348,7 +399,9 @@ def subscribe(
 
 @app.command()
 def publish(
-    topic: Annotated[str, typer.Argument(help="The topic; its authority is who we are, unless --authority says otherwise.")],
+    topic: Annotated[
+        str, typer.Argument(help="The topic; its authority is who we are, unless --authority says otherwise.")
+    ],
     transport: Transport = None,
     settings: Settings = None,
     authority: AuthorityOption = None,
@@ -366,7 +419,8 @@ def publish(
 ) -> None:
     """Publish a message.
 
-    Example: [bold]up-streamer publish up://vehicle1/8001/1/8002 --text hello -t zenoh -s 'connect=["tcp/127.0.0.1:7447"]'[/]
+    Example: [bold]up-streamer publish up://vehicle1/8001/1/8002 --text hello -t zenoh -s
+    'connect=["tcp/127.0.0.1:7447"]'[/]
     """
     _log_to_stderr()
     with _errors():
@@ -428,12 +482,19 @@ def call(
 def replay(
     data: Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")] = None,
     seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
-    seconds: Annotated[int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")] = 600,
-    all_signals: Annotated[bool, typer.Option("--all", help="Publish the signals of all authorities, not only our own.")] = False,
+    seconds: Annotated[
+        int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")
+    ] = 600,
+    all_signals: Annotated[
+        bool, typer.Option("--all", help="Publish the signals of all authorities, not only our own.")
+    ] = False,
     start_ms: Annotated[
-        int | None, typer.Option(min=0, max=START_MS_MAX, help="Time of the first row in Unix milliseconds; without it, now.")
+        int | None,
+        typer.Option(min=0, max=START_MS_MAX, help="Time of the first row in Unix milliseconds; without it, now."),
     ] = None,
-    rate: Annotated[float | None, typer.Option(min=0.1, help="Samples per second; as fast as the network takes them.")] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=0.1, help="Samples per second; as fast as the network takes them.")
+    ] = None,
     transport: Transport = None,
     settings: Settings = None,
     authority: AuthorityOption = None,
@@ -446,7 +507,7 @@ def replay(
 
     Example: [bold]up-streamer replay --data drive.csv -a mcu1 -t dds -s domain_id=7 --rate 1000[/]
     """
-    from streamer import replay as replays
+    from streamer.demo import replay as replays
 
     _log_to_stderr()
     with _errors():
@@ -455,7 +516,8 @@ def replay(
         publishers = sorted({signal.publisher for signal in drive.signals})
         if not all_signals and network.authority not in publishers:
             raise invalid(
-                f"authority {network.authority!r} publishes nothing of a drive, {' and '.join(publishers)} do: be one of them, or add --all"
+                f"authority {network.authority!r} publishes nothing of a drive, {' and '.join(publishers)} do: be one "
+                "of them, or add --all"
             )
     for problem in drive.problems:
         err.print(f"{data}: {problem}", markup=False)
@@ -477,13 +539,21 @@ def replay(
             return await replays.replay(opened, samples, rate=rate, on_progress=progress)
 
     counts: Counter[str] = _run(work())
-    data_ = {"done": True, "published": counts.total(), "problems": drive.problems_total, "topics": dict(sorted(counts.items()))}
+    data_ = {
+        "done": True,
+        "published": counts.total(),
+        "problems": drive.problems_total,
+        "topics": dict(sorted(counts.items())),
+    }
     _print(as_json, data_, f"published {counts.total()} samples on {len(counts)} topics")
 
 
 @app.command(name="history")
 def history_(
-    service: Annotated[str, typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which look into its data_dir.")],
+    service: Annotated[
+        str,
+        typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which look into its data_dir."),
+    ],
     topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
     transport: Transport = None,
     settings: Settings = None,
@@ -493,14 +563,18 @@ def history_(
     entity: EntityOption = DEFAULT_ENTITY,
     poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
     limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")] = None,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look into a streamer's history, over the network: an overview per topic, or the records themselves.
 
-    verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has seen it.
+    verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has
+    seen it.
 
-    Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit 10[/]
+    Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit
+    10[/]
     """
     from history.subscriber import HistoryClient
     from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest
@@ -594,7 +668,9 @@ def _verify(data_dir: Path | None, config: Path | None, as_json: bool) -> None:
         print(json.dumps(data))
     else:
         out.print(
-            f"{report.path}: {report.records} records, {report.oldest_seq} to {report.newest_seq}, format {report.version}", markup=False
+            f"{report.path}: {report.records} records, {report.oldest_seq} to {report.newest_seq}, format "
+            f"{report.version}",
+            markup=False,
         )
         for word, rows in (("damaged", found), ("told earlier, not acknowledged", told)):
             for row in rows:
@@ -629,7 +705,11 @@ def cursors_list(data_dir: DataDir = None, config: OrConfig = None, as_json: AsJ
     for one in found:
         line = f"{one.endpoint}: {one.records} records wait after {one.seq}, away for {one.absent_hours} h"
         extra = f", {one.parked_topics} topics parked" if one.parked_topics else ""
-        _print(as_json, dataclasses.asdict(one), line + extra + ("" if one.holds else ", and retention by age does not wait for it"))
+        _print(
+            as_json,
+            dataclasses.asdict(one),
+            line + extra + ("" if one.holds else ", and retention by age does not wait for it"),
+        )
 
 
 @cursors_app.command(name="adopt")
@@ -688,7 +768,8 @@ def cursors_release(
     config: OrConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """Take a consumer's name from its owner: the next uEntity that uses it has it, and goes on at its cursor. The streamer may run or not.
+    """Take a consumer's name from its owner: the next uEntity that uses it has it, and goes on at its cursor. The
+    streamer may run or not.
 
     Example: [bold]up-streamer cursors release spark-job --config vehicle.toml[/]
     """
@@ -700,13 +781,16 @@ def cursors_release(
 
 # Stop and start dispatching
 
-Topic = Annotated[str, typer.Argument(help="A pattern of topics: FFFF as resource for all of an entity, * as authority for all.")]
+Topic = Annotated[
+    str, typer.Argument(help="A pattern of topics: FFFF as resource for all of an entity, * as authority for all.")
+]
 Peer = Annotated[str, typer.Argument(help="The endpoint that gets them no more, or an authority behind one.")]
 
 
 @app.command()
 def pause(topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
-    """Stop dispatching a topic to a peer: it waits in the log, over restarts, until it is resumed. The streamer may run or not.
+    """Stop dispatching a topic to a peer: it waits in the log, over restarts, until it is resumed. The streamer may run
+    or not.
 
     Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
     """
@@ -714,7 +798,9 @@ def pause(topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig =
 
 
 @app.command()
-def resume(topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False) -> None:
+def resume(
+    topic: Topic, peer: Peer, data_dir: DataDir = None, config: OrConfig = None, as_json: AsJson = False
+) -> None:
     """Dispatch again, what has waited first. The pattern ends each pause that it covers.
 
     Example: [bold]up-streamer resume //vehicle1/8001/1/FFFF cloud --config vehicle.toml[/]
@@ -749,7 +835,8 @@ def vehicles(
     config: OrConfig = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all of it.
+    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all
+    of it.
 
     Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
     """
@@ -772,7 +859,9 @@ def vehicles(
 @app.command()
 def subscriptions(
     store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
-    config: Annotated[Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")
+    ] = None,
     topic: Annotated[str | None, typer.Option(help="Only topics that match this pattern.")] = None,
     subscriber: Annotated[str | None, typer.Option(help="Only subscribers that match this pattern.")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on, and print each change as it happens.")] = False,
@@ -793,7 +882,11 @@ def subscriptions(
         with StoreView(path) as view, contextlib.suppress(KeyboardInterrupt):
             if watch:
                 for entry in view.watch(*filters):
-                    _print(as_json, entry, f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}")
+                    _print(
+                        as_json,
+                        entry,
+                        f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}",
+                    )
                 return
             entries, summary = view.subscriptions(*filters), view.summary()
     if as_json:
@@ -801,7 +894,8 @@ def subscriptions(
             print(json.dumps(entry))
         return
     table = Table(
-        title=f"{summary['subscriptions']} subscriptions at {summary['authority']}, {summary['remote_commands_pending']} commands pending"
+        title=f"{summary['subscriptions']} subscriptions at {summary['authority']}, "
+        f"{summary['remote_commands_pending']} commands pending"
     )
     columns = ("topic", "subscriber", "status", "expires", "sample_period_ms", "waiting_for")
     for column in columns:
@@ -845,14 +939,16 @@ def demo(
     seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600,
     rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000,
     out_dir: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out"),
-    without_mqtt: Annotated[bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")] = False,
+    without_mqtt: Annotated[
+        bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")
+    ] = False,
     keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False,
 ) -> None:
     """A drive crosses three networks because somebody subscribed, and Spark writes it down.
 
     Example: [bold]up-streamer demo --data drive.csv[/]
     """
-    from streamer import demo as demos
+    from streamer.demo import demo as demos
 
     _log_to_stderr()
     options = demos.Options(data, seed, seconds, rate, out_dir, not without_mqtt, keep)

@@ -2,13 +2,15 @@
 
 batch -> lane of its stamp -> route -> session.put        a topic's first messages: no declaration that a peer has to take in first
          or Outbox            |        publisher.put      from then on: half the cost
-                              `-- publishers are full: one that was unused for a whole period is undeclared, or the topic stays as it is
+                              `-- publishers are full: one that was unused for a whole period is undeclared, or the
+                              topic stays as it is
 
 flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read everything
 
-Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write something: TCP then
-resets the connection, and forgets what the other side has not read. So who closes flushes first. A router answers each query, a peer only
-for what somebody has declared; so each of our transports declares its own FLUSH_KEY. What confirms nothing is given time instead.
+Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write
+something: TCP then resets the connection, and forgets what the other side has not read. So who closes flushes first. A
+router answers each query, a peer only for what somebody has declared; so each of our transports declares its own
+FLUSH_KEY. What confirms nothing is given time instead.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import zenoh
 
-from transports import zenoh_mapping as mapping
 from transports.outbox import OK, Outbox, stopped, too_large
+from transports.zenoh import mapping
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -33,16 +35,22 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each, here and at each peer
-PUTS_BEFORE_DECLARED: Final = 16  # of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
-UNUSED_S: Final = 60.0  # a publisher that was used within this time stays: what it put must have left before it is undeclared
+# of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
+PUTS_BEFORE_DECLARED: Final = 16
+# a publisher that was used within this time stays: what it put must have left before it is undeclared
+UNUSED_S: Final = 60.0
 ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
 LANES_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
-SETTLE_S_MAX: Final = 1.0  # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
-SETTLE_MORE_S: Final = 0.1  # after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
+# after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
+SETTLE_S_MAX: Final = 1.0
+# after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
+SETTLE_MORE_S: Final = 0.1
 FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of who answers; `@` keeps it out of everybody's wildcards
-LINGER_S: Final = 1.0  # between the last message and the end, for peers that confirm nothing (other implementations, linked directly)
-SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")  # where in Zenoh's source an error arose: no help to who reads it
+# between the last message and the end, for peers that confirm nothing (other implementations, linked directly)
+LINGER_S: Final = 1.0
+# where in Zenoh's source an error arose: no help to who reads it
+SOURCE_PLACE: Final = re.compile(r" at /\S+\.rs:\d+\.?")
 
 NO_PEER: Final = UStatus(code=UCode.UNAVAILABLE, message="no Zenoh peer or router is linked: try again when one is")
 _PRIORITIES: Final = {number: getattr(zenoh.Priority, name) for number, name in mapping.PRIORITIES.items()}
@@ -60,7 +68,9 @@ def translate(error: Exception, doing: str) -> UStatusError:
     """The one place where Zenoh's errors become ours. Zenoh has one exception only, so the words decide."""
     said = words(error)
     if "already in use" in said:
-        return UStatusError(UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})")
+        return UStatusError(
+            UCode.FAILED_PRECONDITION, f"{doing}: the port is in use; free it, or listen on another one ({said})"
+        )
     if "Invalid Key Expr" in said or "Endpoints must be" in said or "onfig" in said:
         return invalid(f"{doing}: {said}")
     return UStatusError(UCode.UNAVAILABLE, f"{doing}: {said}")
@@ -96,7 +106,8 @@ class Unread(NamedTuple):
 
 
 class SenderThread(Executor):
-    """One daemon thread: a put that waits for a peer outlives the session's close, and must not hold up the end of the process."""
+    """One daemon thread: a put that waits for a peer outlives the session's close, and must not hold up the end of the
+    process."""
 
     def __init__(self, name: str) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -127,7 +138,8 @@ class SenderThread(Executor):
 class ZenohSender:
     """Of one session. All of it runs on the sender thread, but for `first_link`.
 
-    `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the transport.
+    `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the
+    transport.
     """
 
     def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:

@@ -3,8 +3,8 @@
 CSV text --read-->  Drive(signals, rows, problems)  --samples(start_ms)-->  Sample(signal, time, value)  --message-->  UMessage
 seed --simulate-->
 
-Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in the table below
-becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
+Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in
+the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Sample(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something in the file that could not be read; everything else was. `row` is the line number, the header's is 1."""
+    """Something in the file that could not be read; everything else was. `row` is the line number, the header's is
+    1."""
 
     row: int
     reason: str
@@ -118,7 +119,8 @@ _TABLE: Final[tuple[tuple[str, str, tuple[str, ...]], ...]] = (
 )
 
 SIGNALS: Final[dict[str, Signal]] = {
-    path: Signal(path, publisher, uris.RESOURCE_TOPIC_MIN + number) for number, (publisher, path, _) in enumerate(_TABLE)
+    path: Signal(path, publisher, uris.RESOURCE_TOPIC_MIN + number)
+    for number, (publisher, path, _) in enumerate(_TABLE)
 }
 _COLUMNS: Final[dict[str, str]] = {name: path for _, path, names in _TABLE for name in names}
 
@@ -146,7 +148,8 @@ class Drive:
 
 
 def message(sample: Sample) -> UMessage:
-    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction, so it isn't validated again."""
+    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction, so it isn't
+    validated again."""
     signal, time_ms, value = sample
     payload = ustreamer_pb2.Sample(path=signal.path)
     payload.time.seconds, payload.time.nanos = time_ms // 1000, time_ms % 1000 * 1_000_000
@@ -165,15 +168,17 @@ def _topic(signal: Signal) -> UUri:
     return signal.topic
 
 
-# --- recorded ---------------------------------------------------------------------------------------------------------------------
+# --- recorded
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def read(text: str) -> Drive:
     """The drive that a CSV file holds.
 
-    Tolerated without a word: `()` or units behind a name, blanks around values, a trailing comma, empty lines. Told in `problems`: a cell
-    that can't be read, a row without any value; all other values are kept. A column of the table, and any that has a number somewhere,
-    has numbers only; else its cells are `true`/`false` or text. Raises UStatusError(INVALID_ARGUMENT) for text without header or rows.
+    Tolerated without a word: `()` or units behind a name, blanks around values, a trailing comma, empty lines. Told in
+    `problems`: a cell that can't be read, a row without any value; all other values are kept. A column of the table,
+    and any that has a number somewhere, has numbers only; else its cells are `true`/`false` or text. Raises
+    UStatusError(INVALID_ARGUMENT) for text without header or rows.
     """
     lines = ((number, line) for number, line in enumerate(text.lstrip("\ufeff").splitlines(), 1) if line.strip())
     first = next(lines, None)
@@ -218,7 +223,11 @@ def _header(names: list[str], number: int, problems: list[Problem]) -> list[tupl
         path = _path(name)
         if path is None:
             if name:
-                problems.append(Problem(number, f"column {column + 1} has the name {name!r}, of which no path can be made: left out"))
+                problems.append(
+                    Problem(
+                        number, f"column {column + 1} has the name {name!r}, of which no path can be made: left out"
+                    )
+                )
             continue
         taken[path] = taken.get(path, 0) + 1
         if taken[path] > 1:
@@ -241,11 +250,14 @@ def _path(name: str) -> str | None:
     known = _COLUMNS.get("_".join(words).upper())
     if known is not None or not words:
         return known
-    return "Vehicle.OBD." + "".join(word[0].upper() + (word[1:].lower() if word.isupper() else word[1:]) for word in words)
+    return "Vehicle.OBD." + "".join(
+        word[0].upper() + (word[1:].lower() if word.isupper() else word[1:]) for word in words
+    )
 
 
 def _derived(path: str, taken: Iterable[int]) -> Signal:
-    """A signal that the table lacks. Its topic comes from its name, so that it doesn't depend on the columns around it."""
+    """A signal that the table lacks. Its topic comes from its name, so that it doesn't depend on the columns around
+    it."""
     digest = zlib.crc32(path.encode())
     resource = digest % DERIVED_RESOURCES
     while DERIVED_RESOURCE_MIN + resource in taken:
@@ -253,7 +265,9 @@ def _derived(path: str, taken: Iterable[int]) -> Signal:
     return Signal(path, MCU if digest // DERIVED_RESOURCES % 3 == 0 else VEHICLE, DERIVED_RESOURCE_MIN + resource)
 
 
-def _column(column: int, signal: Signal, rows: list[tuple[int, list[str]]], problems: list[Problem]) -> list[Value | None]:
+def _column(
+    column: int, signal: Signal, rows: list[tuple[int, list[str]]], problems: list[Problem]
+) -> list[Value | None]:
     cells = [cells[column] if column < len(cells) else "" for _, cells in rows]
     values: list[Value | None] = [_number(cell) for cell in cells]
     numeric = signal.path in SIGNALS or any(value is not None for value in values)
@@ -263,7 +277,13 @@ def _column(column: int, signal: Signal, rows: list[tuple[int, list[str]]], prob
         if value is not None:
             continue
         if numeric or not cell or len(cell) > TEXT_LENGTH_MAX:
-            what = "is empty" if not cell else f"is not a number: {cell[:40]!r}" if numeric else f"has {len(cell)} characters"
+            what = (
+                "is empty"
+                if not cell
+                else f"is not a number: {cell[:40]!r}"
+                if numeric
+                else f"has {len(cell)} characters"
+            )
             problems.append(Problem(rows[place][0], f"{signal.path} {what}"))
         else:
             values[place] = truths[cell.lower()] if is_bool else cell
@@ -275,10 +295,12 @@ def _number(cell: str) -> float | None:
         value = float(cell)
     except ValueError:
         return None
-    return value if math.isfinite(value) and "_" not in cell else None  # float() takes nan, inf and 1_0, which no scan tool means
+    # float() takes nan, inf and 1_0, which no scan tool means
+    return value if math.isfinite(value) and "_" not in cell else None
 
 
-# --- simulated --------------------------------------------------------------------------------------------------------------------
+# --- simulated
+# --------------------------------------------------------------------------------------------------------------------
 
 _SIMULATED: Final = (
     "Vehicle.OBD.RunTime",
@@ -313,7 +335,8 @@ _SECONDS_BEFORE_START = 3  # ignition on, engine not yet
 
 
 def simulate(seed: int, seconds: int) -> Drive:
-    """A drive of `seconds` rows: the engine starts cold, then city, country road and motorway take turns, with stops between.
+    """A drive of `seconds` rows: the engine starts cold, then city, country road and motorway take turns, with stops
+    between.
 
     The same seed gives the same drive, whatever its length.
     """
@@ -407,7 +430,11 @@ class _Car:
         if running:
             self.fuel = max(0.5, self.fuel - _IDLE_FUEL_L_PER_S - wheel_w / _FUEL_J_PER_L)
         thermostat_c = 88.0 + 3.0 * load
-        self.coolant += (0.04 + 0.25 * load) if running and self.coolant < thermostat_c else (thermostat_c - self.coolant) * 0.05 * running
+        self.coolant += (
+            (0.04 + 0.25 * load)
+            if running and self.coolant < thermostat_c
+            else (thermostat_c - self.coolant) * 0.05 * running
+        )
         glow_c = 380.0 + 330.0 * load if running else self.ambient
         self.catalyst += (glow_c - self.catalyst) * 0.02
         bay_c = self.ambient + 22.0 * min(1.0, self.coolant / 90.0) - 0.4 * self.speed

@@ -4,12 +4,13 @@ send_batch -> one hop -> sender thread: ZenohSender                             
 Zenoh's thread: bytes -> Inbox of calls, or of the rest -> loop: decode, UUri matching for that filter -> listeners
 close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
-Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges nothing: what is on
-its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task, which stands while a subscriber's
-callback waits: hence two inboxes, so that requests and responses pass publishes that are held, as far as HELD_MESSAGES_MAX goes.
+Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges
+nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task,
+which stands while a subscriber's callback waits: hence two inboxes, so that requests and responses pass publishes that
+are held, as far as HELD_MESSAGES_MAX goes.
 
-How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's access_control (`settings`),
-with TLS or user and password to tell who is who.
+How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
+access_control (`settings`), with TLS or user and password to tell who is who.
 """
 
 from __future__ import annotations
@@ -24,13 +25,12 @@ from typing import Any, Final, TypeVar
 import structlog
 import zenoh
 
-from transports import zenoh_mapping as mapping
 from transports.inbox import Inbox
 from transports.listeners import Filter, ListenerTable
 from transports.outbox import OK, stopped
-from transports.plugin import TransportPlugin
-from transports.zenoh_config import ZenohConfig, linked
-from transports.zenoh_sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
+from transports.zenoh import mapping
+from transports.zenoh.config import ZenohConfig, linked
+from transports.zenoh.sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
@@ -39,10 +39,14 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-CLOSE_S_MAX: Final = 2.5  # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
-LEAVE_S_MAX: Final = 1.5  # how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
-HELD_MESSAGES_MAX: Final = 32_768  # publishes that wait while listeners hold those before them: a full link would stop requests, too
-INBOX_BYTES_MAX: Final = 32 << 20  # of either inbox, together what one has elsewhere: so what is held is small, or less than so many
+# how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
+CLOSE_S_MAX: Final = 2.5
+# how long it then waits for Zenoh to close the session, which can take 10 s where a peer reads nothing
+LEAVE_S_MAX: Final = 1.5
+# publishes that wait while listeners hold those before them: a full link would stop requests, too
+HELD_MESSAGES_MAX: Final = 32_768
+# of either inbox, together what one has elsewhere: so what is held is small, or less than so many
+INBOX_BYTES_MAX: Final = 32 << 20
 
 UNREAD: Final = "what was sent last may not have been read"
 
@@ -59,16 +63,21 @@ class ZenohTransport(UTransport):
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
-        self.only_listens = bool(config.listen) and not (config.connect or config.multicast_scouting or config.config_file)
+        self.only_listens = bool(config.listen) and not (
+            config.connect or config.multicast_scouting or config.config_file
+        )
         self._table = ListenerTable(
-            self._authority, listeners_max=config.listeners_max, listeners_per_filter_max=config.listeners_per_filter_max
+            self._authority,
+            listeners_max=config.listeners_max,
+            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._session: zenoh.Session | None = None
         self._sender: ZenohSender | None = None
         self._sending: SenderThread | None = None
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on it
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
-        self._opening = asyncio.Lock()  # a second `open` meanwhile would find the port in use, or make a session that nobody closes
+        # a second `open` meanwhile would find the port in use, or make a session that nobody closes
+        self._opening = asyncio.Lock()
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
         self._connection_callbacks: list[ConnectionCallback] = []
@@ -96,21 +105,27 @@ class ZenohTransport(UTransport):
         self._connection_callbacks.append(callback)
 
     async def open(self) -> None:
-        """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT for settings."""
+        """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
+        for settings."""
         async with self._opening:
             if self._session is None:
                 await self._open()
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        sizes: dict[str, Any] = {"bytes_max": INBOX_BYTES_MAX, "item_bytes_max": self.wire_bytes_max, "dropped": self.dropped}
+        sizes: dict[str, Any] = {
+            "bytes_max": INBOX_BYTES_MAX,
+            "item_bytes_max": self.wire_bytes_max,
+            "dropped": self.dropped,
+        }
         self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX, **sizes)
         self._calls: Inbox[Arrived] = Inbox(self._deliver, **sizes)
         joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
         try:
             session = self._session = await asyncio.shield(joining)
         except asyncio.CancelledError:
-            joining.add_done_callback(_close_late)  # the thread can't be stopped, and a session that nobody has would keep the port
+            # the thread can't be stopped, and a session that nobody has would keep the port
+            joining.add_done_callback(_close_late)
             raise
         self._sender = ZenohSender(session, self._authority, self._peers, self.wire_bytes_max)
         self._sending = SenderThread(f"zenoh-send-{self._authority}")
@@ -171,7 +186,11 @@ class ZenohTransport(UTransport):
             if unread.late:
                 log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX, peers=unread.late)
             if unread.mute:
-                log.info("peers of another make don't confirm what they have read", authority=self._authority, peers=unread.mute)
+                log.info(
+                    "peers of another make don't confirm what they have read",
+                    authority=self._authority,
+                    peers=unread.mute,
+                )
 
     async def _leave(self, session: zenoh.Session, sending: SenderThread) -> None:
         """Close the session on a thread that nobody needs to wait for: not we, and not the end of the process."""
@@ -239,7 +258,9 @@ class ZenohTransport(UTransport):
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
 
-    async def register_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
         async with self._registering:
             session = self._opened()
@@ -248,12 +269,16 @@ class ZenohTransport(UTransport):
                 return
             try:
                 key = mapping.filter_key(filter.source, filter.sink, self._authority)
-                self._subscribers[filter] = await self._call(f"subscribing to {key}", lambda: self._subscribe(session, key, filter))
+                self._subscribers[filter] = await self._call(
+                    f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
+                )
             except UStatusError:
                 self._table.remove(source_filter, sink_filter, listener)
                 raise
 
-    async def unregister_listener(self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None) -> None:
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
         async with self._registering:
             self._opened()
             filter = self._table.remove(source_filter, sink_filter, listener)
@@ -276,7 +301,9 @@ class ZenohTransport(UTransport):
                 dropped["malformed"] += 1
             else:
                 payload, attributes = sample.payload.to_bytes(), attachment.to_bytes()
-                (put_call if is_call(attributes) else put)((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
+                (put_call if is_call(attributes) else put)(
+                    (filter, payload, attributes, sample.key_expr), len(payload) + len(attributes)
+                )
 
         return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
 
@@ -288,10 +315,14 @@ class ZenohTransport(UTransport):
         def complete(place: int, attributes: UAttributes) -> None:
             mapping.complete(attributes, str(ours[place][3]))
 
-        return self._table.deliver_encoded([(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete)
+        return self._table.deliver_encoded(
+            [(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete
+        )
 
 
-_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent")
+_CLOSED: Final = UStatus(
+    code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
+)
 _NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
 
@@ -314,6 +345,3 @@ def _close_late(joining: asyncio.Future[zenoh.Session]) -> None:
 def _close(session: zenoh.Session) -> None:
     with contextlib.suppress(zenoh.ZError):
         session.close()  # type: ignore[no-untyped-call]
-
-
-PLUGIN: Final = TransportPlugin("zenoh", ZenohConfig, ZenohTransport, ZenohTransport.capabilities)

@@ -34,7 +34,8 @@ NO_VALUE: Final = "{}"
 _SAFE: Final = "$&'()+,;=:"  # of what IPvFuture may have; without ! and *, which fnmatch reads, as it does the brackets
 
 NUMBERED: Final = b"uprotocol/1 numbered"  # USER_DATA of a writer whose source time stamps carry numbers
-_NUMBER_BITS: Final = 24  # 16.8 ms of the time, and 16.8 million samples until the numbers begin anew: ten minutes of the fastest sender
+# 16.8 ms of the time, and 16.8 million samples until the numbers begin anew: ten minutes of the fastest sender
+_NUMBER_BITS: Final = 24
 NUMBERS: Final = 1 << _NUMBER_BITS
 
 LIFESPAN_MS_MIN: Final = 1_024  # the shortest class: what is shorter-lived saves no memory worth a change of QoS
@@ -50,7 +51,8 @@ TRANSPORT_PRIORITY: Final[dict[int, int]] = {
     UPriority.UPRIORITY_CS5: 40,
     UPriority.UPRIORITY_CS6: 48,
 }
-"""The code point of the DiffServ class that each priority is named after; DDS implementations hand it to the IP header as it is."""
+"""The code point of the DiffServ class that each priority is named after; DDS implementations hand it to the IP header
+as it is."""
 
 _LITTLE, _BIG = struct.Struct("<I"), struct.Struct(">I")
 _ENCAPSULATIONS: Final[dict[bytes, struct.Struct]] = {  # PLAIN_CDR and PLAIN_CDR2: the same octets for this type
@@ -75,15 +77,16 @@ def writer_partition(source: UUri, sink: UUri | None, local_authority: str) -> s
 def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_authority: str) -> str:
     """What a pair of filters asks for.
 
-    A pattern and a name both have eleven segments, so `*` never takes in a slash; but `*` takes in `{}`, so what arrives has still to be
-    matched against the filters.
+    A pattern and a name both have eleven segments, so `*` never takes in a slash; but `*` takes in `{}`, so what
+    arrives has still to be matched against the filters.
     """
     sink = NO_SINK if sink_filter is None else _segments(sink_filter, local_authority, "*")
     return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
 
 
 def complete(attributes: UAttributes, partition: str) -> None:
-    """Fill in authorities that are missing from the partition of the writer, "" if that is not known: its sender's own stands there."""
+    """Fill in authorities that are missing from the partition of the writer, "" if that is not known: its sender's own
+    stands there."""
     segments = partition.split("/")
     if len(segments) != 11 or not attrs.lacks_authority(attributes):
         return
@@ -92,7 +95,8 @@ def complete(attributes: UAttributes, partition: str) -> None:
 
 
 def partitions_meet(theirs: Iterable[str], ours: Collection[str]) -> bool:
-    """True if DDS brings endpoints with these partitions together: one is a pattern (fnmatch) that the other meets, or they are equal."""
+    """True if DDS brings endpoints with these partitions together: one is a pattern (fnmatch) that the other meets, or
+    they are equal."""
     return any(fnmatchcase(one, other) or fnmatchcase(other, one) for one in theirs for other in ours)
 
 
@@ -112,7 +116,8 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
 
 
 def _authority(name: str) -> str:
-    """Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is special as %XX."""
+    """Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is
+    special as %XX."""
     return quote(name, safe=_SAFE) if uris.is_ip_future(name) else name.strip("[]")
 
 
@@ -122,21 +127,25 @@ def _name(segment: str) -> str:
 
 
 def lifespan_ms(ttl_ms: int) -> int | None:
-    """The class of a ttl: the next power of two that is not shorter, in ms; None, for ever, without ttl. Receivers hold to the ttl."""
+    """The class of a ttl: the next power of two that is not shorter, in ms; None, for ever, without ttl. Receivers hold
+    to the ttl."""
     if not ttl_ms or ttl_ms > LIFESPAN_MS_MAX:
         return None
     return max(LIFESPAN_MS_MIN, 1 << (ttl_ms - 1).bit_length())
 
 
 def numbered_ns(now_ns: int, number: int) -> int:
-    """The source time stamp of a writer's sample `number`: the time, rounded up so that no lifespan ends early, and the number below."""
+    """The source time stamp of a writer's sample `number`: the time, rounded up so that no lifespan ends early, and the
+    number below."""
     return (now_ns // NUMBERS + 1) * NUMBERS + number % NUMBERS
 
 
 def missing(last_ns: int, next_ns: int) -> int:
-    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one is no newer than the first.
+    """How many samples of a numbered writer are missing between these two time stamps; -1 if the second one is no newer
+    than the first.
 
-    The number decides, so that clocks may be put back; where it is half a round away, the time does. Of whole rounds nothing is known.
+    The number decides, so that clocks may be put back; where it is half a round away, the time does. Of whole rounds
+    nothing is known.
     """
     distance = (next_ns - last_ns) % NUMBERS
     return (distance - 1) % NUMBERS if 0 < distance < NUMBERS // 2 or next_ns // NUMBERS > last_ns // NUMBERS else -1
@@ -161,10 +170,14 @@ def pack(attributes: bytes, payload: bytes, *, has_payload: bool) -> bytes:
 
 
 def unpack(sample: bytes) -> tuple[bytes, bytes | None]:
-    """Attributes and payload (None: absent). Raises UStatusError(INVALID_ARGUMENT) for what is no such sample, or of another version."""
+    """Attributes and payload (None: absent). Raises UStatusError(INVALID_ARGUMENT) for what is no such sample, or of
+    another version."""
     length = _ENCAPSULATIONS.get(sample[:2])
     if length is None or len(sample) < _SEQUENCES_AT:
-        raise invalid(f"expected a sample of {TYPE_NAME} as plain CDR, got {len(sample)} octets that begin with {sample[:8].hex()}")
+        raise invalid(
+            f"expected a sample of {TYPE_NAME} as plain CDR, got {len(sample)} octets that begin with "
+            f"{sample[:8].hex()}"
+        )
     if sample[4] != VERSION:
         raise invalid(f"expected uProtocol version {VERSION}, got {sample[4]}")
     try:
@@ -184,7 +197,8 @@ def _sequence(sample: bytes, at: int, length: struct.Struct) -> tuple[bytes, int
 
 
 def decode(sample: bytes) -> UMessage:
-    """The message of a sample. Raises UStatusError(INVALID_ARGUMENT) if it is malformed; whether the message is valid is not asked here."""
+    """The message of a sample. Raises UStatusError(INVALID_ARGUMENT) if it is malformed; whether the message is valid
+    is not asked here."""
     attributes, payload = unpack(sample)
     if not attributes:
         raise invalid("the sample has no attributes")
@@ -200,4 +214,6 @@ def decode(sample: bytes) -> UMessage:
 
 def partition_of(attributes: UAttributes, local_authority: str) -> str:
     """The writer's partition of a message with these attributes."""
-    return writer_partition(attributes.source, attributes.sink if attributes.HasField("sink") else None, local_authority)
+    return writer_partition(
+        attributes.source, attributes.sink if attributes.HasField("sink") else None, local_authority
+    )
