@@ -41,7 +41,6 @@ from streamer.ingress import IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
 from streamer.limits import CALLERS_SHARE, Limits
 from streamer.paused import FILE, Paused
-from streamer.retry import Backoff, Pace
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from transports import plugin as plugins
@@ -49,6 +48,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
+from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode

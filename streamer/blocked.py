@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable
 from typing import Any, Final
 
-from streamer.retry import Backoff
 from uprotocol.encoded import Carried, EncodedMessage, lane
+from uprotocol.pacing import Backoff
 
 ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; beyond it the peer waits for them
 ASIDE_BYTES_MAX: Final = 16 << 20  # of payload

@@ -31,12 +31,12 @@ from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
-from streamer.retry import Backoff, Pace
 from streamer.view import Decision, Target, Version, View
 from transports.outbox import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
+from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import OK, RETRYABLE, UStatusError, code_name
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode

@@ -26,11 +26,11 @@ from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters, attributes_
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
 from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
-from streamer.retry import Backoff
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
 from uprotocol.message import error_response
+from uprotocol.pacing import Backoff
 from uprotocol.status import RETRYABLE, code_name, is_nobody_listening
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode

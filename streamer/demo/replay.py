@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 from streamer.demo import drive as drives
-from streamer.retry import Backoff
 from uprotocol import uri as uris
+from uprotocol.pacing import Backoff
 from uprotocol.status import RETRYABLE, UStatusError, invalid
 from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode

@@ -17,10 +17,10 @@ from streamer import blocked
 from streamer.blocked import Aside
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint
-from streamer.retry import Backoff
 from streamer.view import Decision, Leg, Target
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
+from uprotocol.pacing import Backoff
 from uprotocol.status import OK
 from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode

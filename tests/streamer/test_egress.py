@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from history.log import Log
 from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint
-from streamer.retry import Backoff
 from streamer.view import Decision, Leg, Target
 from transports.outbox import stopped
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
+from uprotocol.pacing import Backoff
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode

@@ -16,11 +16,11 @@ from streamer import express as expresses
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.limits import CALLERS_SHARE, SENDERS_SHARE
-from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Stamp
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.status import nobody_listens
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from streamer import admin, control, metrics
 from streamer.ledger import BURST_S, RELAXED_S, SLICES, TOP, Account, Ledger, Pressure, units_of
-from streamer.retry import Pace
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder
+from uprotocol.pacing import Pace
 from uprotocol.v1.ucode_pb2 import UCode
 
 MakeWorld = Any

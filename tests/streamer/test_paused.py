@@ -24,7 +24,6 @@ from streamer.control import ControlSocket, ask
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import PAUSES_MAX, Pause, Paused
-from streamer.retry import Backoff
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from transports.outbox import stopped
@@ -32,6 +31,7 @@ from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.status import OK, UStatusError
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UPriority

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamer import dead_letter
-from streamer.retry import Backoff
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from streamer import endpoint as endpoints_
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.ingress import IdWindow
-from streamer.retry import Backoff
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from uprotocol import uri as uris
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri

@@ -1,4 +1,4 @@
-"""How fast something is tried: Backoff after failures, Pace while all is well.
+"""How fast something is tried: Backoff after failures, Pace while all is well. The one of each in the house.
 
 Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"), that can be cut short.
 """
@@ -6,17 +6,19 @@ Exponential back-off with full jitter (Brooker, "Exponential Backoff And Jitter"
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable
 
 
 class Backoff:
-    """Waits between min and max, twice as long each time; `wake` ends a wait early, for instance when a network is
-    back."""
+    """Waits of `min_ms` at first, twice as long each time, up to `max_ms`; `wake` ends a wait early, for instance when a
+    network is back. With `rng` each wait is drawn from what it may be, so that many who failed together don't try
+    again together."""
 
     def __init__(self, min_ms: int, max_ms: int, rng: random.Random | None = None) -> None:
         self._min_ms, self._max_ms = min_ms, max_ms
-        self._random = rng or random.Random()
+        self._rng = rng
         self._attempts = 0
         self._woken = asyncio.Event()
 
@@ -25,30 +27,32 @@ class Backoff:
 
     def sibling(self) -> Backoff:
         """Another one with the same limits."""
-        return Backoff(self._min_ms, self._max_ms, self._random)
+        return Backoff(self._min_ms, self._max_ms, self._rng)
 
     def next_ms(self) -> int:
-        ceiling = min(self._max_ms, self._min_ms << min(self._attempts, 30))
+        """How long to wait after one more failure."""
+        ceiling = max(self._min_ms, min(self._max_ms, self._min_ms << min(self._attempts, 30)))
         self._attempts += 1
-        return self._random.randint(self._min_ms, max(self._min_ms, ceiling))
+        return ceiling if self._rng is None else self._rng.randint(self._min_ms, ceiling)
 
     def reset(self) -> None:
+        """It went well: the next failure is the first one."""
         self._attempts = 0
 
     def wake(self) -> None:
+        """End the wait that is under way, and begin again with the shortest."""
         self._attempts = 0
         self._woken.set()
 
     async def wait(self, at_most_ms: int | None = None) -> None:
-        pause = self.next_ms()
+        """Wait after one more failure, `at_most_ms` where that is less."""
+        pause_ms = self.next_ms()
         if at_most_ms is not None:
-            pause = min(pause, at_most_ms)
+            pause_ms = min(pause_ms, at_most_ms)
         self._woken.clear()
-        try:
-            async with asyncio.timeout(pause / 1000):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(pause_ms / 1000):
                 await self._woken.wait()
-        except TimeoutError:
-            pass
 
 
 class Pace:
