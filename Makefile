@@ -1,7 +1,7 @@
 # Everything builds its own .venv and installs what is missing; needs Python 3.11 or later and make.
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
-#   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
+#   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
 
 PYTHON ?= python3
 VENV   := .venv
@@ -17,7 +17,7 @@ MINUTES ?= 10
 ATTACK ?=
 SECONDS ?=
 
-.PHONY: demo test check format fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: demo test check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -54,6 +54,9 @@ format: $(STAMP)
 
 fuzz: $(STAMP)
 	@$(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
+
+house: $(STAMP)  # lines, what stands twice, and how far three messages walk; --tree DIR counts another checkout
+	@$(BIN)/python -m tools.house $(ARGS)
 
 simulate: $(STAMP)
 	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
