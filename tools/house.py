@@ -39,7 +39,7 @@ PRODUCT: Final = (
 COLUMNS_MAX: Final = 120
 SHARED_LINES: Final = 10
 RUNS: Final = 7
-SETTLE_S: Final = 0.03  # after the answer: the confirmation on its way back, but not the timers behind it
+SETTLE_S: Final = 0.03  # after a publish is there: its confirmation, but not the timers behind it
 WAIT_S: Final = 30.0
 LAYOUT: Final = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.COMMENT}
 
@@ -192,7 +192,8 @@ async def walks(tree: Path, names: bool) -> None:
                 await asyncio.sleep(0.4)  # until timers of the run before have gone off
                 tracer.armed = True
                 await _ask(client, walk)
-                await asyncio.sleep(SETTLE_S)
+                if walk == "publish":
+                    await asyncio.sleep(SETTLE_S)
                 seen.append(tracer.take())
             _show_walk(tree, walk, seen, names)
         assert client.stdin is not None
