@@ -3,7 +3,7 @@
 plugin.py      name, config, constructor; found by entry point, imported only when named
 listeners.py   filter -> listeners, shared by all plugins
 base.py        what every transport does alike: checks before sending, connection callbacks, its listeners
-inbox.py       foreign thread -> event loop, in batches, acknowledged last; shared by all plugins
+arrivals.py    what has arrived -> listeners: bounded, in batches, acknowledged last, again if not taken
 local.py  zenoh/  dds/  mqtt5/      the plugins
 conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
 """

@@ -13,13 +13,11 @@ built. A network lives on one event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
-import functools
 import heapq
 import random
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
@@ -27,6 +25,7 @@ from weakref import WeakValueDictionary
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
+from transports.arrivals import Arrivals
 from transports.base import (
     LISTENERS_MAX,
     LISTENERS_PER_FILTER_MAX,
@@ -52,11 +51,8 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 # waiting or being taken by one member; beyond it senders wait, so that they feel a slow one
 QUEUE_MESSAGES_MAX: Final = 8_192
 QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
-BATCH_MESSAGES_MAX: Final = 512  # handed over at once; beyond it the cost per message no longer falls
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
-REDELIVERY_MS_MIN: Final = 5  # before the first redelivery; it doubles up to ...
-REDELIVERY_MS_MAX: Final = 1_000  # ... so that a listener that always fails costs no core
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
 # kept for a named member that is away, as brokers are configured; some 50 MB of small ones
 SESSION_MESSAGES_MAX: Final = 100_000
@@ -216,7 +212,7 @@ class LocalNetwork:
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
         for member in self.members:
-            member._arrive(message)
+            member.arrive(message)
 
     def member(self, authority: str) -> LocalTransport:
         """The open member of that authority. Raises KeyError."""
@@ -227,7 +223,7 @@ class LocalNetwork:
 
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` has no room for more."""
-        return any(one._is_full and one.connected and one is not sender for one in self.members)
+        return any(one.arrivals.is_full and one.connected and one is not sender for one in self.members)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
         """Hand `message` to every other member, unless a fault strikes."""
@@ -236,7 +232,7 @@ class LocalNetwork:
         if self.faults is None and not self._held:
             for member in self.members:
                 if member is not sender:
-                    member._arrive(message)
+                    member.arrive(message)
             return OK
         faults = self.faults or NO_FAULTS
         if self._strikes(faults.refuse):
@@ -250,9 +246,7 @@ class LocalNetwork:
         for member in self.members:
             if member is not sender:
                 for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member._arrive(
-                        message
-                    )
+                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member.arrive(message)
         if self._strikes(faults.unsure_send):
             return UStatus(
                 code=UCode.UNAVAILABLE,
@@ -280,7 +274,7 @@ class LocalNetwork:
         due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
-        member._add_load(1, _size(message))
+        member.arrivals.count(_size(message), 1)
         heapq.heappush(self._held, (due, self._count, member, message))
         loop.call_at(due, self._release)
 
@@ -288,7 +282,7 @@ class LocalNetwork:
         """One due message; there is one call for each, and the heap says which, so that equal times keep their
         order."""
         _, _, member, message = heapq.heappop(self._held)
-        member._add_load(-1, -_size(message))
+        member.arrivals.count(-_size(message), -1)
         self._deliver(member, message)
         if not self._held:
             self._release_at.clear()
@@ -296,13 +290,13 @@ class LocalNetwork:
     def _deliver(self, member: LocalTransport, message: UMessage) -> None:
         """To `member`, or to whoever has its session now."""
         if member._open or member.session is None:
-            member._arrive(message)
+            member.arrive(message)
         elif (session := self.sessions.get(member.session)) is not None:
             session.keep(message)
         else:
             for successor in self.members:
                 if successor.session == member.session:
-                    successor._arrive(message)
+                    successor.arrive(message)
 
 
 class LocalConfig(BaseModel):
@@ -339,16 +333,17 @@ class LocalTransport(TransportBase):
             self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
         self._resumed = Session()  # what is left of the one before us, and its listeners that have not come again
         self._resumed_until = 0.0  # loop time
-        self._queue = Kept()  # arrived, not handed over
-        # handed over, not yet taken; their bytes
-        self._taking: deque[tuple[list[UMessage], int, asyncio.Future[None]]] = deque()
-        self._load = self._load_bytes = 0  # messages in _queue, in _taking, and late on the wire to us
+        self.arrivals: Arrivals[UMessage] = Arrivals(
+            self._deliver,
+            self._took,
+            messages_max=QUEUE_MESSAGES_MAX,
+            bytes_max=QUEUE_BYTES_MAX,
+            redeliver=True,
+            gathers=False,
+        )
         self._for_pull = Kept()
-        self._open = self._awake = False
-        self._redelivery_ms = REDELIVERY_MS_MIN
-        self._idle = asyncio.Event()  # nothing waits and nothing is being taken
-        self._idle.set()
-        # what arrives is handed over in the owner's context, not in the sender's
+        self._open = False
+        # what the network does to us is told in the owner's context, not in that of who breaks it
         self._context = contextvars.copy_context()
 
     @classmethod
@@ -357,12 +352,14 @@ class LocalTransport(TransportBase):
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else "open" if self._open else "closed"
-        return f"LocalTransport({self.authority}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
+        return f"LocalTransport({self.authority}, {state}, {self.arrivals})"
 
     async def open(self) -> None:
         if not self._open:
             self._open = True
             self._context = contextvars.copy_context()
+            self.arrivals.open()
+            self.arrivals.pause()  # until we are connected
             self.network.members.append(self)
             if self.session is not None and self.session in self.network.sessions:
                 self._resumed = self.network.sessions.pop(self.session)
@@ -378,16 +375,10 @@ class LocalTransport(TransportBase):
         self.network.room.set()  # nobody waits for us any more
         if self.session is not None:
             self.network.sessions[self.session] = Session([*self._resumed.filters, *self.listeners.filters])
-        if self.connected:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_MS_MAX / 1000):
-                    await self._idle.wait()
+        left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
         self.disconnect()
-        self._leave_session()
-        self._add_load(-len(self._queue), -self._queue.octets)
-        self._queue.clear()
+        self._leave_session(left)
         self._for_pull.clear()
-        self._idle.set()
 
     def abandon(self) -> None:
         """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not
@@ -395,19 +386,17 @@ class LocalTransport(TransportBase):
         if self._open:
             self._open = self._connected = False
             self.network.members.remove(self)
-            self._go_back()
-            self._leave_session()
-            self._queue.clear()
+            self._leave_session(self.arrivals.close())
             self.network.room.set()
 
-    def _leave_session(self) -> None:
+    def _leave_session(self, left: list[UMessage]) -> None:
         """From here on the network keeps what comes, behind what was not taken."""
         self._drop_unclaimed()
         if self.session is not None:
             session = Session(list({*self._resumed.filters, *self.listeners.filters}))
             session.kept.extend(self._resumed.kept)
             session.kept.extend(
-                message for message in self._queue if any(_matches(filter, message) for filter in session.filters)
+                message for message in left if any(_matches(filter, message) for filter in session.filters)
             )
             if (begun := self.network.sessions.get(self.session)) is not None:  # while we were closing
                 session.kept.extend(begun.kept)
@@ -418,14 +407,14 @@ class LocalTransport(TransportBase):
         """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is
         missed, or kept by the session."""
         if self.connected:
-            self._go_back()
+            self.arrivals.pause()
             self.network.room.set()
             self._change(False)
 
     def reconnect(self) -> None:
         if self._open and not self.connected and not self.network.has_cut(self.authority):
             self._change(True)
-            self._wake()
+            self.arrivals.resume()
 
     def _change(self, connected: bool) -> None:
         """In the owner's context, whoever cuts or mends the network."""
@@ -508,7 +497,7 @@ class LocalTransport(TransportBase):
             self.dropped["unclaimed"] += len(self._resumed.kept)
             self._resumed = Session()
 
-    def _arrive(self, message: UMessage) -> None:
+    def arrive(self, message: UMessage) -> None:
         self._drop_unclaimed()
         if _size(message) > self.wire_bytes_max:
             self.dropped["too_large"] += 1
@@ -516,36 +505,15 @@ class LocalTransport(TransportBase):
             return
         if self._resumed.filters and not self.listeners.wants(message) and self._resumed.keep(message):
             return
-        has_room = len(self._queue) < SESSION_MESSAGES_MAX and self._queue.octets < SESSION_BYTES_MAX
+        has_room = self.arrivals.waiting < SESSION_MESSAGES_MAX and self.arrivals.octets < SESSION_BYTES_MAX
         if self.connected or (self.session is not None and self.listeners.wants(message) and has_room):
             self._put(message)
 
     def _put(self, message: UMessage) -> None:
         if self._open:
-            self._queue.append(message)
-            self._add_load(1, _size(message))
-            self._idle.clear()
-            if not self._awake and self.connected:
-                self._wake()
+            self.arrivals.put_now((message,), (_size(message),))
 
-    def _wake(self, after_ms: int = 0) -> None:
-        if not self._awake:
-            self._awake = True
-            loop = asyncio.get_running_loop()
-            schedule: Callable[..., object] = (
-                functools.partial(loop.call_later, after_ms / 1000) if after_ms else loop.call_soon
-            )
-            schedule(self._hand_over, context=self._context)
-
-    def _hand_over(self) -> None:
-        """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is
-        behind."""
-        self._awake = False
-        if not self.connected or not self._queue:
-            return
-        octets = self._queue.octets
-        batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
-        octets -= self._queue.octets
+    def _deliver(self, batch: list[UMessage]) -> Awaitable[None] | None:
         wanted: list[UMessage] = []
         for message in batch:
             if self.listeners.wants(message):
@@ -554,65 +522,11 @@ class LocalTransport(TransportBase):
                 self._for_pull.append(message)
         while len(self._for_pull) > PULL_MESSAGES_MAX or self._for_pull.octets > PULL_BYTES_MAX:
             self._for_pull.popleft()
-        result = self.listeners.deliver(wanted)
-        if result is None and not self._taking:
-            self._took(len(batch), octets)
-        else:
-            future = asyncio.ensure_future(_completed() if result is None else _awaited(result))
-            self._taking.append((batch, octets, future))
-            future.add_done_callback(self._settle)
-        if self._queue:
-            self._wake()
+        return self.listeners.deliver(wanted)
 
-    def _settle(self, done: asyncio.Future[None]) -> None:
-        if not done.cancelled():
-            done.exception()  # one behind a failure is delivered again whatever became of it
-        while self._taking and self._taking[0][2].done():
-            future = self._taking[0][2]
-            error = asyncio.CancelledError() if future.cancelled() else future.exception()
-            if error is not None:
-                log.warning(
-                    "a listener did not take a batch: it gets it again",
-                    messages=len(self._taking[0][0]),
-                    error=repr(error),
-                )
-                self._go_back()
-                self._wake(self._redelivery_ms)
-                self._redelivery_ms = min(self._redelivery_ms * 2, REDELIVERY_MS_MAX)
-                return
-            batch, octets, _ = self._taking.popleft()
-            self._redelivery_ms = REDELIVERY_MS_MIN
-            self._took(len(batch), octets)
-
-    def _go_back(self) -> None:
-        """Queue again everything that was not taken; what was handed over behind a failure comes twice, and in
-        order."""
-        for batch, _, _ in reversed(self._taking):
-            self._queue.push_back(batch)
-        self._taking.clear()
-
-    @property
-    def _is_full(self) -> bool:
-        return self._load >= QUEUE_MESSAGES_MAX or self._load_bytes >= QUEUE_BYTES_MAX
-
-    def _add_load(self, messages: int, octets: int) -> None:
-        self._load += messages
-        self._load_bytes += octets
-
-    def _took(self, messages: int, octets: int) -> None:
-        self._add_load(-messages, -octets)
-        if not self._is_full:
+    def _took(self, _batch: list[UMessage], _error: BaseException | None) -> None:
+        if not self.arrivals.is_full:
             self.network.room.set()
-        if not self._queue and not self._taking:
-            self._idle.set()
-
-
-async def _completed() -> None:
-    return None
-
-
-async def _awaited(result: Awaitable[None]) -> None:
-    await result
 
 
 PLUGIN: Final = TransportPlugin("local", LocalConfig, LocalTransport, LocalTransport.capabilities)

@@ -2,7 +2,7 @@
 in it.
 
 send_batch -> sender thread: one datagram to each other socket of the directory, waiting while one is full
-reader thread: recv -> Inbox -> loop: parse -> ListenerTable -> listeners
+reader thread: recv -> Arrivals -> loop: parse -> ListenerTable -> listeners
                        too large: counted, not taken
 """
 
@@ -22,6 +22,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field
 
+from transports.arrivals import Arrivals
 from transports.base import (
     LISTENERS_MAX,
     LISTENERS_PER_FILTER_MAX,
@@ -33,7 +34,6 @@ from transports.base import (
     stopped,
     too_large,
 )
-from transports.inbox import Inbox
 from transports.plugin import TransportPlugin
 from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
@@ -66,6 +66,7 @@ class UnixBusTransport(TransportBase):
     def __init__(self, config: UnixBusConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._directory = config.directory
+        self._arrivals: Arrivals[bytes] = Arrivals(self._deliver, dropped=self.dropped)
         self._path = config.directory / f"{self.authority[:40]}.{os.getpid()}.{next(_numbers)}.sock"
 
     def __repr__(self) -> str:
@@ -87,7 +88,7 @@ class UnixBusTransport(TransportBase):
         self._receiving.settimeout(WAKE_S)
         self._sending.settimeout(STALL_S_MAX)
         self._bytes_max = min(self.wire_bytes_max, DATAGRAM_BYTES_MAX)
-        self._inbox = Inbox(self._deliver, item_bytes_max=self._bytes_max, dropped=self.dropped)
+        self._arrivals.open(self._bytes_max)
         self._sender = ThreadPoolExecutor(1)
         self.set_connected(True)
         self._reader = Thread(target=self._read, daemon=True)
@@ -100,7 +101,7 @@ class UnixBusTransport(TransportBase):
         with contextlib.suppress(OSError):
             self._sending.sendto(b"", str(self._path))  # wakes the reader, which then sees that it shall end
         self._path.unlink(missing_ok=True)
-        self._inbox.close()
+        self._arrivals.close()
         await asyncio.to_thread(self._sender.shutdown)
         await asyncio.to_thread(self._reader.join)
         self._receiving.close()
@@ -161,13 +162,13 @@ class UnixBusTransport(TransportBase):
             raise UStatusError.from_status(NOT_OPEN)
 
     def _read(self) -> None:
-        """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is
+        """The reader thread: bytes into the arrivals, which wakes the loop once for many and makes us wait while it is
         full."""
         while self.connected:
             with contextlib.suppress(TimeoutError):
                 # one byte more than anybody may send: so it shows if it was cut
                 datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)
-                self._inbox.put(datagram, len(datagram))
+                self._arrivals.put(datagram, len(datagram))
 
     def _deliver(self, datagrams: list[bytes]) -> Awaitable[None] | None:
         messages = []

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from streamer import config as configs
-from transports import base, conformance, inbox, listeners, plugin
+from transports import arrivals, base, conformance, listeners, plugin
 from transports.listeners import ListenerTable
 from uprotocol import attributes, status, transport
 from uprotocol import uri as uris
@@ -111,8 +111,8 @@ def test_every_name_of_ours_that_the_page_gives_exists() -> None:
     for name in ("dropped", "mended", "connected", "on_connection", "set_connected"):
         assert hasattr(base.TransportBase, name)
         assert name in PAGE
-    for name in ("put", "put_on_loop", "drained", "close"):
-        assert hasattr(inbox.Inbox, name)
+    for name in ("open", "put", "put_on_loop", "put_now", "drained", "close"):
+        assert hasattr(arrivals.Arrivals, name)
         assert name in PAGE
     for name in ("add", "remove", "filters", "deliver", "deliver_encoded"):
         assert hasattr(listeners.ListenerTable, name)

@@ -30,7 +30,7 @@ Pair = tuple[UTransport, UTransport]
 
 SMALL_MAX: Final = 1 << 16  # of a payload: what an owner may ask for
 TOO_LARGE: Final = SMALL_MAX + ENVELOPE_BYTES_MAX + 4_096  # beyond what a network may allow for its own headers
-FLOOD_BYTES: Final = 96 << 20  # more than an Inbox holds
+FLOOD_BYTES: Final = 96 << 20  # more than Arrivals hold
 STALLED_S: Final = 0.5  # nothing was sent or handed over for so long: there is no room
 
 

@@ -24,8 +24,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from transports.arrivals import MESSAGES_MAX
 from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
-from transports.inbox import MESSAGES_MAX
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 

@@ -39,7 +39,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 TAKE_SAMPLES_MAX: Final = 256
 # of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
 TAKE_SAMPLES_MIN: Final = 16
-TAKE_BYTES_MAX: Final = 2 << 20  # ... into the inbox, so large ones are taken a few at a time
+TAKE_BYTES_MAX: Final = 2 << 20  # ... into the arrivals, so large ones are taken a few at a time
 # per reader, not yet taken, a quarter of a second; when it is full its writers are held back
 READER_SAMPLES_MAX: Final = 8_192
 # however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms

@@ -2,7 +2,7 @@
 dds_link.py, dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
 
 send_batch -> one hop to the writers' thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
-listener   <- decode <- Inbox <- the readers' thread               <- DDS           nobody else
+listener   <- decode <- Arrivals <- the readers' thread               <- DDS           nobody else
 register_listener -> a reader -> until every peer has announced that it has found it (RollCall), or SEEN_S has passed
 """
 
@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
+from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
@@ -25,7 +26,6 @@ from transports.dds.link import Participant, translated
 from transports.dds.readers import Readers, reader_samples_max
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
-from transports.inbox import Inbox
 from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
@@ -101,6 +101,9 @@ class DdsTransport(TransportBase):
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._config = config
+        self._arrivals: Arrivals[Arrived] = Arrivals(
+            self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
+        )
         self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
         self._routes: dict[Stamp, Route] = {}  # the same
         self._lost: Counter[str] = Counter()  # in sessions that have ended
@@ -117,7 +120,9 @@ class DdsTransport(TransportBase):
     def __repr__(self) -> str:
         session = self._session
         state = (
-            f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
+            f"{session.writers!r}, readers={len(session.readers)}, {self._arrivals!r}"
+            if session is not None
+            else "closed"
         )
         return f"DdsTransport({self.authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
 
@@ -152,12 +157,7 @@ class DdsTransport(TransportBase):
                 return
             loop = asyncio.get_running_loop()
             self._sample_bytes_max = self.wire_bytes_max + mapping.FRAME_BYTES
-            self._inbox: Inbox[Arrived] = Inbox(
-                self._deliver,
-                messages_max=self._config.inbox_messages_max,
-                item_bytes_max=self._sample_bytes_max,
-                dropped=self.listeners.dropped,
-            )
+            self._arrivals.open(self._sample_bytes_max)
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
@@ -204,8 +204,8 @@ class DdsTransport(TransportBase):
             session.readers.stop()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
-                    await self._inbox.drained()
-            self._inbox.close()
+                    await self._arrivals.drained()
+            self._arrivals.close()
             self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
             await asyncio.wrap_future(self._end(session))
@@ -214,7 +214,7 @@ class DdsTransport(TransportBase):
     def _end(self, session: _Session) -> Future[None]:
         """Close `session` behind whatever is being done with it, and forget what belongs to it."""
         self._session = None
-        self._inbox.close()
+        self._arrivals.close()
         self._readers.clear()
         self._listening.clear()
         self._peers = frozenset()
@@ -306,9 +306,9 @@ class DdsTransport(TransportBase):
     # receiving
 
     def _arrived(self, filter: Filter, samples: list[tuple[bytes, str]]) -> None:
-        """On the readers' thread; waits while the inbox is full."""
+        """On the readers' thread; waits while it is full."""
         for sample, partition in samples:
-            self._inbox.put((filter, sample, partition), len(sample))
+            self._arrivals.put((filter, sample, partition), len(sample))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
         """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a

@@ -179,7 +179,7 @@ class Mqtt5Transport(UTransport):
         self._open = False
         drain_ms = DRAIN_MS_MAX if self._connected else 0
         drained = asyncio.ensure_future(self._window.drained())
-        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.close(drain_ms))
+        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.finish(drain_ms / 1000))
         drained.cancel()
         await self._link.close()
         # one with a made-up name has ended with this
@@ -380,7 +380,9 @@ class Mqtt5Transport(UTransport):
         """A resumed session may have brought what belongs to a listener before the listener came."""
         claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
         self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
-        self._intake.arrive(claimed)
+        octets = sum([one.size for one in claimed])
+        self._intake.arrive(claimed, octets)
+        self._intake.count(-octets)
 
     def _take_unclaimed(self) -> list[Arrived]:
         taken = [arrived for _, arrived in self._unclaimed]

@@ -1,7 +1,7 @@
 """Zenoh: uProtocol on key expressions, one publication a message.
 
 transport.py  the UTransport: send_batch -> sender.py -> session        mapping.py  UMessage <-> key and attachment, pure
-              subscriber callbacks -> inbox -> listeners                config.py   settings -> a session that is linked
+              subscriber callbacks -> arrivals -> listeners                config.py   settings -> a session that is linked
 sender.py     the thread that puts, and the flush behind what was put
 """
 

@@ -1,12 +1,12 @@
 """Zenoh: publications both ways, one subscriber for each filter.
 
 send_batch -> one hop -> sender thread: ZenohSender                                BLOCK: a slow peer is felt here
-Zenoh's thread: bytes -> Inbox of calls, or of the rest -> loop: decode, UUri matching for that filter -> listeners
+Zenoh's thread: bytes -> Arrivals, of calls or of the rest -> loop: decode, UUri matching for that filter -> listeners
 close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
 Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges
 nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task,
-which stands while a subscriber's callback waits: hence two inboxes, so that requests and responses pass publishes that
+which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and responses pass publishes that
 are held, as far as HELD_MESSAGES_MAX goes.
 
 How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
@@ -19,13 +19,13 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 import zenoh
 
+from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, OK, TransportBase, stopped
-from transports.inbox import Inbox
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
@@ -44,8 +44,8 @@ CLOSE_S_MAX: Final = 2.5
 LEAVE_S_MAX: Final = 1.5
 # publishes that wait while listeners hold those before them: a full link would stop requests, too
 HELD_MESSAGES_MAX: Final = 32_768
-# of either inbox, together what one has elsewhere: so what is held is small, or less than so many
-INBOX_BYTES_MAX: Final = 32 << 20
+# of either arrivals, together what one has elsewhere: so what is held is small, or less than so many
+ARRIVALS_BYTES_MAX: Final = 32 << 20
 
 UNREAD: Final = "what was sent last may not have been read"
 
@@ -67,6 +67,10 @@ class ZenohTransport(TransportBase):
         self.only_listens = bool(config.listen) and not (
             config.connect or config.multicast_scouting or config.config_file
         )
+        self._publishes: Arrivals[Arrived] = Arrivals(
+            self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped
+        )
+        self._calls: Arrivals[Arrived] = Arrivals(self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped)
         self._session: zenoh.Session | None = None
         self._sender: ZenohSender | None = None
         self._sending: SenderThread | None = None
@@ -90,13 +94,8 @@ class ZenohTransport(TransportBase):
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        sizes: dict[str, Any] = {
-            "bytes_max": INBOX_BYTES_MAX,
-            "item_bytes_max": self.wire_bytes_max,
-            "dropped": self.dropped,
-        }
-        self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX, **sizes)
-        self._calls: Inbox[Arrived] = Inbox(self._deliver, **sizes)
+        self._publishes.open(self.wire_bytes_max)
+        self._calls.open(self.wire_bytes_max)
         joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
         try:
             session = self._session = await asyncio.shield(joining)
@@ -139,7 +138,7 @@ class ZenohTransport(TransportBase):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
-        self._inbox.close()
+        self._publishes.close()
         self._calls.close()
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
@@ -153,7 +152,7 @@ class ZenohTransport(TransportBase):
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
         await asyncio.to_thread(_undeclare, subscribers)
-        await self._inbox.drained()
+        await self._publishes.drained()
         await self._calls.drained()
 
     def _flush(self, sender: ZenohSender) -> None:
@@ -261,7 +260,7 @@ class ZenohTransport(TransportBase):
         return self._session
 
     def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
-        put, put_call, is_call, dropped = self._inbox.put, self._calls.put, mapping.is_call, self.dropped
+        put, put_call, is_call, dropped = self._publishes.put, self._calls.put, mapping.is_call, self.dropped
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more."""

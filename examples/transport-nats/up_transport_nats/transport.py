@@ -1,9 +1,9 @@
 """uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
 
 send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
-stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+stream -> consumer of a filter -> fetch, task of that filter -> Arrivals -> unpack, ListenerTable -> listeners -> taken: ack, or nak
 
-The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room
+The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after there was room
 for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
 
 Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the
@@ -27,8 +27,8 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
+from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, OK, TransportBase, stopped, tell
-from transports.inbox import Inbox
 from transports.listeners import Filter, all_of
 from transports.plugin import TransportPlugin
 from up_transport_nats import mapping
@@ -46,8 +46,8 @@ ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and som
 FETCH_MAX: Final = 64  # packets at once ...
 FETCH_BYTES_MAX: Final = 8 << 20  # ... and these bytes, as far as a number of packets can say that
 FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
-INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
-INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
+WAITING_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
+WAITING_BYTES: Final = 16 << 20  # ... and these bytes at most
 AGAIN_S: Final = 0.2  # before something is tried again
 CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
 
@@ -71,6 +71,9 @@ class NatsTransport(TransportBase):
         super().__init__(config, local)
         self._config = config
         self._session = config.session or f"{mapping.escape(self.authority)}-{secrets.token_hex(6)}"
+        self._arrivals: Arrivals[Arrived] = Arrivals(
+            self._deliver, self._taken, messages_max=WAITING_PACKETS, bytes_max=WAITING_BYTES, dropped=self.dropped
+        )
         self._link = Link(config, self._session, self._on_change)
         self._open = False
         self._is_connected = asyncio.Event()  # the same as `connected`, for who waits
@@ -78,7 +81,7 @@ class NatsTransport(TransportBase):
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
         self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
-        # (consumer, sequence) in the inbox: if they come again, they are here already
+        # (consumer, sequence) that has arrived: if they come again, they are here already
         self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
@@ -100,14 +103,7 @@ class NatsTransport(TransportBase):
     async def open(self) -> None:
         if self._open:
             return
-        self._inbox: Inbox[Arrived] = Inbox(
-            self._deliver,
-            self._taken,
-            messages_max=INBOX_PACKETS,
-            bytes_max=INBOX_BYTES,
-            item_bytes_max=self.wire_bytes_max,  # a packet has one message, or less than PACKET_BYTES
-            dropped=self.dropped,
-        )
+        self._arrivals.open(self.wire_bytes_max)  # a packet has one message, or less than PACKET_BYTES
         self._open = True
         try:
             await self._link.open()
@@ -130,11 +126,11 @@ class NatsTransport(TransportBase):
             async with asyncio.timeout(CLOSE_S_MAX):
                 async with self._sending, self._registering:
                     await asyncio.gather(*self._stop_following(), return_exceptions=True)
-                await self._inbox.drained()
+                await self._arrivals.drained()
                 await asyncio.gather(*self._tasks)  # acknowledgements
                 if not self._config.session:
                     await self._forget_all()
-        self._inbox.close()
+        self._arrivals.close()
         await self._link.close()
         for task in (tasks := list(self._tasks)):
             task.cancel()
@@ -324,7 +320,7 @@ class NatsTransport(TransportBase):
                 deliver_policy=api.DeliverPolicy.NEW,
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=self._config.ack_wait_s,
-                max_ack_pending=INBOX_PACKETS + FETCH_MAX,
+                max_ack_pending=WAITING_PACKETS + FETCH_MAX,
                 inactive_threshold=self._config.session_expiry_s,
             )
             info = await self._link.request(f"subscribing to {subject}", self._link.js.add_consumer(network, made))
@@ -342,7 +338,7 @@ class NatsTransport(TransportBase):
     async def _fetch(
         self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float
     ) -> None:
-        """The task of one filter: what waits for room in the inbox fetches nothing more, and after large packets fewer
+        """The task of one filter: what waits for room fetches nothing more, and after large packets fewer
         at once."""
         at_once = FETCH_MAX
         try:
@@ -372,7 +368,7 @@ class NatsTransport(TransportBase):
         elif held not in self._held:
             self._held.add(held)
             try:
-                is_taken = await self._inbox.put_on_loop(arrived, len(packet.data))
+                is_taken = await self._arrivals.put_on_loop(arrived, len(packet.data))
             except asyncio.CancelledError:
                 self._held.discard(held)
                 raise
