@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Final, Protocol
+from typing import Any, Final
 
 import structlog
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
 from uprotocol import attributes as attrs
@@ -31,9 +31,6 @@ NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not 
 NOT_TRIED: Final = (
     "an earlier message of the batch could not be sent, so this one was not tried: send it again after that one"
 )
-
-ListenersMax = Annotated[int, Field(ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED")]
-ListenersPerFilterMax = Annotated[int, Field(ge=1, description="listeners of one pair of filters")]
 
 Route = tuple[int, bytes, bytes | None]
 
@@ -105,14 +102,17 @@ def tell(callbacks: Iterable[Callable[..., None]], *what: Any) -> None:
             log.exception("a callback of a transport's owner failed", callback=repr(callback), told=what)
 
 
-class ListenerLimits(Protocol):
-    """What a transport's configuration says of listeners."""
+class TransportSettings(BaseModel):
+    """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
 
-    @property
-    def listeners_max(self) -> int: ...
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    @property
-    def listeners_per_filter_max(self) -> int: ...
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
+    listeners_per_filter_max: int = Field(
+        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
+    )
 
 
 class TransportBase(UTransport):
@@ -122,7 +122,7 @@ class TransportBase(UTransport):
     loop: from another thread only `authority`, `checks` and `dropped` may be used, the checks by one thread alone.
     """
 
-    def __init__(self, config: ListenerLimits, local: LocalUriProvider) -> None:
+    def __init__(self, config: TransportSettings, local: LocalUriProvider) -> None:
         self.local, self.authority = local, local.get_authority()
         self.listeners = ListenerTable(
             self.authority,
@@ -130,6 +130,7 @@ class TransportBase(UTransport):
             listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self.checks = SendChecks()
+        self.is_open = False
         self._connected = False
         self._on_connection: list[ConnectionCallback] = []
 
@@ -147,6 +148,11 @@ class TransportBase(UTransport):
     def connected(self) -> bool:
         return self._connected
 
+    def check_open(self) -> None:
+        """Raises UNAVAILABLE before `open` and after `close`, which set `is_open`."""
+        if not self.is_open:
+            raise UStatusError.from_status(NOT_OPEN)
+
     def set_connected(self, connected: bool) -> None:
         """So it is from now on. Whoever wants to know is told, if it is a change."""
         if connected != self._connected:
@@ -158,15 +164,12 @@ class TransportBase(UTransport):
 
 
 __all__ = [
-    "LISTENERS_MAX",
-    "LISTENERS_PER_FILTER_MAX",
     "NOT_OPEN",
     "NOT_TRIED",
     "OK",
-    "ListenersMax",
-    "ListenersPerFilterMax",
     "SendChecks",
     "TransportBase",
+    "TransportSettings",
     "stopped",
     "tell",
     "too_large",

@@ -1,10 +1,9 @@
 """The in-process reference transport: ordered, acknowledged last, and breakable on demand from a seed.
 
-send_batch -> checks (valid?) -> LocalNetwork (Faults) -> every other member: queue -> listeners -> taken
-              waits while a member's queue is full        |                         failed: the queue goes back to the first
-                                                          |                                                  message that was not taken
+send_batch -> checks (valid?) -> LocalNetwork (Faults) -> every other member: Arrivals -> listeners -> taken
+              waits while a member is full                |                                   failed: again, in order
                                                           |-> wanted by no listener: kept for receive
-                                                          '-> a named member that is away: its session keeps what its listeners want
+                                                          '-> a named member that is away: its session keeps it
 
 Messages are delivered as the very objects that were sent: treat them as immutable, as every message is once it is
 built. A network lives on one event loop.
@@ -16,27 +15,17 @@ import asyncio
 import contextvars
 import heapq
 import random
-from collections import deque
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Self
 from weakref import WeakValueDictionary
 
 import structlog
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import (
-    LISTENERS_MAX,
-    LISTENERS_PER_FILTER_MAX,
-    NOT_OPEN,
-    OK,
-    ListenersMax,
-    ListenersPerFilterMax,
-    TransportBase,
-    stopped,
-    too_large,
-)
+from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stopped, too_large
+from transports.kept import SESSION_BYTES_MAX, SESSION_MESSAGES_MAX, Kept, Session, matches, size
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
@@ -54,9 +43,6 @@ QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
-# kept for a named member that is away, as brokers are configured; some 50 MB of small ones
-SESSION_MESSAGES_MAX: Final = 100_000
-SESSION_BYTES_MAX: Final = 64 << 20  # the same in bytes
 # how long what a session has kept waits for the listener that wants it to be registered
 UNCLAIMED_MS_MAX: Final = 30_000
 
@@ -81,74 +67,14 @@ class Faults:
 
 
 NO_FAULTS: Final = Faults()
+REFUSED: Final = UStatus(
+    code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)"
+)
+NOT_SENT: Final = UStatus(code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again")
+UNSURE: Final = UStatus(
+    code=UCode.UNAVAILABLE, message="whether the message was sent is unknown (a fault was asked for): try again"
+)
 LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
-
-
-class Kept:
-    """Messages in order, and their bytes: attributes and payload."""
-
-    def __init__(self, messages: Iterable[UMessage] = ()) -> None:
-        self.messages: deque[UMessage] = deque()
-        self.octets = 0
-        self.extend(messages)
-
-    def __len__(self) -> int:
-        return len(self.messages)
-
-    def __iter__(self) -> Iterator[UMessage]:
-        return iter(self.messages)
-
-    def append(self, message: UMessage) -> None:
-        self.messages.append(message)
-        self.octets += _size(message)
-
-    def extend(self, messages: Iterable[UMessage]) -> None:
-        for message in messages:
-            self.append(message)
-
-    def popleft(self) -> UMessage:
-        message = self.messages.popleft()
-        self.octets -= _size(message)
-        return message
-
-    def push_back(self, messages: Sequence[UMessage]) -> None:
-        """In front of all others, in their order."""
-        self.messages.extendleft(reversed(messages))
-        self.octets += sum(map(_size, messages))
-
-    def clear(self) -> None:
-        self.messages.clear()
-        self.octets = 0
-
-    def remove(self, message: UMessage) -> None:
-        self.messages.remove(message)
-        self.octets -= _size(message)
-
-
-def _size(message: UMessage) -> int:
-    return len(message.payload) + message.attributes.ByteSize()
-
-
-@dataclass
-class Session:
-    """What a network keeps for a named member that is away."""
-
-    filters: list[Filter] = field(default_factory=list)  # what it listened to when it left
-    kept: Kept = field(default_factory=Kept)
-
-    def keep(self, message: UMessage, messages_max: int = SESSION_MESSAGES_MAX) -> bool:
-        """False if nobody would want it, or there is no room."""
-        if len(self.kept) >= messages_max or self.kept.octets >= SESSION_BYTES_MAX:
-            return False
-        if not any(_matches(filter, message) for filter in self.filters):
-            return False
-        self.kept.append(message)
-        return True
-
-
-def _matches(filter: Filter, message: UMessage) -> bool:
-    attributes = message.attributes
-    return filter.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None)
 
 
 class LocalNetwork:
@@ -196,15 +122,13 @@ class LocalNetwork:
     def cut(self, authority: str) -> None:
         """The member of that authority loses the network, or finds none when it joins, until `mend`."""
         self._cut.add(authority)
-        for member in self.members:
-            if member.authority == authority:
-                member.disconnect()
+        for member in self._of(authority):
+            member.disconnect()
 
     def mend(self, authority: str) -> None:
         self._cut.discard(authority)
-        for member in self.members:
-            if member.authority == authority:
-                member.reconnect()
+        for member in self._of(authority):
+            member.reconnect()
 
     def has_cut(self, authority: str) -> bool:
         return authority in self._cut
@@ -214,12 +138,8 @@ class LocalNetwork:
         for member in self.members:
             member.arrive(message)
 
-    def member(self, authority: str) -> LocalTransport:
-        """The open member of that authority. Raises KeyError."""
-        for member in self.members:
-            if member.authority == authority:
-                return member
-        raise KeyError(authority)
+    def _of(self, authority: str) -> list[LocalTransport]:
+        return [member for member in self.members if member.authority == authority]
 
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` has no room for more."""
@@ -229,30 +149,20 @@ class LocalNetwork:
         """Hand `message` to every other member, unless a fault strikes."""
         for session in self.sessions.values():
             session.keep(message)
+        others = [member for member in self.members if member is not sender]
         if self.faults is None and not self._held:
-            for member in self.members:
-                if member is not sender:
-                    member.arrive(message)
+            for member in others:
+                member.arrive(message)
             return OK
         faults = self.faults or NO_FAULTS
         if self._strikes(faults.refuse):
-            return UStatus(
-                code=UCode.PERMISSION_DENIED, message="the network refuses this message (a fault was asked for)"
-            )
+            return REFUSED
         if self._strikes(faults.fail_send):
-            return UStatus(
-                code=UCode.UNAVAILABLE, message="the message was not sent (a fault was asked for): try again"
-            )
-        for member in self.members:
-            if member is not sender:
-                for _ in range(2 if self._strikes(faults.duplicate) else 1):
-                    self._late(faults, member, message) if faults.delay_ms_max or self._held else member.arrive(message)
-        if self._strikes(faults.unsure_send):
-            return UStatus(
-                code=UCode.UNAVAILABLE,
-                message="whether the message was sent is unknown (a fault was asked for): try again",
-            )
-        return OK
+            return NOT_SENT
+        for member in others:
+            for _ in range(2 if self._strikes(faults.duplicate) else 1):
+                self._late(faults, member, message) if faults.delay_ms_max or self._held else member.arrive(message)
+        return UNSURE if self._strikes(faults.unsure_send) else OK
 
     def drops(self, sender: LocalTransport) -> bool:
         """True if a fault takes the network from `sender` just now; it comes back by itself."""
@@ -274,7 +184,7 @@ class LocalNetwork:
         due = loop.time() + self._random.random() * faults.delay_ms_max / 1000
         self._release_at[stream] = due = max(due, self._release_at.get(stream, 0.0))
         self._count += 1
-        member.arrivals.count(_size(message), 1)
+        member.arrivals.count(size(message), 1)
         heapq.heappush(self._held, (due, self._count, member, message))
         loop.call_at(due, self._release)
 
@@ -282,14 +192,14 @@ class LocalNetwork:
         """One due message; there is one call for each, and the heap says which, so that equal times keep their
         order."""
         _, _, member, message = heapq.heappop(self._held)
-        member.arrivals.count(-_size(message), -1)
+        member.arrivals.count(-size(message), -1)
         self._deliver(member, message)
         if not self._held:
             self._release_at.clear()
 
     def _deliver(self, member: LocalTransport, message: UMessage) -> None:
         """To `member`, or to whoever has its session now."""
-        if member._open or member.session is None:
+        if member.is_open or member.session is None:
             member.arrive(message)
         elif (session := self.sessions.get(member.session)) is not None:
             session.keep(message)
@@ -299,19 +209,13 @@ class LocalNetwork:
                     successor.arrive(message)
 
 
-class LocalConfig(BaseModel):
-    """`network` names the network within this process."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class LocalConfig(TransportSettings):
     network: str = Field(default="default", description="members of the same name, in this process, hear one another")
     session: str | None = Field(
         default=None,
         min_length=1,
         description="a name, for which the network keeps what its listeners want while it is away",
     )
-    listeners_max: ListenersMax = LISTENERS_MAX
-    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
 
 class LocalTransport(TransportBase):
@@ -342,7 +246,6 @@ class LocalTransport(TransportBase):
             gathers=False,
         )
         self._for_pull = Kept()
-        self._open = False
         # what the network does to us is told in the owner's context, not in that of who breaks it
         self._context = contextvars.copy_context()
 
@@ -351,12 +254,12 @@ class LocalTransport(TransportBase):
         return cls(LocalConfig(), local, network)
 
     def __repr__(self) -> str:
-        state = "connected" if self.connected else "open" if self._open else "closed"
+        state = "connected" if self.connected else "open" if self.is_open else "closed"
         return f"LocalTransport({self.authority}, {state}, {self.arrivals})"
 
     async def open(self) -> None:
-        if not self._open:
-            self._open = True
+        if not self.is_open:
+            self.is_open = True
             self._context = contextvars.copy_context()
             self.arrivals.open()
             self.arrivals.pause()  # until we are connected
@@ -368,9 +271,9 @@ class LocalTransport(TransportBase):
 
     async def close(self) -> None:
         """Leave the network, after what arrived has been taken, or DRAIN_MS_MAX."""
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         self.network.members.remove(self)
         self.network.room.set()  # nobody waits for us any more
         if self.session is not None:
@@ -378,13 +281,13 @@ class LocalTransport(TransportBase):
         left = await self.arrivals.finish(DRAIN_MS_MAX / 1000) if self.connected else self.arrivals.close()
         self.disconnect()
         self._leave_session(left)
-        self._for_pull.clear()
+        self._for_pull = Kept()
 
     def abandon(self) -> None:
         """Leave as a process that is killed does: nothing drains, nobody is told; a session keeps what was not
         taken."""
-        if self._open:
-            self._open = self._connected = False
+        if self.is_open:
+            self.is_open = self._connected = False
             self.network.members.remove(self)
             self._leave_session(self.arrivals.close())
             self.network.room.set()
@@ -395,9 +298,7 @@ class LocalTransport(TransportBase):
         if self.session is not None:
             session = Session(list({*self._resumed.filters, *self.listeners.filters}))
             session.kept.extend(self._resumed.kept)
-            session.kept.extend(
-                message for message in left if any(_matches(filter, message) for filter in session.filters)
-            )
+            session.kept.extend(filter(session.wants, left))
             if (begun := self.network.sessions.get(self.session)) is not None:  # while we were closing
                 session.kept.extend(begun.kept)
             self.network.sessions[self.session] = session
@@ -412,7 +313,7 @@ class LocalTransport(TransportBase):
             self._change(False)
 
     def reconnect(self) -> None:
-        if self._open and not self.connected and not self.network.has_cut(self.authority):
+        if self.is_open and not self.connected and not self.network.has_cut(self.authority):
             self._change(True)
             self.arrivals.resume()
 
@@ -430,9 +331,9 @@ class LocalTransport(TransportBase):
             if refusal is not None:
                 statuses.append(refusal)
                 continue
-            size = _size(message)
-            if size > self.wire_bytes_max:
-                statuses.append(too_large(size, self.wire_bytes_max))
+            octets = size(message)
+            if octets > self.wire_bytes_max:
+                statuses.append(too_large(octets, self.wire_bytes_max))
                 continue
             while self.connected and self.network.full(self):
                 self.network.room.clear()
@@ -440,21 +341,14 @@ class LocalTransport(TransportBase):
                 now = self.checks.now_ms()
             # no key and no topic could say it on arrival
             message = attrs.completed(message, self.authority)
-            status = self.network.carry(self, message) if self.connected else self._away()
+            status = self.network.carry(self, message) if self.connected else LOST if self.is_open else NOT_OPEN
             if status.code == UCode.UNAVAILABLE:
                 return stopped(statuses, len(messages), status)
             statuses.append(status)
         return statuses
 
-    def _away(self) -> UStatus:
-        return LOST if self._open else NOT_OPEN
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise UStatusError.from_status(self._away())
-
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
-        self._check_open()
+        self.check_open()
         wanted = Filter.of(source_filter, sink_filter, self.authority)
         now = self.checks.now_ms()
         for message in list(self._for_pull):
@@ -472,7 +366,7 @@ class LocalTransport(TransportBase):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        self._check_open()
+        self.check_open()
         added = self.listeners.add(source_filter, sink_filter, listener)
         if added is not None and self._resumed.filters:
             self._claim(added)
@@ -480,15 +374,15 @@ class LocalTransport(TransportBase):
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        self._check_open()
+        self.check_open()
         self.listeners.remove(source_filter, sink_filter, listener)
 
     def _claim(self, filter: Filter) -> None:
         """A session that was resumed may have brought what belongs to a listener before the listener came."""
         kept = self._resumed.kept
-        self._resumed.kept = Kept(message for message in kept if not _matches(filter, message))
+        self._resumed.kept = Kept(message for message in kept if not matches(filter, message))
         for message in kept:
-            if _matches(filter, message):
+            if matches(filter, message):
                 self._put(message)
         self._resumed.filters = [left for left in self._resumed.filters if left != filter]
 
@@ -499,9 +393,9 @@ class LocalTransport(TransportBase):
 
     def arrive(self, message: UMessage) -> None:
         self._drop_unclaimed()
-        if _size(message) > self.wire_bytes_max:
+        if size(message) > self.wire_bytes_max:
             self.dropped["too_large"] += 1
-            log.warning("dropped what is too large", bytes=_size(message), bytes_max=self.wire_bytes_max)
+            log.warning("dropped what is too large", bytes=size(message), bytes_max=self.wire_bytes_max)
             return
         if self._resumed.filters and not self.listeners.wants(message) and self._resumed.keep(message):
             return
@@ -510,8 +404,8 @@ class LocalTransport(TransportBase):
             self._put(message)
 
     def _put(self, message: UMessage) -> None:
-        if self._open:
-            self.arrivals.put_now((message,), (_size(message),))
+        if self.is_open:
+            self.arrivals.put_now((message,), (size(message),))
 
     def _deliver(self, batch: list[UMessage]) -> Awaitable[None] | None:
         wanted: list[UMessage] = []

@@ -20,20 +20,10 @@ from threading import Thread
 from typing import Final
 
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import (
-    LISTENERS_MAX,
-    LISTENERS_PER_FILTER_MAX,
-    NOT_OPEN,
-    OK,
-    ListenersMax,
-    ListenersPerFilterMax,
-    TransportBase,
-    stopped,
-    too_large,
-)
+from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
@@ -49,12 +39,8 @@ WAKE_S: Final = 1.0  # how often the reader looks whether it shall end, if nothi
 _numbers: Final = itertools.count()  # for several ends of one authority in one process
 
 
-class UnixBusConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class UnixBusConfig(TransportSettings):
     directory: Path = Field(description="who has a socket here is on the network; its permissions say who may")
-    listeners_max: ListenersMax = LISTENERS_MAX
-    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
 
 class UnixBusTransport(TransportBase):
@@ -73,7 +59,7 @@ class UnixBusTransport(TransportBase):
         return f"UnixBusTransport({self.authority}, {'open' if self.connected else 'closed'}, {self._directory})"
 
     async def open(self) -> None:
-        if self.connected:
+        if self.is_open:
             return
         self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -90,13 +76,15 @@ class UnixBusTransport(TransportBase):
         self._bytes_max = min(self.wire_bytes_max, DATAGRAM_BYTES_MAX)
         self._arrivals.open(self._bytes_max)
         self._sender = ThreadPoolExecutor(1)
+        self.is_open = True
         self.set_connected(True)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
     async def close(self) -> None:
-        if not self.connected:
+        if not self.is_open:
             return
+        self.is_open = False
         self.set_connected(False)
         with contextlib.suppress(OSError):
             self._sending.sendto(b"", str(self._path))  # wakes the reader, which then sees that it shall end
@@ -108,7 +96,7 @@ class UnixBusTransport(TransportBase):
         self._sending.close()
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if not self.connected:
+        if not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         return await asyncio.get_running_loop().run_in_executor(self._sender, self._send, messages)
 
@@ -148,23 +136,19 @@ class UnixBusTransport(TransportBase):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        self._check_open()
+        self.check_open()
         self.listeners.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        self._check_open()
+        self.check_open()
         self.listeners.remove(source_filter, sink_filter, listener)
-
-    def _check_open(self) -> None:
-        if not self.connected:
-            raise UStatusError.from_status(NOT_OPEN)
 
     def _read(self) -> None:
         """The reader thread: bytes into the arrivals, which wakes the loop once for many and makes us wait while it is
         full."""
-        while self.connected:
+        while self.is_open:
             with contextlib.suppress(TimeoutError):
                 # one byte more than anybody may send: so it shows if it was cut
                 datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)

@@ -111,7 +111,7 @@ def test_every_name_of_ours_that_the_page_gives_exists() -> None:
     for name in ("dropped", "mended", "connected", "on_connection", "set_connected"):
         assert hasattr(base.TransportBase, name)
         assert name in PAGE
-    for name in ("open", "put", "put_on_loop", "put_now", "drained", "close"):
+    for name in ("open", "put", "put_on_loop", "put_now", "drained", "finish", "close"):
         assert hasattr(arrivals.Arrivals, name)
         assert name in PAGE
     for name in ("add", "remove", "filters", "deliver", "deliver_encoded"):

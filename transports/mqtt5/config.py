@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
+from transports.base import TransportSettings
 from transports.mqtt5.mapping import Mode
 
 
@@ -28,9 +28,7 @@ class TlsConfig(BaseModel):
         return self
 
 
-class Mqtt5Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Mqtt5Config(TransportSettings):
     host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
     port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
     mode: Mode = Field(
@@ -83,8 +81,6 @@ class Mqtt5Config(BaseModel):
         description="add to a ttl the whole seconds that the broker counted off while the message "
         'waited, see "Time to live"',
     )
-    listeners_max: ListenersMax = LISTENERS_MAX
-    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
+from transports.base import TransportSettings
 from transports.zenoh.sender import words
 from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
@@ -45,10 +45,8 @@ class TlsConfig(BaseModel):
     verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
 
 
-class ZenohConfig(BaseModel):
+class ZenohConfig(TransportSettings):
     """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["peer", "client", "router"] = Field(default="peer", description="whom we hear and pass on, see above")
     listen: tuple[str, ...] = Field(
@@ -83,8 +81,6 @@ class ZenohConfig(BaseModel):
         default_factory=dict,
         description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others",
     )
-    listeners_max: ListenersMax = LISTENERS_MAX
-    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.base import LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
+from transports.base import TransportSettings
 
 LISTENERS_MAX = 2_000  # each filter is a consumer at the server, some 10 KB there, and a task here
 
@@ -36,9 +36,7 @@ class TlsConfig(BaseModel):
         return context
 
 
-class NatsConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class NatsConfig(TransportSettings):
     servers: tuple[str, ...] = Field(min_length=1, description="nats://HOST:PORT or tls://HOST:PORT, of one cluster")
     network: str = Field(
         default="up",
@@ -75,8 +73,9 @@ class NatsConfig(BaseModel):
         default=3_600, ge=1, description="of a stream that we make: nothing waits for longer"
     )
     stream_in_memory: bool = Field(default=False, description="of a stream that we make: not on the server's disk")
-    listeners_max: ListenersMax = LISTENERS_MAX
-    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
+    listeners_max: int = Field(
+        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
+    )
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -75,7 +75,6 @@ class NatsTransport(TransportBase):
             self._deliver, self._taken, messages_max=WAITING_PACKETS, bytes_max=WAITING_BYTES, dropped=self.dropped
         )
         self._link = Link(config, self._session, self._on_change)
-        self._open = False
         self._is_connected = asyncio.Event()  # the same as `connected`, for who waits
         self._coming_back: asyncio.Task[None] | None = None
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
@@ -88,7 +87,7 @@ class NatsTransport(TransportBase):
         self._loss_callbacks: list[LossCallback] = []
 
     def __repr__(self) -> str:
-        state = "closed" if not self._open else "connected" if self.connected else "away"
+        state = "closed" if not self.is_open else "connected" if self.connected else "away"
         return f"NatsTransport({self.authority}, {state}, filters={len(self._followers)})"
 
     @property
@@ -101,27 +100,27 @@ class NatsTransport(TransportBase):
     # The connection.
 
     async def open(self) -> None:
-        if self._open:
+        if self.is_open:
             return
         self._arrivals.open(self.wire_bytes_max)  # a packet has one message, or less than PACKET_BYTES
-        self._open = True
+        self.is_open = True
         try:
             await self._link.open()
             if self._coming_back is not None:  # it asks for listeners that are registered since an earlier `open`
                 await asyncio.wait({self._coming_back}, timeout=self._config.connect_timeout_s)
         except BaseException:
-            self._open = False
+            self.is_open = False
             await self._link.close()
             raise
-        if not self._open:  # closed meanwhile
+        if not self.is_open:  # closed meanwhile
             await self._link.close()
 
     async def close(self) -> None:
         """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session
         has a name."""
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 async with self._sending, self._registering:
@@ -165,16 +164,16 @@ class NatsTransport(TransportBase):
 
     async def _come_back(self) -> None:
         """There is a connection: the server learns what it missed, until it has it all."""
-        while self._open and self._link.is_up():
+        while self.is_open and self._link.is_up():
             try:
                 await self._link.request("looking for the stream", self._link.ensure_stream())
                 async with self._registering:
                     for name in list(self._leftover):
                         await self._forget(name)
                     waiting = [filter for filter, task in self._followers.items() if task is None]
-                    for filter in waiting if self._open else []:
+                    for filter in waiting if self.is_open else []:
                         await self._follow(filter)
-                self.set_connected(self._open and self._link.is_up())
+                self.set_connected(self.is_open and self._link.is_up())
                 return
             except UStatusError as error:
                 log.warning(
@@ -187,7 +186,7 @@ class NatsTransport(TransportBase):
     # Sending.
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if not self._open:
+        if not self.is_open:
             return stopped([], len(messages), NOT_OPEN)
         if not self.connected:
             return stopped([], len(messages), AWAY)
@@ -238,7 +237,7 @@ class NatsTransport(TransportBase):
     ) -> None:
         """While the server is away it is noted, and the server is asked when it is back."""
         async with self._registering:
-            self._check_open()
+            self.check_open()
             filter = self.listeners.add(source_filter, sink_filter, listener)
             if filter is None:
                 return
@@ -258,7 +257,7 @@ class NatsTransport(TransportBase):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         async with self._registering:
-            self._check_open()
+            self.check_open()
             filter = self.listeners.remove(source_filter, sink_filter, listener)
             if filter is None:
                 return
@@ -267,10 +266,6 @@ class NatsTransport(TransportBase):
                 # then it is forgotten later, or forgets itself after session_expiry_s
                 with contextlib.suppress(UStatusError):
                     await self._forget(name)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise UStatusError.from_status(NOT_OPEN)
 
     def _leave(self, filter: Filter) -> str:
         """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""

@@ -16,7 +16,6 @@ from typing import Final
 
 import structlog
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field
 
 from tests.transports.mutants.hub import (
     AGAIN,
@@ -38,8 +37,8 @@ from tests.transports.mutants.hub import (
     pack,
     split,
 )
-from transports.base import OK, SendChecks, stopped, too_large
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
+from transports.base import OK, SendChecks, TransportSettings, stopped, too_large
+from transports.listeners import Filter, ListenerTable
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError
@@ -56,12 +55,8 @@ DRAIN_S: Final = 2.0
 log = structlog.get_logger()
 
 
-class HubConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class HubConfig(TransportSettings):
     port: int
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
 
 
 CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
