@@ -1,8 +1,8 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_config.py what it can be told;
-dds_link.py, dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
+"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, mapping.py its code, config.py what it can be told; link.py,
+writers.py, readers.py and roll_call.py may block, and here is what runs on the loop.
 
-send_batch -> one hop to the writers' thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
-listener   <- decode <- Arrivals <- the readers' thread               <- DDS           nobody else
+send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to whom it concerns,
+listener   <- decode <- Arrivals <- the readers' thread            <-      and to nobody else
 register_listener -> a reader -> until every peer has announced that it has found it (RollCall), or SEEN_S has passed
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
@@ -22,12 +22,13 @@ from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
-from transports.dds.link import Participant, translated
+from transports.dds.link import Participant, Remembered, translated
 from transports.dds.readers import Readers, reader_samples_max
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
 from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UListener
@@ -104,8 +105,8 @@ class DdsTransport(TransportBase):
         self._arrivals: Arrivals[Arrived] = Arrivals(
             self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
-        self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
-        self._routes: dict[Stamp, Route] = {}  # the same
+        self._partitions: Cache[Any, str] = Cache(ROUTES_CACHED_MAX)  # by (source, sink); the writers' thread only
+        self._routes: Cache[Stamp, Route] = Cache(ROUTES_CACHED_MAX)  # the same
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
@@ -113,7 +114,7 @@ class DdsTransport(TransportBase):
         self._listening: dict[Filter, str] = {}  # partitions
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
-        self._seen: OrderedDict[bytes, set[bytes]] = OrderedDict()  # own reader -> peers that have found it
+        self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
         self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
         self._news = asyncio.Event()  # discovery has found something
 
@@ -255,9 +256,7 @@ class DdsTransport(TransportBase):
         for index, message in enumerate(messages):
             try:
                 refusal = self._put(writers, batch, index, message, now_ms)
-            except (
-                Exception
-            ) as error:  # whatever it is: each message has its answer, and none keeps the others from theirs
+            except Exception as error:  # whatever it is: each has its answer, and none keeps the others from theirs
                 log.exception("a message could not be sent over DDS")
                 refusal = UStatus(code=UCode.INTERNAL, message=f"the message could not be sent over DDS: {error!r}")
             if refusal is not None:
@@ -286,8 +285,6 @@ class DdsTransport(TransportBase):
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
         route = Route(self._partition(attributes), priority, mapping.lifespan_ms(attributes.ttl))
         if stamp is not None:
-            if len(self._routes) >= ROUTES_CACHED_MAX:
-                self._routes.clear()
             self._routes[stamp] = route
         return route
 
@@ -298,8 +295,6 @@ class DdsTransport(TransportBase):
         )
         partition = self._partitions.get(addresses)
         if partition is None:
-            if len(self._partitions) >= ROUTES_CACHED_MAX:
-                self._partitions.clear()
             partition = self._partitions[addresses] = mapping.partition_of(attributes, self.authority)
         return partition
 
@@ -426,9 +421,7 @@ class DdsTransport(TransportBase):
             self._silent.discard(peer)
             awaited.update(keys)
             for key in keys:
-                self._seen.setdefault(key, set()).add(peer)
-        while len(self._seen) > SEEN_KEPT_MAX:
-            self._seen.popitem(last=False)
+                self._seen[key] = {*self._seen.get(key, ()), peer}
         self._wake(awaited)
 
     def _wake(self, keys: Iterable[bytes]) -> None:
