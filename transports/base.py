@@ -8,9 +8,12 @@ listeners:  a ListenerTable, with its `dropped` and `mended`
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from concurrent.futures import Future
+from typing import Any, Final, TypeVar
 
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,6 +38,7 @@ NOT_TRIED: Final = (
 Route = tuple[int, bytes, bytes | None]
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 
 class SendChecks:
@@ -100,6 +104,33 @@ def tell(callbacks: Iterable[Callable[..., None]], *what: Any) -> None:
             callback(*what)
         except Exception:
             log.exception("a callback of a transport's owner failed", callback=repr(callback), told=what)
+
+
+async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T], object]) -> T:
+    """What `make` answers, which may block: on a thread that nobody need wait for, not even the end of the process.
+
+    What it makes after its caller has been cancelled is discarded, also on a thread."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result = make()
+        except BaseException as error:
+            if made.set_running_or_notify_cancel():
+                made.set_exception(error)
+            return
+        if made.set_running_or_notify_cancel():
+            made.set_result(result)
+        else:
+            discard(result)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    try:
+        return await asyncio.wrap_future(made)
+    except asyncio.CancelledError:
+        if not made.cancel() and made.exception() is None:  # it was made just then
+            threading.Thread(target=discard, args=(made.result(),), name=name, daemon=True).start()
+        raise
 
 
 class TransportSettings(BaseModel):
@@ -170,6 +201,7 @@ __all__ = [
     "SendChecks",
     "TransportBase",
     "TransportSettings",
+    "on_own_thread",
     "stopped",
     "tell",
     "too_large",

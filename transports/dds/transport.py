@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, stopped, too_large
+from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
@@ -164,13 +163,11 @@ class DdsTransport(TransportBase):
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
-            making = _made(lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max))
-            try:
-                session = await asyncio.wrap_future(making)
-            except BaseException:
-                if not making.cancel():  # it is made already, and nobody wants it any more
-                    threading.Thread(target=_discard, args=(making,), name="dds-discard", daemon=True).start()
-                raise
+            session = await on_own_thread(  # names may take long to resolve
+                "dds-open",
+                lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max),
+                _Session.close,
+            )
             self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             try:
                 await self._discovered()
@@ -434,29 +431,3 @@ class DdsTransport(TransportBase):
 def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> None:
     if not answer.done():  # else the caller has given up
         answer.set_result(statuses)
-
-
-def _made(make: Callable[[], _Session]) -> Future[_Session]:
-    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session
-    that nobody waits for any more is closed again."""
-    made: Future[_Session] = Future()
-
-    def run() -> None:
-        try:
-            session = make()
-        except BaseException as error:
-            if made.set_running_or_notify_cancel():
-                made.set_exception(error)
-            return
-        if made.set_running_or_notify_cancel():
-            made.set_result(session)
-        else:
-            session.close()
-
-    threading.Thread(target=run, name="dds-open", daemon=True).start()
-    return made
-
-
-def _discard(made: Future[_Session]) -> None:
-    if made.exception() is None:
-        made.result().close()

@@ -25,7 +25,7 @@ import structlog
 import zenoh
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, OK, TransportBase, stopped
+from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
@@ -96,20 +96,17 @@ class ZenohTransport(TransportBase):
         self._loop = asyncio.get_running_loop()
         self._publishes.open(self.wire_bytes_max)
         self._calls.open(self.wire_bytes_max)
-        joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
-        try:
-            session = self._session = await asyncio.shield(joining)
-        except asyncio.CancelledError:
-            # the thread can't be stopped, and a session that nobody has would keep the port
-            joining.add_done_callback(_close_late)
-            raise
+        try:  # a session that nobody has would keep the port
+            session = self._session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
+        except zenoh.ZError as error:
+            raise translate(error, "opening the Zenoh session") from None
         self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
         self._sending = SenderThread(f"zenoh-send-{self.authority}")
         for transport in session.info.transports():
             self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
-        """On a thread of the pool."""
+        """On a thread of its own."""
         loop = self._loop
 
         def on_event(event: zenoh.TransportEvent) -> None:
@@ -302,11 +299,6 @@ def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _close_late(joining: asyncio.Future[zenoh.Session]) -> None:
-    if not joining.cancelled() and joining.exception() is None:
-        threading.Thread(target=_close, args=(joining.result(),), daemon=True).start()
 
 
 def _close(session: zenoh.Session) -> None:
