@@ -18,14 +18,15 @@ from typing import Any, Final, TypeVar
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
+from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.status import OK, UStatusError, code_name
-from uprotocol.transport import ConnectionCallback, LocalUriProvider, UTransport
+from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) known to be valid
@@ -149,8 +150,9 @@ class TransportSettings(BaseModel):
 class TransportBase(UTransport):
     """A transport that keeps its listeners, checks what it sends, and tells of its connection.
 
-    `send_batch`, `open`, `close`, `register_listener` and `unregister_listener` are left to write. Lives on the event
-    loop: from another thread only `authority`, `checks` and `dropped` may be used, the checks by one thread alone.
+    `send_batch`, `open` and `close` are left to write, and `listen` and `unlisten` where the network has to know what
+    we want. Lives on the event loop: from another thread only `authority`, `checks` and `dropped` may be used, the
+    checks by one thread alone.
     """
 
     def __init__(self, config: TransportSettings, local: LocalUriProvider) -> None:
@@ -162,6 +164,7 @@ class TransportBase(UTransport):
         )
         self.checks = SendChecks()
         self.is_open = False
+        self.registering = asyncio.Lock()  # the network is asked for a filter, or no longer, never both at once
         self._connected = False
         self._on_connection: list[ConnectionCallback] = []
 
@@ -192,6 +195,36 @@ class TransportBase(UTransport):
 
     def on_connection(self, callback: ConnectionCallback) -> None:
         self._on_connection.append(callback)
+
+    async def register_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        async with self.registering:
+            self.check_open()
+            filter = self.listeners.add(source_filter, sink_filter, listener)
+            if filter is None:
+                return  # the network delivers it already
+            try:
+                await self.listen(filter)
+            except UStatusError:
+                self.listeners.remove(source_filter, sink_filter, listener)
+                raise
+
+    async def unregister_listener(
+        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
+    ) -> None:
+        async with self.registering:
+            self.check_open()
+            filter = self.listeners.remove(source_filter, sink_filter, listener)
+            if filter is not None:
+                await self.unlisten(filter)
+
+    async def listen(self, filter: Filter) -> None:
+        """Returns when the network delivers what matches from here on. What UStatusError it raises is the caller's
+        answer, and nothing is registered then."""
+
+    async def unlisten(self, filter: Filter) -> None:
+        """The network need not deliver it any more."""
 
 
 __all__ = [

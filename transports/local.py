@@ -31,7 +31,7 @@ from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener
+from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -363,28 +363,15 @@ class LocalTransport(TransportBase):
             UCode.NOT_FOUND, f"nothing has arrived that matches {uris.format(source_filter)}: try again later"
         )
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        self.check_open()
-        added = self.listeners.add(source_filter, sink_filter, listener)
-        if added is not None and self._resumed.filters:
-            self._claim(added)
-
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        self.check_open()
-        self.listeners.remove(source_filter, sink_filter, listener)
-
-    def _claim(self, filter: Filter) -> None:
+    async def listen(self, filter: Filter) -> None:
         """A session that was resumed may have brought what belongs to a listener before the listener came."""
-        kept = self._resumed.kept
-        self._resumed.kept = Kept(message for message in kept if not matches(filter, message))
-        for message in kept:
-            if matches(filter, message):
-                self._put(message)
-        self._resumed.filters = [left for left in self._resumed.filters if left != filter]
+        if self._resumed.filters:
+            kept = self._resumed.kept
+            self._resumed.kept = Kept(message for message in kept if not matches(filter, message))
+            for message in kept:
+                if matches(filter, message):
+                    self._put(message)
+            self._resumed.filters = [left for left in self._resumed.filters if left != filter]
 
     def _drop_unclaimed(self) -> None:
         if self._resumed.filters and asyncio.get_running_loop().time() >= self._resumed_until:

@@ -27,10 +27,9 @@ from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stop
 from transports.plugin import TransportPlugin
 from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener
+from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 DATAGRAM_BYTES_MAX: Final = 200_000  # what a Linux kernel allows without further settings
@@ -45,7 +44,8 @@ class UnixBusConfig(TransportSettings):
 
 class UnixBusTransport(TransportBase):
     """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept. A bus of
-    sockets has no connection to lose: it begins with `open` and ends with `close`."""
+    sockets has no connection to lose: it begins with `open` and ends with `close`. Every end hears
+    everything, so there is nobody to tell what we listen to."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
@@ -132,18 +132,6 @@ class UnixBusTransport(TransportBase):
             path.unlink(missing_ok=True)
         except FileNotFoundError:
             pass
-
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        self.check_open()
-        self.listeners.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
-
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        self.check_open()
-        self.listeners.remove(source_filter, sink_filter, listener)
 
     def _read(self) -> None:
         """The reader thread: bytes into the arrivals, which wakes the loop once for many and makes us wait while it is

@@ -31,11 +31,9 @@ from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
-from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, UListener
+from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
@@ -78,7 +76,6 @@ class ZenohTransport(TransportBase):
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
-        self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
 
     def __repr__(self) -> str:
@@ -100,6 +97,7 @@ class ZenohTransport(TransportBase):
             session = self._session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
         except zenoh.ZError as error:
             raise translate(error, "opening the Zenoh session") from None
+        self.is_open = True
         self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
         self._sending = SenderThread(f"zenoh-send-{self.authority}")
         for transport in session.info.transports():
@@ -128,6 +126,7 @@ class ZenohTransport(TransportBase):
 
         Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
+        self.is_open = False
         session, self._session = self._session, None
         if session is None or self._sender is None or self._sending is None:
             return
@@ -145,7 +144,7 @@ class ZenohTransport(TransportBase):
             self._lost(peer)
 
     async def _drain(self) -> None:
-        async with self._registering:
+        async with self.registering:
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
         await asyncio.to_thread(_undeclare, subscribers)
@@ -223,38 +222,16 @@ class ZenohTransport(TransportBase):
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
-        async with self._registering:
-            session = self._opened()
-            filter = self.listeners.add(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            try:
-                key = mapping.filter_key(filter.source, filter.sink, self.authority)
-                self._subscribers[filter] = await self._call(
-                    f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
-                )
-            except UStatusError:
-                self.listeners.remove(source_filter, sink_filter, listener)
-                raise
+    async def listen(self, filter: Filter) -> None:
+        """Other sessions learn of it a moment later; until then their messages don't come."""
+        session, key = self._session, mapping.filter_key(filter.source, filter.sink, self.authority)
+        assert session is not None, "only an open transport listens"
+        self._subscribers[filter] = await self._call(
+            f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
+        )
 
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        async with self._registering:
-            self._opened()
-            filter = self.listeners.remove(source_filter, sink_filter, listener)
-            if filter is not None:
-                subscriber = self._subscribers.pop(filter)
-                await self._call("ending a subscription", subscriber.undeclare)
-
-    def _opened(self) -> zenoh.Session:
-        if self._session is None:
-            raise UStatusError.from_status(NOT_OPEN)
-        return self._session
+    async def unlisten(self, filter: Filter) -> None:
+        await self._call("ending a subscription", self._subscribers.pop(filter).undeclare)
 
     def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
         put, put_call, is_call, dropped = self._publishes.put, self._calls.put, mapping.is_call, self.dropped

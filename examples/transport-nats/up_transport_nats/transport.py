@@ -35,10 +35,9 @@ from up_transport_nats import mapping
 from up_transport_nats.config import NatsConfig
 from up_transport_nats.link import AWAY, Link
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
+from uprotocol.transport import Capability, LocalUriProvider, LossCallback
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
@@ -83,7 +82,7 @@ class NatsTransport(TransportBase):
         # (consumer, sequence) that has arrived: if they come again, they are here already
         self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
+        self._sending = asyncio.Lock()
         self._loss_callbacks: list[LossCallback] = []
 
     def __repr__(self) -> str:
@@ -123,7 +122,7 @@ class NatsTransport(TransportBase):
         self.is_open = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
-                async with self._sending, self._registering:
+                async with self._sending, self.registering:
                     await asyncio.gather(*self._stop_following(), return_exceptions=True)
                 await self._arrivals.drained()
                 await asyncio.gather(*self._tasks)  # acknowledgements
@@ -167,7 +166,7 @@ class NatsTransport(TransportBase):
         while self.is_open and self._link.is_up():
             try:
                 await self._link.request("looking for the stream", self._link.ensure_stream())
-                async with self._registering:
+                async with self.registering:
                     for name in list(self._leftover):
                         await self._forget(name)
                     waiting = [filter for filter, task in self._followers.items() if task is None]
@@ -232,40 +231,23 @@ class NatsTransport(TransportBase):
 
     # Listening.
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
+    async def listen(self, filter: Filter) -> None:
         """While the server is away it is noted, and the server is asked when it is back."""
-        async with self._registering:
-            self.check_open()
-            filter = self.listeners.add(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            self._followers[filter] = None
-            if not self._link.is_up():
-                return
+        self._followers[filter] = None
+        if self._link.is_up():
             try:
                 await self._follow(filter)
             except UStatusError:
-                if not self._link.is_up():
-                    return  # as if it had been away before
-                self.listeners.remove(source_filter, sink_filter, listener)
-                self._leave(filter)
-                raise
+                if self._link.is_up():  # else it is as if it had been away before
+                    self._leave(filter)
+                    raise
 
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        async with self._registering:
-            self.check_open()
-            filter = self.listeners.remove(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            name = self._leave(filter)
-            if self._link.is_up():
-                # then it is forgotten later, or forgets itself after session_expiry_s
-                with contextlib.suppress(UStatusError):
-                    await self._forget(name)
+    async def unlisten(self, filter: Filter) -> None:
+        name = self._leave(filter)
+        if self._link.is_up():
+            # otherwise it is forgotten later, or forgets itself after session_expiry_s
+            with contextlib.suppress(UStatusError):
+                await self._forget(name)
 
     def _leave(self, filter: Filter) -> str:
         """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
@@ -295,7 +277,7 @@ class NatsTransport(TransportBase):
         return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
 
     async def _follow(self, filter: Filter) -> None:
-        """Returns when the server keeps for us what matches from here on. Under `_registering`."""
+        """Returns when the server keeps for us what matches from here on. Under `registering`."""
         network, (name, subject) = self._config.network, self._consumer(filter)
         if name in self._leftover:
             await self._forget(name)
