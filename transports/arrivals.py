@@ -1,10 +1,11 @@
 """The queue of what has arrived: network -> listeners, bounded, one wake-up per batch, acknowledged last.
 
-library's thread:  put(item, size)               \\          up to BATCH_MAX at once,          in the order of arrival
-task on the loop:  await put_on_loop(item, size)  > items -> deliver(batch) -> its awaitable -> taken(batch, error)
-library's callback on the loop:  put_now(items)  /  ^                              |
-                                                    '------- redeliver=True -------' failed: it goes back to the front with
-                                                                                     all behind it, and comes again in order
+library's thread:   put(item, size)
+task on the loop:   await put_on_loop(item, size)   -> items -> deliver(batch) -> its awaitable -> taken(batch, error)
+callback on loop:   put_now(items)                      ^       up to BATCH_MAX         |          in order of arrival
+                                                        |                               | failed, and redeliver=True:
+                                                        '-------------------------------' with all behind it, in order
+
 full, by messages or bytes:  put and put_on_loop wait, and whoever waits reads nothing
                              put_now takes it nevertheless: pressed(True) says hold back, pressed(False) go on
 too large for `item_bytes_max`: counted as dropped, and not taken; put and put_on_loop answer False
@@ -120,7 +121,8 @@ class Arrivals(Generic[T]):
         self._idle = asyncio.Event()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(waiting={len(self._items)}, being_taken={self._pending_messages}, bytes={self._bytes})"
+        counts = f"waiting={len(self._items)}, being_taken={self._pending_messages}, bytes={self._bytes}"
+        return f"{type(self).__name__}({counts})"
 
     @property
     def waiting(self) -> int:

@@ -1,9 +1,9 @@
 """What every transport does alike, written once. Ours are made on it; a plugin may be, and need not.
 
 send_batch: message -> valid?            -> not expired?      -> not too large?   -> the network
-                       INVALID_ARGUMENT     DEADLINE_EXCEEDED    INVALID_ARGUMENT    UNAVAILABLE: stopped() answers the rest
+                       INVALID_ARGUMENT     DEADLINE_EXCEEDED    INVALID_ARGUMENT    UNAVAILABLE: stopped() says so
 connection: set_connected(True | False) -> each callback of on_connection, once for each change
-listeners:  a ListenerTable, with its `dropped` and `mended`
+listeners:  register_listener -> ListenerTable: new to the network? -> listen(filter)    what arrives: see arrivals.py
 """
 
 from __future__ import annotations

@@ -43,9 +43,11 @@ class UnixBusConfig(TransportSettings):
 
 
 class UnixBusTransport(TransportBase):
-    """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept. A bus of
-    sockets has no connection to lose: it begins with `open` and ends with `close`. Every end hears
-    everything, so there is nobody to tell what we listen to."""
+    """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept.
+
+    A bus of sockets has no connection to lose: it begins with `open` and ends with `close`. Every end hears
+    everything, so there is nobody to tell what we listen to.
+    """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 

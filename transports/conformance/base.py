@@ -1,7 +1,8 @@
-"""The hooks of the conformance suite, and its listener.
+"""The hooks of the conformance suite, and its listeners.
 
-make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair, and closes whatever it made
-     send_batch                                 Sink: collects, and wakes the test when enough has come
+make_end("alpha") --- the plugin's network --- make_end("beta")      each test gets a fresh, open pair, and closes
+     send_batch                                 Sink: collects, and    whatever it made
+                                                wakes the test when enough has come
 
 Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a
 hook that is left out skips what needs it, and says so.

@@ -1,6 +1,6 @@
 """The connection: before open, after close, lost, and back.
 
-open -> connected -- break_network --> callback(False), UNAVAILABLE -- heal_network --> callback(True), listeners as before
+open -> connected -- break_network -> callback(False), UNAVAILABLE -- heal_network -> callback(True), all as before
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Delivery: complete, in order, as fast as the listener takes it, and acknowledged last; and the pull side.
 
-2,000 in one batch -> 2,000, in order        slow listener -> slow sender, nothing lost        listener fails -> it comes again
+2,000 in one batch -> 2,000, in order    slow listener -> slow sender, nothing lost     listener fails -> it comes again
 """
 
 from __future__ import annotations

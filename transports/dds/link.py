@@ -1,5 +1,5 @@
-"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them. transport.py is
-the half on the loop.
+"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them.
+transport.py is the half on the loop.
 
 here           Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
 writers.py     one per (partition, priority), made when first needed    a thread of its own

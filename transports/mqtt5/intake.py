@@ -1,4 +1,4 @@
-"""What arrived -> listeners, in order, acknowledged last; what a listener did not take comes again (transports/arrivals).
+"""What arrived -> listeners, in order, acknowledged last; what a listener did not take comes again (see Arrivals).
 
 BYTES_MAX or MESSAGES_MAX here
               -> pressed: the socket is not read, which holds the broker      -> half of it taken: read again

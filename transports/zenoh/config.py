@@ -1,7 +1,7 @@
 """What a Zenoh transport can be told, Zenoh's own configuration made of it, and the session that it makes.
 
-ZenohConfig (checked when it is read) -> to_zenoh() -> linked(): blocks until somebody of `connect` has answered -> a session
-                                         config_file, then our settings, then `settings`
+ZenohConfig (checked when it is read) -> to_zenoh(): config_file, then our settings, then `settings`
+-> linked(): blocks until somebody of `connect` has answered -> a session
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ batch -> send plan of its stamp -> route -> session.put    a topic's first messa
                                     '-- publishers are full: one that was unused for a whole period is undeclared, or
                                         the topic stays as it is
 
-flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read everything
+flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read all
 
 Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write
 something: TCP then resets the connection, and forgets what the other side has not read. So who closes flushes first. A

@@ -6,10 +6,10 @@ close -> listeners take what has arrived | peers confirm what was sent -> Zenoh'
 
 Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges
 nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task,
-which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and responses pass publishes that
-are held, as far as HELD_MESSAGES_MAX goes.
+which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and responses pass
+publishes that are held, as far as HELD_MESSAGES_MAX goes.
 
-How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
+How priorities map: mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
 access_control (`settings`), with TLS or user and password to tell who is who.
 """
 

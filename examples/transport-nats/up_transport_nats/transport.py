@@ -1,7 +1,9 @@
 """uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
 
-send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
-stream -> consumer of a filter -> fetch, task of that filter -> Arrivals -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+send_batch -> packets, a run of messages of one (source, sink) each
+           -> publish, one at a time per (source, sink) -> stream: PubAck = OK
+stream     -> consumer of a filter -> fetch, task of that filter -> Arrivals
+           -> unpack, ListenerTable -> listeners -> taken: ack, or nak
 
 The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after there was room
 for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
