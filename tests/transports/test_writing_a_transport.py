@@ -148,6 +148,7 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
         "listen",
         "reach",
         "send_all",
+        "send_in_parts",
         "traffic",
         "eventually",
         "settle",

@@ -43,6 +43,7 @@ TTL_MS: Final = 60_000
 RAW: Final = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 PROBE: Final = b"conformance probe"
 PROBE_EVERY_S: Final = 0.05
+SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
 
 with warnings.catch_warnings():
@@ -480,6 +481,16 @@ class TransportHarness:
         """All are taken; that nobody is there to take a request may be told."""
         statuses = [OK if is_nobody_listening(status) else status for status in await sender.send_batch(messages)]
         assert codes(statuses) == [UCode.OK] * len(messages), [status for status in statuses if status.code][:3]
+
+    async def send_in_parts(
+        self, sender: UTransport, messages: Sequence[UMessage], sent: list[UMessage] | None = None
+    ) -> None:
+        """SENT_AT_ONCE at a time; `sent` is told what has been."""
+        for start in range(0, len(messages), SENT_AT_ONCE):
+            part = messages[start : start + SENT_AT_ONCE]
+            await self.send_all(sender, part)
+            if sent is not None:
+                sent += part
 
     def traffic(self, count: int, source: UUri | None = None, sink: UUri | None = None) -> list[UMessage]:
         """`count` notifications, numbered in their payload."""

@@ -9,11 +9,12 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable
 
 from transports.conformance.base import (
     ALPHA,
     PROBE,
+    SENT_AT_ONCE,
     BatchSink,
     Pair,
     Sink,
@@ -33,7 +34,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 BATCH = 2_000
-SENT_AT_ONCE = 500
 GAMMA = "gamma"
 PROCESS_S_MAX = 60.0  # until an interpreter has started and imported the plugin, which is no matter of the network
 
@@ -120,17 +120,13 @@ class DeliveryConformance(TransportHarness):
     async def test_a_slow_listener_loses_nothing(self, pair: Pair) -> None:
         heard = await self.gated(pair)
         messages = self.traffic(self.flood_messages)
-        sending = asyncio.ensure_future(self._send_in_parts(pair[0], messages))
+        sending = asyncio.ensure_future(self.send_in_parts(pair[0], messages))
         await heard.expect(1)
         await asyncio.sleep(self.settle_s)
         heard.gate.set()
         await sending
         await heard.expect(self.flood_messages)
         assert firsts(numbers(heard)) == list(range(self.flood_messages))
-
-    async def _send_in_parts(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
-        for start in range(0, len(messages), SENT_AT_ONCE):
-            await self.send_all(sender, messages[start : start + SENT_AT_ONCE])
 
     async def test_what_was_not_taken_comes_again(self, pair: Pair) -> None:
         self.needs(Capability.PUSH | Capability.ACK)

@@ -6,12 +6,10 @@ small, large, small -> in order        too large -> refused, or it arrives      
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from transports.conformance.base import BatchSink, Pair, TransportHarness, codes, notification, raw, reply, spec, topic
-from transports.conformance.delivery import SENT_AT_ONCE, firsts
+from transports.conformance.delivery import firsts
 from uprotocol.message import UMessageBuilder
-from uprotocol.transport import UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
@@ -48,9 +46,9 @@ class PressureConformance(TransportHarness):
     async def test_a_slow_listener_is_felt_by_the_sender(self, pair: Pair) -> None:
         """Neither end takes more than its queues hold while a listener takes nothing."""
         heard = await self.gated(pair)
-        sent: list[int] = []
+        sent: list[UMessage] = []
         flood = _padded(self.flood_messages)
-        sending = asyncio.ensure_future(self._flood(pair[0], flood, sent))
+        sending = asyncio.ensure_future(self.send_in_parts(pair[0], flood, sent))
         try:
             await heard.expect(1)
             progress = -1
@@ -70,12 +68,6 @@ class PressureConformance(TransportHarness):
         )
         await heard.until(lambda: heard.payloads[-1] == flood[-1].payload, "the last of the flood")
         assert firsts([int(payload) for payload in heard.payloads]) == list(range(self.flood_messages))
-
-    async def _flood(self, sender: UTransport, messages: Sequence[UMessage], sent: list[int]) -> None:
-        for start in range(0, len(messages), SENT_AT_ONCE):
-            part = messages[start : start + SENT_AT_ONCE]
-            await self.send_all(sender, part)
-            sent += range(len(part))
 
     async def test_what_was_answered_ok_arrives_though_its_sender_closes(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))

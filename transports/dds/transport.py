@@ -171,7 +171,7 @@ class DdsTransport(TransportBase):
             self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             try:
                 await self._discovered()
-                self._session = session
+                self._session, self.is_open = session, True
                 await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # of an earlier life
             except BaseException:
                 self._end(session)
@@ -196,7 +196,7 @@ class DdsTransport(TransportBase):
             session = self._session
             if session is None:
                 return
-            self._session = None
+            self._session, self.is_open = None, False
             self.set_connected(False)
             session.writers.stop()
             session.readers.stop()
@@ -211,7 +211,7 @@ class DdsTransport(TransportBase):
 
     def _end(self, session: _Session) -> Future[None]:
         """Close `session` behind whatever is being done with it, and forget what belongs to it."""
-        self._session = None
+        self._session, self.is_open = None, False
         self._arrivals.close()
         self._readers.clear()
         self._listening.clear()
@@ -231,12 +231,11 @@ class DdsTransport(TransportBase):
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
         sink; others pass."""
-        try:
-            writers = self._require_session().writers
-        except UStatusError as error:
-            return stopped([], len(messages), error.status)
+        if self._session is None:
+            return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
+        writers = self._session.writers
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[UStatus]] = loop.create_future()
 
