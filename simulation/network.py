@@ -93,4 +93,4 @@ class SimulatedNetwork(LocalNetwork):
         self._told(f"short {UCode.Name(code)}", request, asker)
         status = UStatus(code=code, message="short of something (the simulation wants it so)")  # type: ignore[arg-type]
         response = error_response(request.attributes, status)
-        asker._arrive(response)
+        asker.arrive(response)

@@ -93,7 +93,8 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 def table(of: type[BaseModel], prefix: str = "") -> str:
     """A line for each field. Raises Undocumented for one that has no description."""
     lines = ""
-    for name, field in of.model_fields.items():
+    inherited = [name for base in of.__bases__ for name in getattr(base, "model_fields", ())]  # they come last
+    for name, field in sorted(of.model_fields.items(), key=lambda one: one[0] in inherited):
         key = prefix + (field.alias or name)
         if not field.description:
             raise Undocumented(

@@ -1,7 +1,7 @@
 """How a transport is found: an entry point of the group `up_streamer.transports`, imported only when it is named.
 
 [project.entry-points."up_streamer.transports"]
-mynet = "my_package.mynet:PLUGIN"                    # PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)
+mynet = "my_package.mynet:PLUGIN"   # PLUGIN = TransportPlugin("mynet", MyConfig, MyTransport, MyTransport.capabilities)
 
 name -> entry point -> import -> a TransportPlugin?      settings -> config -> create -> a UTransport?
         NOT_FOUND      FAILED_PRECONDITION               INVALID_ARGUMENT      FAILED_PRECONDITION
@@ -133,10 +133,12 @@ def create(name: str, settings: Mapping[str, Any], local: LocalUriProvider) -> U
 def _mistake(plugin: Any) -> str:
     """What is wrong with what an entry point names; empty if nothing."""
     if not isinstance(plugin, TransportPlugin):
-        return f"its entry point must name a transports.plugin.TransportPlugin, such as {_SHAPE}, and names {_shown(plugin)}"
+        what = f"a transports.plugin.TransportPlugin, such as {_SHAPE}"
+        return f"its entry point must name {what}, and names {_shown(plugin)}"
     config, create, capabilities = cast(tuple[Any, Any, Any], (plugin.config, plugin.create, plugin.capabilities))
     if not (isinstance(config, type) and issubclass(config, BaseModel)):
-        return f"config must be a pydantic model (a subclass of pydantic.BaseModel, not an instance), and is {_shown(config)}"
+        what = "a pydantic model (a subclass of pydantic.BaseModel, not an instance)"
+        return f"config must be {what}, and is {_shown(config)}"
     if not callable(create):
         return f"create must be callable as create(config, local), and is {_shown(create)}"
     if not isinstance(capabilities, Capability):

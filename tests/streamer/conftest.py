@@ -101,7 +101,7 @@ class World:
         """Until the streamer has taken everything that is on the network of an endpoint."""
         transport = self.streamer.endpoints[endpoint].transport
         assert isinstance(transport, LocalTransport)
-        await self.until(lambda: not transport._queue and not transport._taking)
+        await self.until(lambda: not transport.arrivals.waiting)
 
     async def until(self, condition: Callable[[], Any]) -> None:
         """Let everybody run until `condition` holds."""

@@ -444,7 +444,7 @@ async def test_an_open_that_cannot_listen_again_may_be_tried_again(tag: str, mon
             raise OSError("no more files")
 
         with monkeypatch.context() as patch:
-            patch.setattr("transports.dds.readers.DataReader", fail)
+            patch.setattr("transports.dds.readers.reading", fail)
             with pytest.raises(UStatusError, match="no more files"):
                 await beta.open()
         assert not beta.connected

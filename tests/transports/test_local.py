@@ -7,9 +7,10 @@ import asyncio
 import pytest
 
 from transports import plugin
+from transports.arrivals import BATCH_MAX
 from transports.conformance import ALPHA, BETA, Sink, TransportConformance
 from transports.conformance.base import notification, reply, topic
-from transports.local import BATCH_MESSAGES_MAX, PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
+from transports.local import PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UTransport
@@ -163,10 +164,10 @@ async def test_what_nobody_pulls_is_bounded() -> None:
     network = LocalNetwork()
     alpha, beta = pair_on(network)
     async with alpha, beta:
-        for _ in range(PULL_MESSAGES_MAX // BATCH_MESSAGES_MAX + 1):
-            await alpha.send_batch([notification(b"x") for _ in range(BATCH_MESSAGES_MAX)])
+        for _ in range(PULL_MESSAGES_MAX // BATCH_MAX + 1):
+            await alpha.send_batch([notification(b"x") for _ in range(BATCH_MAX)])
             await asyncio.sleep(0)
-        await asyncio.wait_for(beta._idle.wait(), 10)
+        await asyncio.wait_for(beta.arrivals.drained(), 10)
         assert len(beta._for_pull) == PULL_MESSAGES_MAX
 
 

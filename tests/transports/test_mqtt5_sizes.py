@@ -184,12 +184,12 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
             await until(lambda: hearer._shedding if not pressed_s_max else hearer._paused_at_s is not None)
             if not pressed_s_max:
                 assert (await hearer.send_batch([message(b"still here")]))[0].code == UCode.OK
-        waiting = hearer._intake._bytes
+        waiting = hearer._intake.octets
         assert 2 * MIB <= waiting <= 2 * MIB + READ_BYTES + 100_000
         held.gate.set()
         await until(lambda: sorted(set(held.sizes)) == sizes)
         assert list(dict.fromkeys(held.sizes)) == sizes, "in order, though some may come twice"
-    assert not hearer._intake._bytes
+    assert not hearer._intake.octets
 
 
 @pytest.mark.broker
@@ -206,7 +206,7 @@ async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(
         assert 500 <= hearer._intake.waiting <= 500 + READ_BYTES // 100
         held.gate.set()
         await until(lambda: len(held.sizes) >= 5_000)
-    assert not hearer._intake._messages
+    assert not hearer._intake.waiting
 
 
 @pytest.mark.broker

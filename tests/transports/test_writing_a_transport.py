@@ -1,7 +1,7 @@
 """The page for authors of transports: its code, taken from it block by block, is a plugin that passes the conformance
 suite.
 
-docs/writing-a-transport.md -> ```python blocks that begin with `# FILE` -> FILE, in order -> pytest in a process of its own
+docs/writing-a-transport.md -> ```python blocks that begin with `# FILE` -> FILE, in order -> pytest in a process
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from streamer import config as configs
-from transports import conformance, inbox, listeners, outbox, plugin
+from transports import arrivals, base, conformance, listeners, plugin
 from transports.listeners import ListenerTable
 from uprotocol import attributes, status, transport
 from uprotocol import uri as uris
@@ -107,9 +107,12 @@ def test_every_name_of_ours_that_the_page_gives_exists() -> None:
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(where), name), dotted
     for name in ("refusal",):
-        assert hasattr(outbox.Outbox, name)
-    for name in ("put", "put_on_loop", "drained", "close"):
-        assert hasattr(inbox.Inbox, name)
+        assert hasattr(base.SendChecks, name)
+    for name in ("dropped", "mended", "connected", "on_connection", "set_connected"):
+        assert hasattr(base.TransportBase, name)
+        assert name in PAGE
+    for name in ("open", "put", "put_on_loop", "put_now", "drained", "finish", "close"):
+        assert hasattr(arrivals.Arrivals, name)
         assert name in PAGE
     for name in ("add", "remove", "filters", "deliver", "deliver_encoded"):
         assert hasattr(listeners.ListenerTable, name)
@@ -138,10 +141,14 @@ def test_the_tables_of_hooks_and_attributes_are_those_of_the_suite() -> None:
         "ends",
         "needs",
         "needs_hook",
+        "gated",
+        "refusal_of",
+        "away",
         "usable",
         "listen",
         "reach",
         "send_all",
+        "send_in_parts",
         "traffic",
         "eventually",
         "settle",

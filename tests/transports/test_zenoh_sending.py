@@ -18,9 +18,9 @@ import structlog
 import zenoh
 
 from streamer.demo.processes import free_port
+from transports.arrivals import MESSAGES_MAX
 from transports.conformance import Sink
 from transports.conformance.base import method, notification, publish, reply, request, topic
-from transports.inbox import MESSAGES_MAX
 from transports.zenoh import ZenohConfig, ZenohTransport
 from transports.zenoh.sender import FLUSH_KEY, LINGER_S, PUTS_BEFORE_DECLARED, ZenohSender, answer_flush
 from uprotocol import uri as uris
@@ -239,7 +239,7 @@ async def test_requests_pass_while_publishes_are_held(two: tuple[ZenohTransport,
         await asyncio.sleep(0.01)
     held.gate.clear()
     held.messages.clear()
-    count = MESSAGES_MAX + 2_000  # more than one inbox holds
+    count = MESSAGES_MAX + 2_000  # more than waits at once
     sending = asyncio.ensure_future(
         beta.send_batch([publish(b"%d" % number, topic("beta")) for number in range(count)])
     )

@@ -6,9 +6,12 @@
         async def make_end(self, authority: str, **limits: int) -> UTransport:
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
-base.py     the hooks that a plugin's class overrides, and the listener that waits
-sending.py  filters.py  listening.py  delivery.py  pressure.py  sizes.py  connection.py  returning.py  loop.py  errors.py: the tests
-peer.py     the other end of the test with two processes;  proxy.py: a TCP link that a test can cut;  watch.py: the loop and its threads
+base.py     the hooks that a plugin's class overrides, and the listeners that wait
+sending.py  filters.py  listening.py  delivery.py  pressure.py  sizes.py  connection.py  returning.py  loop.py
+errors.py   the tests
+peer.py     the other end of the test with two processes
+proxy.py    a TCP link that a test can cut
+watch.py    the loop and its threads
 
 Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
 "spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
@@ -16,19 +19,8 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-for _module in (
-    "base",
-    "sending",
-    "filters",
-    "listening",
-    "delivery",
-    "pressure",
-    "sizes",
-    "connection",
-    "returning",
-    "loop",
-    "errors",
-):
+_TESTS = "base sending filters listening delivery pressure sizes connection returning loop errors"
+for _module in _TESTS.split():
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
 from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402

@@ -1,7 +1,8 @@
-"""The hooks of the conformance suite, and its listener.
+"""The hooks of the conformance suite, and its listeners.
 
-make_end("alpha") --- the plugin's network --- make_end("beta")        each test gets a fresh, open pair, and closes whatever it made
-     send_batch                                 Sink: collects, and wakes the test when enough has come
+make_end("alpha") --- the plugin's network --- make_end("beta")      each test gets a fresh, open pair, and closes
+     send_batch                                 Sink: collects, and    whatever it made
+                                                wakes the test when enough has come
 
 Hooks are `async` methods, but for `normalise` and `peer_process`. Only `make_end` and `capabilities` are demanded: a
 hook that is left out skips what needs it, and says so.
@@ -23,7 +24,7 @@ import pytest_asyncio
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import OK, is_nobody_listening
+from uprotocol.status import OK, UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
@@ -31,6 +32,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from uprotocol.v1.uuid_pb2 import UUID
+
+Pair = tuple[UTransport, UTransport]
 
 ALPHA: Final = "alpha"
 BETA: Final = "beta"
@@ -40,6 +43,7 @@ TTL_MS: Final = 60_000
 RAW: Final = UPayloadFormat.UPAYLOAD_FORMAT_RAW
 PROBE: Final = b"conformance probe"
 PROBE_EVERY_S: Final = 0.05
+SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
 
 with warnings.catch_warnings():
@@ -116,6 +120,15 @@ def _fill(address: UUri, authority: str, resource: int) -> None:
 
 def codes(statuses: Sequence[UStatus]) -> list[int]:
     return [status.code for status in statuses]
+
+
+async def code_of(call: Awaitable[object]) -> int:
+    """OK, or the code of the UStatusError that it raised; anything else that it raises fails the test."""
+    try:
+        await call
+    except UStatusError as error:
+        return int(error.code)
+    return UCode.OK
 
 
 def payloads(messages: Sequence[UMessage]) -> list[bytes]:
@@ -205,6 +218,43 @@ class BatchSink(Sink):
         return None
 
 
+class Gated(BatchSink):
+    """Takes nothing until its gate opens."""
+
+    def __init__(self, deadline_s: float) -> None:
+        super().__init__(deadline_s)
+        self.gate = asyncio.Event()
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
+        super().on_receive_batch(messages)
+        return self._take()
+
+    async def _take(self) -> None:
+        await self.gate.wait()
+
+
+class Changes:
+    """Follows on_connection."""
+
+    def __init__(self, end: UTransport) -> None:
+        self.seen: list[bool] = []
+        self.true_to_the_facts = True  # whatever was told, `connected` said it, too
+        self._end = end
+        self._changed = asyncio.Event()
+        end.on_connection(self._on_change)
+
+    def _on_change(self, connected: bool) -> None:
+        self.seen.append(connected)
+        self.true_to_the_facts &= bool(self._end.connected) is connected
+        self._changed.set()
+
+    async def until(self, connected: bool, deadline_s: float) -> None:
+        async with asyncio.timeout(deadline_s):
+            while self.seen[-1:] != [connected]:
+                self._changed.clear()
+                await self._changed.wait()
+
+
 class Ends:
     """Makes the ends of one test, and closes them after it, the last one first."""
 
@@ -221,7 +271,7 @@ class Ends:
         self._made.push_async_callback(end.close)
         return end
 
-    async def pair(self) -> tuple[UTransport, UTransport]:
+    async def pair(self) -> Pair:
         """Two open ends, alpha and beta."""
         alpha, beta = await self(ALPHA), await self(BETA)
         await alpha.open()
@@ -346,7 +396,7 @@ class TransportHarness:
         await made.close()
 
     @pytest_asyncio.fixture
-    async def pair(self, ends: Ends) -> tuple[UTransport, UTransport]:
+    async def pair(self, ends: Ends) -> Pair:
         """Two open ends, alpha and beta."""
         return await ends.pair()
 
@@ -368,13 +418,41 @@ class TransportHarness:
         *,
         reachable: bool = True,
     ) -> Sink:
-        """A Sink at the second end, for what the first one sends; when this returns, nothing that matches is missed."""
+        """A Sink at the second end, for what the first one sends; when this returns, nothing that matches is missed.
+        Skips the test where there is no Capability.PUSH."""
+        self.needs(Capability.PUSH)
         sender, receiver = pair
         heard = listener if listener is not None else Sink(self.deadline_s)
         await receiver.register_listener(source, heard, sink)
         if self.discovery and reachable:
             await self.reach(sender, heard, example(source, sink, PROBE))
         return heard
+
+    async def gated(self, pair: Sequence[UTransport], source: UUri | None = None, sink: UUri | None = None) -> Gated:
+        """A listener at the second end that takes nothing until its gate opens; it has been reached already."""
+        heard = Gated(self.deadline_s)
+        heard.gate.set()
+        await self.listen(pair, source or topic(), sink or reply(), heard)
+        heard.gate.clear()
+        return heard
+
+    @contextlib.asynccontextmanager
+    async def away(self, end: UTransport) -> AsyncIterator[None]:
+        """In the block the network of `end`, which is beta, is away, and behind it back; `end` knows it each time."""
+        changes = Changes(end)
+        await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
+        yield
+        await self.heal_network(BETA)
+        await changes.until(True, self.deadline_s)
+
+    async def refusal_of(self, call: Awaitable[object]) -> UCode.ValueType:
+        """The code of the UStatusError that it raises in time, with words that say why."""
+        async with asyncio.timeout(self.deadline_s):
+            with pytest.raises(UStatusError) as raised:
+                await call
+        assert raised.value.message
+        return raised.value.code
 
     async def reach(self, sender: UTransport, heard: Sink, probe: UMessage) -> None:
         """Send `probe` until it arrives."""
@@ -403,6 +481,16 @@ class TransportHarness:
         """All are taken; that nobody is there to take a request may be told."""
         statuses = [OK if is_nobody_listening(status) else status for status in await sender.send_batch(messages)]
         assert codes(statuses) == [UCode.OK] * len(messages), [status for status in statuses if status.code][:3]
+
+    async def send_in_parts(
+        self, sender: UTransport, messages: Sequence[UMessage], sent: list[UMessage] | None = None
+    ) -> None:
+        """SENT_AT_ONCE at a time; `sent` is told what has been."""
+        for start in range(0, len(messages), SENT_AT_ONCE):
+            part = messages[start : start + SENT_AT_ONCE]
+            await self.send_all(sender, part)
+            if sent is not None:
+                sent += part
 
     def traffic(self, count: int, source: UUri | None = None, sink: UUri | None = None) -> list[UMessage]:
         """`count` notifications, numbered in their payload."""

@@ -14,13 +14,23 @@ from typing import Final
 
 import pytest
 
-from transports.conformance.base import ALPHA, BETA, BatchSink, Ends, Sink, TransportHarness, notification, reply, topic
-from transports.conformance.connection import Changes
+from transports.conformance.base import (
+    ALPHA,
+    BETA,
+    BatchSink,
+    Changes,
+    Ends,
+    Pair,
+    Sink,
+    TransportHarness,
+    notification,
+    reply,
+    topic,
+)
 from transports.conformance.watch import Alive, Heartbeat
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
 
-Pair = tuple[UTransport, UTransport]
 Round = Callable[[], Awaitable[Heartbeat]]
 
 # a certificate is read, a library starts its threads; who waits for a network waits for longer
@@ -87,7 +97,6 @@ class LoopConformance(TransportHarness):
 
     async def test_a_batch_does_not_block_the_loop(self, pair: Pair) -> None:
         """Neither at its sender nor at its receiver."""
-        self.needs(Capability.PUSH)
         heard = await self.listen(pair, topic(), reply())
 
         async def play() -> Heartbeat:
@@ -100,16 +109,10 @@ class LoopConformance(TransportHarness):
         await self.stays_quiet("a batch of one message", BATCH_ROUNDS, BATCH_S_MAX, play)
 
     async def test_a_network_that_is_away_does_not_block_the_loop(self, pair: Pair) -> None:
-        changes = Changes(pair[1])
-
         async def play() -> Heartbeat:
-            async with Heartbeat(AWAY_S_MAX) as heart:
-                await self.break_network(BETA)
-                await changes.until(False, self.deadline_s)
+            async with Heartbeat(AWAY_S_MAX) as heart, self.away(pair[1]):
                 await pair[1].send_batch([notification()])
                 await asyncio.sleep(AWAY_S)
-                await self.heal_network(BETA)
-                await changes.until(True, self.deadline_s)
             return heart
 
         await self.stays_quiet("a network that is away", AWAY_ROUNDS, AWAY_S_MAX, play)
@@ -119,12 +122,8 @@ class LoopConformance(TransportHarness):
         await self.rests("two ends that have nothing to do")
 
     async def test_a_network_that_is_away_costs_no_processor(self, pair: Pair) -> None:
-        changes = Changes(pair[1])
-        await self.break_network(BETA)
-        await changes.until(False, self.deadline_s)
-        await self.rests("an end whose network is away")
-        await self.heal_network(BETA)
-        await changes.until(True, self.deadline_s)
+        async with self.away(pair[1]):
+            await self.rests("an end whose network is away")
 
     async def rests(self, who: str) -> None:
         shares = []

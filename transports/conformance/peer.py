@@ -1,7 +1,7 @@
 """The other process of the test with two: everything that is notified to it goes back to who sent it, from a topic of
 its own.
 
-python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS      prints "ready"; ends when its input does
+python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS     prints "ready"; ends when its input does
 """
 
 from __future__ import annotations

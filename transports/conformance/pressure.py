@@ -6,16 +6,12 @@ small, large, small -> in order        too large -> refused, or it arrives      
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from transports.conformance.base import BatchSink, TransportHarness, codes, notification, raw, reply, spec, topic
-from transports.conformance.delivery import SENT_AT_ONCE, Gated, firsts
+from transports.conformance.base import BatchSink, Pair, TransportHarness, codes, notification, raw, reply, spec, topic
+from transports.conformance.delivery import firsts
 from uprotocol.message import UMessageBuilder
-from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-
-Pair = tuple[UTransport, UTransport]
 
 STALLED_S = 0.5  # a sender that has got rid of nothing for so long waits for the listener: one that does not, floods on
 LAST_WORDS = 500
@@ -25,7 +21,6 @@ PADDING = b" " * 1_024  # of each message, so that a few thousand are more than 
 class PressureConformance(TransportHarness):
     async def test_a_large_payload_is_not_overtaken(self, pair: Pair) -> None:
         """However it travels: in pieces, compressed, on a link of its own."""
-        self.needs(Capability.PUSH)
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
         sizes = [1, self.payload_bytes_max, 2, self.payload_bytes_max // 2, self.payload_bytes_max // 16, 3, 4]
         await self.send_all(pair[0], [notification(bytes(size)) for size in sizes])
@@ -34,7 +29,6 @@ class PressureConformance(TransportHarness):
         assert [len(payload) for payload in heard.payloads] == [*sizes, len(b"end")]
 
     async def test_what_is_too_large_is_refused_or_arrives(self, pair: Pair) -> None:
-        self.needs(Capability.PUSH)
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
         large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(
             raw(bytes(self.payload_bytes_max * 4))
@@ -51,14 +45,10 @@ class PressureConformance(TransportHarness):
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_a_slow_listener_is_felt_by_the_sender(self, pair: Pair) -> None:
         """Neither end takes more than its queues hold while a listener takes nothing."""
-        self.needs(Capability.PUSH)
-        heard = Gated(self.deadline_s)
-        heard.gate.set()
-        await self.listen(pair, topic(), reply(), heard)
-        heard.gate.clear()
-        sent: list[int] = []
+        heard = await self.gated(pair)
+        sent: list[UMessage] = []
         flood = _padded(self.flood_messages)
-        sending = asyncio.ensure_future(self._flood(pair[0], flood, sent))
+        sending = asyncio.ensure_future(self.send_in_parts(pair[0], flood, sent))
         try:
             await heard.expect(1)
             progress = -1
@@ -79,14 +69,7 @@ class PressureConformance(TransportHarness):
         await heard.until(lambda: heard.payloads[-1] == flood[-1].payload, "the last of the flood")
         assert firsts([int(payload) for payload in heard.payloads]) == list(range(self.flood_messages))
 
-    async def _flood(self, sender: UTransport, messages: Sequence[UMessage], sent: list[int]) -> None:
-        for start in range(0, len(messages), SENT_AT_ONCE):
-            part = messages[start : start + SENT_AT_ONCE]
-            await self.send_all(sender, part)
-            sent += range(len(part))
-
     async def test_what_was_answered_ok_arrives_though_its_sender_closes(self, pair: Pair) -> None:
-        self.needs(Capability.PUSH)
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
         assert codes(await pair[0].send_batch(_padded(LAST_WORDS))) == [UCode.OK] * LAST_WORDS
         await pair[0].close()

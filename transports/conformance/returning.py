@@ -13,22 +13,20 @@ from transports.conformance.base import (
     ALPHA,
     BETA,
     BatchSink,
+    Pair,
     Sink,
     TransportHarness,
+    code_of,
     codes,
     notification,
     reply,
     spec,
     topic,
 )
-from transports.conformance.connection import Changes
-from transports.conformance.delivery import Gated, firsts, numbers
-from transports.conformance.errors import code_of
-from uprotocol.transport import Capability, UTransport
+from transports.conformance.delivery import firsts, numbers
+from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
-
-Pair = tuple[UTransport, UTransport]
 
 OTHER = topic(resource=0x9A02)
 FROM_BETA, TO_ALPHA = topic(BETA), reply(ALPHA)  # beta is the end that is cut off, here as the sender
@@ -36,23 +34,12 @@ TRY_AGAIN_S = 0.01
 
 
 class ReturningConformance(TransportHarness):
-    async def away_and_back(self, changes: Changes) -> None:
-        await self.break_network(BETA)
-        await changes.until(False, self.deadline_s)
-        await self.heal_network(BETA)
-        await changes.until(True, self.deadline_s)
-
     async def test_what_is_sent_after_the_sender_was_away_arrives_in_order(self, pair: Pair) -> None:
-        self.needs(Capability.PUSH)
         alpha, beta = pair
         heard = await self.listen((beta, alpha), FROM_BETA, TO_ALPHA, BatchSink(self.deadline_s))
         messages = self.traffic(200, FROM_BETA, TO_ALPHA)
-        changes = Changes(beta)
-        await self.break_network(BETA)
-        await changes.until(False, self.deadline_s)
-        assert codes(await beta.send_batch(messages[:20])) == [UCode.UNAVAILABLE] * 20
-        await self.heal_network(BETA)
-        await changes.until(True, self.deadline_s)
+        async with self.away(beta):
+            assert codes(await beta.send_batch(messages[:20])) == [UCode.UNAVAILABLE] * 20
         if self.discovery:
             await self.usable(beta, heard, FROM_BETA, TO_ALPHA)
         await self.send_all(beta, messages[:100])
@@ -63,20 +50,16 @@ class ReturningConformance(TransportHarness):
     async def test_a_batch_that_is_cut_off_ends_there_and_goes_on_later(self, pair: Pair) -> None:
         """Its listener takes nothing at first, so that where senders feel that, the batch is on its way when the
         network goes."""
-        self.needs(Capability.PUSH)
         self.needs_hook("break_network")
         alpha, beta = pair
-        heard = Gated(self.deadline_s)
-        heard.gate.set()
-        await self.listen((beta, alpha), FROM_BETA, TO_ALPHA, heard)
-        heard.gate.clear()
+        heard = await self.gated((beta, alpha), FROM_BETA, TO_ALPHA)
         messages = self.traffic(self.flood_messages, FROM_BETA, TO_ALPHA)
-        changes = Changes(beta)
         sending = asyncio.ensure_future(beta.send_batch(messages))
         try:
             await heard.expect(1)
             await asyncio.sleep(self.settle_s)
-            await self.away_and_back(changes)
+            async with self.away(beta):
+                pass
         finally:
             heard.gate.set()
         async with asyncio.timeout(self.deadline_s):
@@ -98,16 +81,12 @@ class ReturningConformance(TransportHarness):
     @spec("dsn~utransport-registerlistener-start-invoking-listeners~1")
     async def test_a_listener_that_is_registered_while_the_network_is_away(self, pair: Pair) -> None:
         """Either it is refused, and may be registered later, or it works when the network is back."""
-        self.needs(Capability.PUSH)
         first = await self.listen(pair, topic(), reply())
-        late, changes = Sink(self.deadline_s), Changes(pair[1])
-        await self.break_network(BETA)
-        await changes.until(False, self.deadline_s)
-        async with asyncio.timeout(self.deadline_s):
-            code = await code_of(pair[1].register_listener(OTHER, late, reply()))
-        assert code in (UCode.OK, UCode.UNAVAILABLE)
-        await self.heal_network(BETA)
-        await changes.until(True, self.deadline_s)
+        late = Sink(self.deadline_s)
+        async with self.away(pair[1]):
+            async with asyncio.timeout(self.deadline_s):
+                code = await code_of(pair[1].register_listener(OTHER, late, reply()))
+            assert code in (UCode.OK, UCode.UNAVAILABLE)
         if code != UCode.OK:
             await pair[1].register_listener(OTHER, late, reply())
         await self.usable(pair[0], first)
@@ -119,17 +98,12 @@ class ReturningConformance(TransportHarness):
     @spec("dsn~utransport-unregisterlistener-stop-invoking-listeners~1")
     async def test_a_listener_that_is_unregistered_while_the_network_is_away(self, pair: Pair) -> None:
         """Either that is refused, and the listener stays, or it hears nothing from then on."""
-        self.needs(Capability.PUSH)
         stays = await self.listen(pair, topic(), reply())
         gone = await self.listen(pair, OTHER, reply())
-        changes = Changes(pair[1])
-        await self.break_network(BETA)
-        await changes.until(False, self.deadline_s)
-        async with asyncio.timeout(self.deadline_s):
-            code = await code_of(pair[1].unregister_listener(OTHER, gone, reply()))
-        assert code in (UCode.OK, UCode.UNAVAILABLE)
-        await self.heal_network(BETA)
-        await changes.until(True, self.deadline_s)
+        async with self.away(pair[1]):
+            async with asyncio.timeout(self.deadline_s):
+                code = await code_of(pair[1].unregister_listener(OTHER, gone, reply()))
+            assert code in (UCode.OK, UCode.UNAVAILABLE)
         await self.usable(pair[0], stays)
         if code != UCode.OK:
             await pair[1].unregister_listener(OTHER, gone, reply())

@@ -15,6 +15,7 @@ from transports.conformance.base import (
     BETA,
     BatchSink,
     Ends,
+    Pair,
     TransportHarness,
     codes,
     notification,
@@ -22,15 +23,12 @@ from transports.conformance.base import (
     spec,
     topic,
 )
-from transports.conformance.delivery import Gated
 from uprotocol.transport import ENVELOPE_BYTES_MAX, Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
-Pair = tuple[UTransport, UTransport]
-
 SMALL_MAX: Final = 1 << 16  # of a payload: what an owner may ask for
 TOO_LARGE: Final = SMALL_MAX + ENVELOPE_BYTES_MAX + 4_096  # beyond what a network may allow for its own headers
-FLOOD_BYTES: Final = 96 << 20  # more than an Inbox holds
+FLOOD_BYTES: Final = 96 << 20  # more than Arrivals hold
 STALLED_S: Final = 0.5  # nothing was sent or handed over for so long: there is no room
 
 
@@ -70,11 +68,7 @@ class SizeConformance(TransportHarness):
 
     async def test_a_slow_listener_of_large_messages_is_not_handed_all_of_them(self, pair: Pair) -> None:
         """A limit that counts messages alone is none: a few thousand large ones are more than a small computer has."""
-        self.needs(Capability.PUSH)
-        heard = Gated(self.deadline_s)
-        heard.gate.set()
-        await self.listen(pair, topic(), reply(), heard)
-        heard.gate.clear()
+        heard = await self.gated(pair)
         size = self.payload_bytes_max
         count = FLOOD_BYTES // size + 1
         sending = asyncio.ensure_future(self._send_large(pair[0], size, count))

@@ -1,7 +1,8 @@
 """What no message shows: whether the event loop stood still, and what a transport leaves behind when it is closed.
 
 loop:   beat, beat, beat ............ beat      longest gap, and ...
-thread:            late? -> the loop's stack    ... where it stood: waiting for events is a slow machine, anything else is a culprit
+thread:            late? -> the loop's stack    ... where it stood: waiting for events is a slow machine,
+                                                                    anything else is a culprit
 """
 
 from __future__ import annotations

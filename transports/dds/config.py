@@ -22,10 +22,10 @@ from typing import Final, Self
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape, quoteattr
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from transports.inbox import MESSAGES_MAX
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.arrivals import MESSAGES_MAX
+from transports.base import TransportSettings
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -64,10 +64,8 @@ except DDSException as error:
 """
 
 
-class DdsConfig(BaseModel):
+class DdsConfig(TransportSettings):
     """Which domain, over which network. Without any option Cyclone decides, from CYCLONEDDS_URI if that is set."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     domain_id: int = Field(
         default=0, ge=0, le=230, description="participants of different domains never hear one another"
@@ -121,12 +119,6 @@ class DdsConfig(BaseModel):
     )
     inbox_messages_max: int = Field(
         default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners"
-    )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
     )
 
     @field_validator("peers")

@@ -1,33 +1,43 @@
-"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them. dds.py is the
-half on the loop.
+"""The blocking half of the DDS transport: entities of cyclonedds and the threads that may wait for them.
+transport.py is the half on the loop.
 
-here             Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
-dds_writers.py   one per (partition, priority), made when first needed    a thread of its own
-dds_readers.py   one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
-dds_roll_call.py who else is here, and what they have found               a thread of its own
+here           Participant and its domain; Frame, a sample; ServingThread, a thread that waits for DDS
+writers.py     one per (partition, priority), made when first needed    a thread of its own
+readers.py     one per filter -> WaitSet -> arrived(owner, samples)     a thread of its own
+roll_call.py   who else is here, and what they have found               a thread of its own
 
 The binding holds the GIL while it writes and while it takes, but not while it waits: so a write never blocks here (it
 is tried again after a sleep), a take never exceeds TAKE_SAMPLES_MAX, and everything that waits is a WaitSet. Callbacks
 of the binding (its Listeners) run on DDS's own receiving thread, which then waits for the GIL while somebody who holds
-it waits for
-DDS: they are not used at all. It converts QoS through variables that all threads share: whoever makes or asks about an
-endpoint holds `binding`.
+it waits for DDS: they are not used at all. It converts QoS through variables that all threads share: whoever makes or
+asks about an endpoint holds `binding`.
 """
 
 import contextlib
 import ctypes
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeVar
 
 import structlog
-from cyclonedds.core import DDSException, Entity, GuardCondition, InstanceState, SampleState, ViewState, WaitSet
+from cyclonedds.core import (
+    DDSException,
+    Entity,
+    GuardCondition,
+    InstanceState,
+    ReadCondition,
+    SampleState,
+    ViewState,
+    WaitSet,
+)
 from cyclonedds.domain import Domain, DomainParticipant
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
 from cyclonedds.qos import Policy, Qos
+from cyclonedds.sub import DataReader, Subscriber
 from cyclonedds.topic import Topic
 
 from transports.dds import mapping
@@ -39,7 +49,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 TAKE_SAMPLES_MAX: Final = 256
 # of a reader that has brought nothing yet, or large ones: what is taken is in no bound until it is put ...
 TAKE_SAMPLES_MIN: Final = 16
-TAKE_BYTES_MAX: Final = 2 << 20  # ... into the inbox, so large ones are taken a few at a time
+TAKE_BYTES_MAX: Final = 2 << 20  # ... into the arrivals, so large ones are taken a few at a time
 # per reader, not yet taken, a quarter of a second; when it is full its writers are held back
 READER_SAMPLES_MAX: Final = 8_192
 # however large they may be: with fewer, small ones wait for Cyclone's next try, every 10 ms
@@ -48,9 +58,14 @@ READER_BYTES_MAX: Final = 512 << 20  # what they may have in all, as far as a nu
 FAILED_TURN_S: Final = 0.02  # a thread that failed at one turn must not spin
 WAIT_NS: Final = 1_000_000_000  # a thread looks at least once a second whether it has to end
 
+INFINITE_NS: Final = (1 << 63) - 1
+Volatile: Final = Policy.Durability.Volatile
 ANYTHING: Final = ViewState.Any | SampleState.Any | InstanceState.Any
 
 log = structlog.get_logger()
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 binding: Final = threading.Lock()
 
@@ -116,7 +131,7 @@ class Frame(IdlStruct, typename=mapping.TYPE_NAME.replace("::", ".")):
         return cls(b"")  # the type has no key; asked for when a writer has gone
 
 
-def reliable(*policies: Any, durability: Any = Policy.Durability.Volatile) -> Qos:
+def reliable(*policies: Any, durability: Any = Volatile) -> Qos:
     """What every writer and reader of ours has in common. IgnoreLocal: nobody hears itself."""
     return Qos(
         Policy.Reliability.Reliable(max_blocking_time=0),
@@ -125,6 +140,27 @@ def reliable(*policies: Any, durability: Any = Policy.Durability.Volatile) -> Qo
         Policy.IgnoreLocal.Participant,
         *policies,
     )
+
+
+def reading(
+    parent: Subscriber | DomainParticipant, topic: Topic[Frame], samples_max: int, durability: Any = Volatile
+) -> DataReader[Frame]:
+    """A reader that keeps all that comes, up to `samples_max`; then its writers wait. Made under `binding`."""
+    limits = Policy.ResourceLimits(max_samples=samples_max, max_instances=-1, max_samples_per_instance=-1)
+    return DataReader(parent, topic, reliable(Policy.History.KeepAll, limits, durability=durability))
+
+
+class Remembered(OrderedDict[K, V]):
+    """The last `entries_max` that were set."""
+
+    def __init__(self, entries_max: int) -> None:
+        super().__init__()
+        self._entries_max = entries_max
+
+    def __setitem__(self, key: K, value: V) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self._entries_max:
+            self.popitem(last=False)
 
 
 def delete(*entities: Entity) -> None:
@@ -257,9 +293,11 @@ def _refused(config: DdsConfig, configuration: str | None, error: DDSException) 
 
 
 class ServingThread:
-    """A thread that serves a wait set until it is told to end."""
+    """A thread that serves readers until it is told to end. `_serve(tokens)` is called when some that are watched have
+    something, and once a second. Whoever made it calls `_thread.start()`."""
 
     def __init__(self, participant: Participant, name: str) -> None:
+        self._participant = participant
         self._triggers = Triggers(participant.entity)
         self._guard = GuardCondition(participant.entity)
         self._triggers.attach_as(self._guard, 0)
@@ -276,6 +314,11 @@ class ServingThread:
                 if not self._ending:
                     log.exception("a DDS thread failed at one turn and goes on", thread=self._thread.name)
                     time.sleep(FAILED_TURN_S)
+
+    def _watch(self, reader: DataReader[Any], token: int) -> ReadCondition:
+        condition = ReadCondition(reader, ANYTHING)
+        self._triggers.attach_as(condition, token)
+        return condition
 
     def _serve(self, tokens: list[int]) -> None:
         raise NotImplementedError

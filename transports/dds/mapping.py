@@ -1,7 +1,8 @@
-"""UMessage <-> DDS, as docs/dds-mapping.md has it: names, partitions, samples. Pure: it knows nothing of any DDS library.
+"""UMessage <-> DDS, as docs/dds-mapping.md has it: names, partitions, samples. Pure: it knows nothing of DDS libraries.
 
 message -> writer_partition(source, sink)  "up/device1/10AB/0/3/80CD/{}/{}/{}/{}/{}"     whom DDS brings it to
-        -> encode -> CDR octets            struct { octet version; boolean has_payload; sequence<octet> attributes, payload; }
+        -> encode -> CDR octets            struct { octet version; boolean has_payload;
+                                                    sequence<octet> attributes, payload; }
 filter  -> reader_partition(source, sink)  "up/device1/10AB/*/3/*/{}/{}/{}/{}/{}"
 octets  -> decode -> message, or INVALID_ARGUMENT
 """
@@ -71,7 +72,8 @@ FRAME_BYTES: Final = _SEQUENCES_AT + 4 + 3 + 4  # what a sample has beside attri
 
 def writer_partition(source: UUri, sink: UUri | None, local_authority: str) -> str:
     """Where a message goes. It has no wildcard, so that a reader's pattern always meets a plain name."""
-    return f"up/{_segments(source, local_authority, NO_VALUE)}/{NO_SINK if sink is None else _segments(sink, local_authority, NO_VALUE)}"
+    there = NO_SINK if sink is None else _segments(sink, local_authority, NO_VALUE)
+    return f"up/{_segments(source, local_authority, NO_VALUE)}/{there}"
 
 
 def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_authority: str) -> str:

@@ -1,14 +1,14 @@
 """What arrives: the readers of the DDS transport, on one thread.
 
-DDS -> WaitSet -> take -> new: each sample once; what is missing of a numbered writer is told -> arrived(owner, samples)
-                                                                                                may wait: then the senders are held back
+DDS -> WaitSet -> take -> new: each sample once, and  -> arrived(owner, samples)
+                          what is missing is told        may wait: then the senders are held back
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -20,7 +20,7 @@ from cyclonedds.sub import DataReader, Subscriber
 
 from transports.dds import mapping
 from transports.dds.link import (
-    ANYTHING,
+    INFINITE_NS,
     READER_BYTES_MAX,
     READER_SAMPLES_MAX,
     READER_SAMPLES_MIN,
@@ -29,15 +29,15 @@ from transports.dds.link import (
     TAKE_SAMPLES_MIN,
     Frame,
     Participant,
+    Remembered,
     ServingThread,
     binding,
     delete,
-    reliable,
+    reading,
     translated,
 )
 
 WRITERS_REMEMBERED_MAX: Final = 4_096  # per reader, some 300 bytes each: as many as a transport of ours has
-INFINITE_NS: Final = (1 << 63) - 1
 
 log = structlog.get_logger()
 
@@ -64,8 +64,12 @@ class _Reader:
     entity: DataReader[Frame]
     condition: ReadCondition
     take_max: int = TAKE_SAMPLES_MIN  # samples at once
-    by_handle: dict[int, _Source] = field(default_factory=dict)
-    by_key: OrderedDict[bytes, _Source] = field(default_factory=OrderedDict)
+    # one that is forgotten is asked for again with its next sample
+    by_handle: Remembered[int, _Source] = field(default_factory=lambda: Remembered(WRITERS_REMEMBERED_MAX))
+    by_key: Remembered[bytes, _Source] = field(default_factory=lambda: Remembered(WRITERS_REMEMBERED_MAX))
+
+    def close(self) -> None:
+        delete(self.condition, self.entity, self.subscriber)
 
     def has_taken(self, octets: int) -> None:
         """The next take may be larger, or has to be smaller."""
@@ -86,14 +90,10 @@ class _Reader:
             lifespan_ns = INFINITE_NS if lifespan is None else lifespan.lifespan
             partitions = qos[Policy.Partition]
             partition = partitions.partitions[0] if partitions is not None and len(partitions.partitions) == 1 else ""
-            known = self.by_key.pop(key) if key in self.by_key else None
+            known = self.by_key.pop(key, None)
             source = known or _Source(key, found.participant_key.bytes, partition, is_numbered, lifespan_ns)
             source.lifespan_ns = lifespan_ns
             self.by_key[key] = source
-        while len(self.by_key) > WRITERS_REMEMBERED_MAX:
-            self.by_key.popitem(last=False)
-        while len(self.by_handle) >= WRITERS_REMEMBERED_MAX:
-            del self.by_handle[next(iter(self.by_handle))]  # asked for again with its next sample
         self.by_handle[handle] = source
         return source
 
@@ -119,7 +119,7 @@ class Readers(ServingThread):
         samples_max: int = READER_SAMPLES_MAX,
     ) -> None:
         super().__init__(participant, "dds-readers")
-        self._participant, self._arrived, self._samples_max = participant, arrived, samples_max
+        self._arrived, self._samples_max = arrived, samples_max
         self._readers: dict[int, _Reader] = {}
         self._tokens = itertools.count(1)
         self.lost: Counter[str] = Counter()
@@ -133,17 +133,14 @@ class Readers(ServingThread):
         with translated(f"reading from {partition}"), binding:
             token = next(self._tokens)
             subscriber = Subscriber(self._participant.entity, Qos(Policy.Partition([partition])))
-            limits = Policy.ResourceLimits(max_samples=self._samples_max, max_instances=-1, max_samples_per_instance=-1)
-            entity = DataReader(subscriber, self._participant.topic, reliable(Policy.History.KeepAll, limits))
-            condition = ReadCondition(entity, ANYTHING)
-            self._readers[token] = _Reader(owner, partition, subscriber, entity, condition)
-            self._triggers.attach_as(condition, token)
+            entity = reading(subscriber, self._participant.topic, self._samples_max)
+            self._readers[token] = _Reader(owner, partition, subscriber, entity, self._watch(entity, token))
             return token, entity.guid.bytes
 
     def remove(self, token: int) -> None:
         reader = self._readers.pop(token)
         self._triggers.detach(reader.condition)
-        delete(reader.condition, reader.entity, reader.subscriber)
+        reader.close()
 
     def _serve(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -207,5 +204,4 @@ class Readers(ServingThread):
     def close(self) -> None:
         self._end()
         for token in list(self._readers):
-            reader = self._readers.pop(token)
-            delete(reader.condition, reader.entity, reader.subscriber)
+            self._readers.pop(token).close()

@@ -1,8 +1,9 @@
 """Discovery, made visible: who else is here, and who has found our readers (docs/dds-mapping.md, section 8).
 
 a reader appears elsewhere -> announce its key  -> topic uprotocol/v1/seen -> its owner knows: what I write reaches it
-a participant that announces appears, or goes   -> changed(peers, seen)    -> register_listener, which waits for them all
-a participant appears -> its name, for what we say of it                   goes, and comes back: what was sent meanwhile may be missing
+a participant that announces appears, or goes   -> changed(peers, seen)    -> register_listener, which waits for all
+a participant appears -> its name, for what we say of it
+              goes, and comes back -> told: what was sent meanwhile may be missing
 an endpoint appears that our QoS does not match -> told once, and kept in `misfits` while it is there
 """
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -21,21 +21,22 @@ from cyclonedds.builtin import (
     BuiltinTopicDcpsPublication,
     BuiltinTopicDcpsSubscription,
 )
-from cyclonedds.core import DDSException, InstanceState, ReadCondition
+from cyclonedds.core import DDSException, InstanceState
 from cyclonedds.pub import DataWriter
 from cyclonedds.qos import Policy, Qos
-from cyclonedds.sub import DataReader
 
 from transports.dds import mapping
 from transports.dds.link import (
-    ANYTHING,
+    INFINITE_NS,
     READER_SAMPLES_MAX,
     TAKE_SAMPLES_MAX,
     Frame,
     Participant,
+    Remembered,
     ServingThread,
     binding,
     delete,
+    reading,
     reliable,
 )
 from uprotocol.status import UStatusError
@@ -47,7 +48,6 @@ UNSAID_MAX: Final = 65_536  # readers found and not announced yet, 1 MB; what is
 # participants that went: one that comes back under the same key had only not been heard
 GONE_REMEMBERED_MAX: Final = 1_024
 MISFITS_MAX: Final = 256  # endpoints that can't talk with ours: more of them say nothing new
-INFINITE_NS: Final = (1 << 63) - 1
 NAME_CHARS_MAX: Final = 200  # of what a participant says of itself
 
 Seen = list[tuple[bytes, list[bytes]]]
@@ -76,33 +76,27 @@ class RollCall(ServingThread):
 
     def __init__(self, participant: Participant, changed: Callable[[frozenset[bytes], Seen], None]) -> None:
         super().__init__(participant, "dds-roll-call")
-        self._own, self._changed, self._participant = participant.key, changed, participant
+        self._own, self._changed = participant.key, changed
         # participants that are not heard any more, and since when
-        self._gone: OrderedDict[bytes, float] = OrderedDict()
+        self._gone: Remembered[bytes, float] = Remembered(GONE_REMEMBERED_MAX)
         self.returned = 0  # participants that were not heard for longer than their lease, and were there again
         self.misfits: dict[bytes, Misfit] = {}  # by endpoint; whole and new at each change, so anybody may read it
         self.misfits_found = 0
         self._peers: dict[bytes, bytes] = {}  # endpoint -> participant
         entity, topic, kept = participant.entity, participant.seen_topic, Policy.Durability.TransientLocal
-        limits = Policy.ResourceLimits(max_samples=READER_SAMPLES_MAX, max_instances=-1, max_samples_per_instance=-1)
         with binding:
             self._writer = DataWriter(entity, topic, reliable(Policy.History.KeepLast(SEEN_DEPTH), durability=kept))
-            self._seen = DataReader(entity, topic, reliable(Policy.History.KeepAll, limits, durability=kept))
+            self._seen = reading(entity, topic, READER_SAMPLES_MAX, durability=kept)
             self._participants = BuiltinDataReader(entity, BuiltinTopicDcpsParticipant)
             self._publications = BuiltinDataReader(entity, BuiltinTopicDcpsPublication)
             self._subscriptions = BuiltinDataReader(entity, BuiltinTopicDcpsSubscription)
         self._unsaid: list[bytes] = []
-        self._conditions = []
-        readers = (
-            (self._publications, self._PUBLICATIONS),
-            (self._subscriptions, self._SUBSCRIPTIONS),
-            (self._seen, self._SEEN),
-            (self._participants, self._PARTICIPANTS),
-        )
-        for reader, token in readers:
-            condition = ReadCondition(reader, ANYTHING)
-            self._conditions.append(condition)
-            self._triggers.attach_as(condition, token)
+        self._conditions = [
+            self._watch(self._publications, self._PUBLICATIONS),
+            self._watch(self._subscriptions, self._SUBSCRIPTIONS),
+            self._watch(self._seen, self._SEEN),
+            self._watch(self._participants, self._PARTICIPANTS),
+        ]
         self._thread.start()
 
     def _serve(self, tokens: list[int]) -> None:
@@ -124,8 +118,6 @@ class RollCall(ServingThread):
             if not _alive(found):
                 if self._participant.names.pop(key, None) is not None:
                     self._gone[key] = time.monotonic()
-                    while len(self._gone) > GONE_REMEMBERED_MAX:
-                        self._gone.popitem(last=False)
                 continue
             self._participant.names[key] = _name(found.qos)
             gone_at = self._gone.pop(key, None)
@@ -133,8 +125,7 @@ class RollCall(ServingThread):
                 self.returned += 1
                 log.warning(
                     "a DDS participant was not heard for longer than its lease, and is back: what was sent between it "
-                    "and us meanwhile, or "
-                    "not acknowledged before, may be missing",
+                    "and us meanwhile, or not acknowledged before, may be missing",
                     participant=self._participant.name(key),
                     seconds_after_lease=round(time.monotonic() - gone_at, 1),
                 )

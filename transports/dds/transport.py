@@ -1,8 +1,8 @@
-"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, dds_mapping.py its code, dds_config.py what it can be told;
-dds_link.py, dds_writers.py, dds_readers.py and dds_roll_call.py may block, and here is what runs on the loop.
+"""DDS, on Cyclone. docs/dds-mapping.md is the mapping, mapping.py its code, config.py what it can be told; link.py,
+writers.py, readers.py and roll_call.py may block, and here is what runs on the loop.
 
-send_batch -> one hop to the writers' thread: check, encode, write -> DDS           partitions bring it to whom it concerns, and to
-listener   <- decode <- Inbox <- the readers' thread               <- DDS           nobody else
+send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to whom it concerns,
+listener   <- decode <- Arrivals <- the readers' thread            <-      and to nobody else
 register_listener -> a reader -> until every peer has announced that it has found it (RollCall), or SEEN_S has passed
 """
 
@@ -10,27 +10,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, TypeVar
 
 import structlog
 
+from transports.arrivals import Arrivals
+from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
-from transports.dds.link import Participant, translated
+from transports.dds.link import Participant, Remembered, translated
 from transports.dds.readers import Readers, reader_samples_max
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
-from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable, all_of
-from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped, too_large
+from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -87,28 +87,25 @@ class _Session:
         return list(dict.fromkeys(found))
 
 
-class DdsTransport(UTransport):
+class DdsTransport(TransportBase):
     """A DDS participant that carries UMessages.
 
     `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us
     and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk
-    with us, while they do.
+    with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all.
     """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = True
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
-        self._config, self._local = config, local
-        self._authority = local.get_authority()
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
+        super().__init__(config, local)
+        self._config = config
+        self._arrivals: Arrivals[Arrived] = Arrivals(
+            self._deliver, messages_max=config.inbox_messages_max, dropped=self.listeners.dropped
         )
-        self._outbox = Outbox()
-        self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
-        self._routes: dict[Stamp, Route] = {}  # the same
+        self._partitions: Cache[Any, str] = Cache(ROUTES_CACHED_MAX)  # by (source, sink); the writers' thread only
+        self._routes: Cache[Stamp, Route] = Cache(ROUTES_CACHED_MAX)  # the same
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
@@ -116,27 +113,23 @@ class DdsTransport(UTransport):
         self._listening: dict[Filter, str] = {}  # partitions
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
-        self._seen: OrderedDict[bytes, set[bytes]] = OrderedDict()  # own reader -> peers that have found it
+        self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
         self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
         self._news = asyncio.Event()  # discovery has found something
-        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         session = self._session
         state = (
-            f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
+            f"{session.writers!r}, readers={len(session.readers)}, {self._arrivals!r}"
+            if session is not None
+            else "closed"
         )
-        return f"DdsTransport({self._authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
+        return f"DdsTransport({self.authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
         lost = self._session.readers.lost if self._session is not None else Counter[str]()
-        return self._table.dropped + self._lost + lost
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
+        return self.listeners.dropped + self._lost + lost
 
     @property
     def troubles(self) -> list[str]:
@@ -158,47 +151,32 @@ class DdsTransport(UTransport):
         """Endpoints elsewhere whose QoS or type keeps them and ours apart, since open."""
         return self._session.roll_call.misfits_found if self._session is not None else 0
 
-    @property
-    def connected(self) -> bool:
-        """True while open: DDS has no connection to lose; participants come and go, and nobody may be there at all."""
-        return self._session is not None
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
-
     async def open(self) -> None:
         async with self._opening:
             if self._session is not None:
                 return
             loop = asyncio.get_running_loop()
             self._sample_bytes_max = self.wire_bytes_max + mapping.FRAME_BYTES
-            self._inbox: Inbox[Arrived] = Inbox(
-                self._deliver,
-                messages_max=self._config.inbox_messages_max,
-                item_bytes_max=self._sample_bytes_max,
-                dropped=self._table.dropped,
-            )
+            self._arrivals.open(self._sample_bytes_max)
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended without close
                     loop.call_soon_threadsafe(self._note, peers, seen)
 
-            making = _made(lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max))
-            try:
-                session = await asyncio.wrap_future(making)
-            except BaseException:
-                if not making.cancel():  # it is made already, and nobody wants it any more
-                    threading.Thread(target=_discard, args=(making,), name="dds-discard", daemon=True).start()
-                raise
+            session = await on_own_thread(  # names may take long to resolve
+                "dds-open",
+                lambda: _Session(self._config, self._arrived, changed, self._sample_bytes_max),
+                _Session.close,
+            )
             self._registrar = ThreadPoolExecutor(1, thread_name_prefix="dds-registrar")
             try:
                 await self._discovered()
-                self._session = session
-                await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+                self._session, self.is_open = session, True
+                await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # of an earlier life
             except BaseException:
                 self._end(session)
                 raise
-            self._tell_connection(True)
+            self.set_connected(True)
 
     async def _discovered(self) -> None:
         """Until nothing new has been found for a while: then what we write reaches every reader that was there before
@@ -218,23 +196,23 @@ class DdsTransport(UTransport):
             session = self._session
             if session is None:
                 return
-            self._session = None
+            self._session, self.is_open = None, False
+            self.set_connected(False)
             session.writers.stop()
             session.readers.stop()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
-                    await self._inbox.drained()
-            self._inbox.close()
+                    await self._arrivals.drained()
+            self._arrivals.close()
             self._wake(self._awaited)  # nobody need wait for peers any more
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
             await asyncio.wrap_future(self._end(session))
             self._lost += session.readers.lost
-            self._tell_connection(False)
 
     def _end(self, session: _Session) -> Future[None]:
         """Close `session` behind whatever is being done with it, and forget what belongs to it."""
-        self._session = None
-        self._inbox.close()
+        self._session, self.is_open = None, False
+        self._arrivals.close()
         self._readers.clear()
         self._listening.clear()
         self._peers = frozenset()
@@ -243,16 +221,9 @@ class DdsTransport(UTransport):
         self._registrar.shutdown(wait=False)
         return ended
 
-    def _tell_connection(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
-
     def _require_session(self) -> _Session:
         if self._session is None:
-            raise UStatusError(UCode.UNAVAILABLE, "the transport is not open: call open first")
+            raise UStatusError.from_status(NOT_OPEN)
         return self._session
 
     # sending
@@ -260,12 +231,11 @@ class DdsTransport(UTransport):
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         """What a receiver does not take answers UNAVAILABLE, and so does what follows it between the same source and
         sink; others pass."""
-        try:
-            writers = self._require_session().writers
-        except UStatusError as error:
-            return stopped([], len(messages), error.status)
+        if self._session is None:
+            return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
+        writers = self._session.writers
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[list[UStatus]] = loop.create_future()
 
@@ -278,13 +248,11 @@ class DdsTransport(UTransport):
         return await answer
 
     def _send(self, writers: Writers, batch: Batch, messages: Sequence[Carried]) -> None:
-        now_ms = self._outbox.now_ms()
+        now_ms = self.checks.now_ms()
         for index, message in enumerate(messages):
             try:
                 refusal = self._put(writers, batch, index, message, now_ms)
-            except (
-                Exception
-            ) as error:  # whatever it is: each message has its answer, and none keeps the others from theirs
+            except Exception as error:  # whatever it is: each has its answer, and none keeps the others from theirs
                 log.exception("a message could not be sent over DDS")
                 refusal = UStatus(code=UCode.INTERNAL, message=f"the message could not be sent over DDS: {error!r}")
             if refusal is not None:
@@ -294,11 +262,11 @@ class DdsTransport(UTransport):
         stamp = message.stamp if type(message) is EncodedMessage else None
         route = self._routes.get(stamp) if stamp is not None else None
         if route is None or stamp is None or stamp.ttl:
-            refusal = self._outbox.refusal(decoded(message), now_ms)
+            refusal = self.checks.refusal(decoded(message), now_ms)
             if refusal is not None:
                 return refusal
             if stamp is None:
-                message = attrs.completed(decoded(message), self._authority)
+                message = attrs.completed(decoded(message), self.authority)
             route = route or self._route(decoded(message).attributes, stamp)
         if stamp is not None:
             sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
@@ -313,8 +281,6 @@ class DdsTransport(UTransport):
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
         route = Route(self._partition(attributes), priority, mapping.lifespan_ms(attributes.ttl))
         if stamp is not None:
-            if len(self._routes) >= ROUTES_CACHED_MAX:
-                self._routes.clear()
             self._routes[stamp] = route
         return route
 
@@ -325,17 +291,15 @@ class DdsTransport(UTransport):
         )
         partition = self._partitions.get(addresses)
         if partition is None:
-            if len(self._partitions) >= ROUTES_CACHED_MAX:
-                self._partitions.clear()
-            partition = self._partitions[addresses] = mapping.partition_of(attributes, self._authority)
+            partition = self._partitions[addresses] = mapping.partition_of(attributes, self.authority)
         return partition
 
     # receiving
 
     def _arrived(self, filter: Filter, samples: list[tuple[bytes, str]]) -> None:
-        """On the readers' thread; waits while the inbox is full."""
+        """On the readers' thread; waits while it is full."""
         for sample, partition in samples:
-            self._inbox.put((filter, sample, partition), len(sample))
+            self._arrivals.put((filter, sample, partition), len(sample))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
         """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a
@@ -352,12 +316,12 @@ class DdsTransport(UTransport):
                     continue
                 message = mapping.decode(sample)
             except UStatusError:
-                self._table.dropped["malformed"] += 1
+                self.listeners.dropped["malformed"] += 1
                 continue
             mapping.complete(message.attributes, partition)
             pending.append(self._deliver_encoded(encoded, partitions))
             encoded, partitions = [], []
-            pending.append(self._table.deliver([message], only=filter))
+            pending.append(self.listeners.deliver([message], only=filter))
         pending.append(self._deliver_encoded(encoded, partitions))
         waiting = [one for one in pending if one is not None]
         if not waiting:
@@ -367,7 +331,7 @@ class DdsTransport(UTransport):
     def _deliver_encoded(
         self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]
     ) -> Awaitable[None] | None:
-        return self._table.deliver_encoded(
+        return self.listeners.deliver_encoded(
             encoded, lambda place, attributes: mapping.complete(attributes, partitions[place])
         )
 
@@ -379,14 +343,14 @@ class DdsTransport(UTransport):
         """Returns when every peer has found the new reader: what they send from then on arrives. A peer is waited for
         SEEN_S at most."""
         self._require_session()
-        filter = self._table.add(source_filter, sink_filter, listener) or Filter.of(
-            source_filter, sink_filter, self._authority
+        filter = self.listeners.add(source_filter, sink_filter, listener) or Filter.of(
+            source_filter, sink_filter, self.authority
         )
         try:
             await asyncio.shield(self._reader(filter))
         except UStatusError:
             with contextlib.suppress(UStatusError):
-                self._table.remove(source_filter, sink_filter, listener)
+                self.listeners.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
             self._listening.pop(filter, None)
             raise
@@ -399,7 +363,7 @@ class DdsTransport(UTransport):
 
     async def _make_reader(self, filter: Filter) -> int:
         session = self._require_session()
-        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self._authority)
+        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self.authority)
         token, key = await self._run(session.readers.add, filter, partition)
         await self._found(key)
         return token
@@ -408,7 +372,7 @@ class DdsTransport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         session = self._require_session()
-        filter = self._table.remove(source_filter, sink_filter, listener)
+        filter = self.listeners.remove(source_filter, sink_filter, listener)
         reader = None
         if filter is not None:
             reader = self._readers.pop(filter, None)
@@ -453,9 +417,7 @@ class DdsTransport(UTransport):
             self._silent.discard(peer)
             awaited.update(keys)
             for key in keys:
-                self._seen.setdefault(key, set()).add(peer)
-        while len(self._seen) > SEEN_KEPT_MAX:
-            self._seen.popitem(last=False)
+                self._seen[key] = {*self._seen.get(key, ()), peer}
         self._wake(awaited)
 
     def _wake(self, keys: Iterable[bytes]) -> None:
@@ -468,29 +430,3 @@ class DdsTransport(UTransport):
 def _answer(answer: asyncio.Future[list[UStatus]], statuses: list[UStatus]) -> None:
     if not answer.done():  # else the caller has given up
         answer.set_result(statuses)
-
-
-def _made(make: Callable[[], _Session]) -> Future[_Session]:
-    """`make` on a thread that the process does not wait for when it ends: names may take long to resolve. A session
-    that nobody waits for any more is closed again."""
-    made: Future[_Session] = Future()
-
-    def run() -> None:
-        try:
-            session = make()
-        except BaseException as error:
-            if made.set_running_or_notify_cancel():
-                made.set_exception(error)
-            return
-        if made.set_running_or_notify_cancel():
-            made.set_result(session)
-        else:
-            session.close()
-
-    threading.Thread(target=run, name="dds-open", daemon=True).start()
-    return made
-
-
-def _discard(made: Future[_Session]) -> None:
-    if made.exception() is None:
-        made.result().close()

@@ -1,10 +1,11 @@
 """What is sent: the writers of the DDS transport, and what waits for them. All on one thread, which none of them holds
 up.
 
-Batch -> put(route, sample) -> room in its writer -> DDS, numbered -> OK
-                            -> none: its queue -> tried again, each writer by itself, in order -> OK
-                                                  nothing moved for timeout_s -> UNAVAILABLE for the whole queue, and the writer is *held*
-                            -> its writer is held: one try a batch -> UNAVAILABLE at once, until all it has written is acknowledged
+Batch -> put(route, sample)
+         -> room in its writer      -> DDS, numbered -> OK
+         -> none: its queue         -> tried again, each writer by itself, in order -> OK
+                                       nothing moved for timeout_s -> UNAVAILABLE for all of it; the writer is *held*
+         -> its writer is held      -> one try a batch -> UNAVAILABLE at once, until all it wrote is acknowledged
 
 A writer is full while one of its readers does not acknowledge. Only who that reader belongs to can be seen, so the
 culprits are those who have readers of a held writer, less those who have acknowledged all of another one
@@ -28,7 +29,7 @@ from cyclonedds.pub import DataWriter, Publisher
 from cyclonedds.qos import Policy, Qos
 
 from transports.dds import mapping
-from transports.dds.link import FAILED_TURN_S, Frame, Participant, binding, delete, reliable, translate
+from transports.dds.link import FAILED_TURN_S, INFINITE_NS, Frame, Participant, binding, delete, reliable, translate
 from uprotocol.status import OK, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -417,4 +418,4 @@ class Writers:
 
 
 def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
-    return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else (1 << 63) - 1)
+    return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else INFINITE_NS)

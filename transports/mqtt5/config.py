@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.base import TransportSettings
 from transports.mqtt5.mapping import Mode
 
 
@@ -28,9 +28,7 @@ class TlsConfig(BaseModel):
         return self
 
 
-class Mqtt5Config(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class Mqtt5Config(TransportSettings):
     host: str = Field(default="127.0.0.1", min_length=1, description="of the broker")
     port: int = Field(default=1883, ge=1, le=65_535, description="usually 1883, with TLS 8883")
     mode: Mode = Field(
@@ -82,12 +80,6 @@ class Mqtt5Config(BaseModel):
         default=False,
         description="add to a ttl the whole seconds that the broker counted off while the message "
         'waited, see "Time to live"',
-    )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
     )
 
     @model_validator(mode="after")

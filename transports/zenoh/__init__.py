@@ -1,8 +1,9 @@
 """Zenoh: uProtocol on key expressions, one publication a message.
 
-transport.py  the UTransport: send_batch -> sender.py -> session        mapping.py  UMessage <-> key and attachment, pure
-              subscriber callbacks -> inbox -> listeners                config.py   settings -> a session that is linked
+transport.py  the UTransport: send_batch -> sender.py -> session; subscriber callbacks -> arrivals -> listeners
 sender.py     the thread that puts, and the flush behind what was put
+mapping.py    UMessage <-> key and attachment, pure
+config.py     settings -> a session that is linked
 """
 
 from typing import Final

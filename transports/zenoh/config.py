@@ -1,7 +1,7 @@
 """What a Zenoh transport can be told, Zenoh's own configuration made of it, and the session that it makes.
 
-ZenohConfig (checked when it is read) -> to_zenoh() -> linked(): blocks until somebody of `connect` has answered -> a session
-                                         config_file, then our settings, then `settings`
+ZenohConfig (checked when it is read) -> to_zenoh(): config_file, then our settings, then `settings`
+-> linked(): blocks until somebody of `connect` has answered -> a session
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.base import TransportSettings
 from transports.zenoh.sender import words
 from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
@@ -45,10 +45,8 @@ class TlsConfig(BaseModel):
     verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
 
 
-class ZenohConfig(BaseModel):
+class ZenohConfig(TransportSettings):
     """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     mode: Literal["peer", "client", "router"] = Field(default="peer", description="whom we hear and pass on, see above")
     listen: tuple[str, ...] = Field(
@@ -82,12 +80,6 @@ class ZenohConfig(BaseModel):
     settings: dict[str, Any] = Field(
         default_factory=dict,
         description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others",
-    )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
     )
 
     @model_validator(mode="after")

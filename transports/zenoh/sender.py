@@ -1,11 +1,11 @@
 """What leaves over Zenoh: one thread's work.
 
-batch -> lane of its stamp -> route -> session.put        a topic's first messages: no declaration that a peer has to take in first
-         or Outbox            |        publisher.put      from then on: half the cost
-                              `-- publishers are full: one that was unused for a whole period is undeclared, or the
-                              topic stays as it is
+batch -> send plan of its stamp -> route -> session.put    a topic's first messages: no declaration for peers to take in
+         or checks                  |       publisher.put  from then on: half the cost
+                                    '-- publishers are full: one that was unused for a whole period is undeclared, or
+                                        the topic stays as it is
 
-flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read everything
+flush -> one query for each linked peer, of the lowest priority, behind all that was put -> answered: it has read all
 
 Zenoh's close gives what is still on its way 2.5 s at most, and nothing at all where the other side is about to write
 something: TCP then resets the connection, and forgets what the other side has not read. So who closes flushes first. A
@@ -26,8 +26,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import zenoh
 
-from transports.outbox import OK, Outbox, stopped, too_large
+from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
@@ -40,7 +41,7 @@ PUTS_BEFORE_DECLARED: Final = 16
 # a publisher that was used within this time stays: what it put must have left before it is undeclared
 UNUSED_S: Final = 60.0
 ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
-LANES_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
+PLANS_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
 # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
 SETTLE_S_MAX: Final = 1.0
@@ -90,7 +91,7 @@ class _Route:
         self.publisher, self.put, self.puts_left = publisher, publisher.put, 0
 
 
-class _Lane(NamedTuple):
+class _SendPlan(NamedTuple):
     """Where messages of one stamp go, and what has to be looked at in each of them."""
 
     route: _Route
@@ -144,8 +145,8 @@ class ZenohSender:
 
     def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:
         self._session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
-        self._outbox = Outbox()
-        self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id
+        self._checks = SendChecks()
+        self._plans: Cache[Any, _SendPlan] = Cache(PLANS_MAX)  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
         self._publishers: dict[_Key, zenoh.Publisher] = {}
         self._used: set[_Key] = set()  # publishers, in this period
@@ -174,7 +175,7 @@ class ZenohSender:
     def _put(self, messages: Sequence[Carried]) -> list[UStatus]:
         """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
-        now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
+        now_ms, plans, peers, version = self._checks.now_ms(), self._plans, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
         for message in messages:
@@ -184,17 +185,17 @@ class ZenohSender:
             else:
                 encoded = message.attributes.SerializeToString()
                 mark = suffix(encoded)
-            lane = lanes.get(mark)
+            plan = plans.get(mark)
             try:
-                if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
-                    refusal = self._outbox.refusal(decoded(message), now_ms)
+                if plan is None or plan.ttl or (plan.format and not message.HasField("payload")):
+                    refusal = self._checks.refusal(decoded(message), now_ms)
                     if refusal is not None:
                         statuses.append(refusal)
                         continue
-                    lane = lane or self._lane(decoded(message), mark)
+                    plan = plan or self._plan(decoded(message), mark)
                 if not peers:
                     return stopped(statuses, len(messages), NO_PEER)
-                route = lane.route
+                route = plan.route
                 if settling:
                     settling = self._await_match(route)
                 if route.puts_left:
@@ -212,24 +213,22 @@ class ZenohSender:
             statuses.append(OK)
         return statuses
 
-    def _lane(self, message: UMessage, mark: Any) -> _Lane:
+    def _plan(self, message: UMessage, mark: Any) -> _SendPlan:
         """Where a message goes that is valid, remembered by its stamp."""
         attributes = message.attributes
         key = mapping.message_key(message, self._authority), attributes.priority
         route = self._routes.get(key) or self._route(key)
         if route.publisher is not None:
             self._used.add(key)
-        lane = _Lane(route, attributes.ttl, attributes.payload_format)
+        plan = _SendPlan(route, attributes.ttl, attributes.payload_format)
         if mark is not None and is_shared(attributes):
-            if len(self._lanes) >= LANES_MAX:
-                self._lanes.clear()
-            self._lanes[mark] = lane
-        return lane
+            self._plans[mark] = plan
+        return plan
 
     def _route(self, key: _Key) -> _Route:
         if len(self._routes) >= ROUTES_MAX:
             self._routes.clear()
-            self._lanes.clear()
+            self._plans.clear()
         put = partial(  # reliable, blocking, without an encoding (A-26)
             self._session.put,
             key[0],
@@ -271,7 +270,7 @@ class ZenohSender:
         if now - self._period_began >= UNUSED_S:
             self._unused = [key for key in reversed(self._publishers) if key not in self._used]  # the oldest last
             self._used.clear()
-            self._lanes.clear()  # so that each use shows once
+            self._plans.clear()  # so that each use shows once
             self._period_began = now
         while self._unused:
             key = self._unused.pop()

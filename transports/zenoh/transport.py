@@ -1,15 +1,15 @@
 """Zenoh: publications both ways, one subscriber for each filter.
 
 send_batch -> one hop -> sender thread: ZenohSender                                BLOCK: a slow peer is felt here
-Zenoh's thread: bytes -> Inbox of calls, or of the rest -> loop: decode, UUri matching for that filter -> listeners
+Zenoh's thread: bytes -> Arrivals, of calls or of the rest -> loop: decode, UUri matching for that filter -> listeners
 close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
 Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges
 nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task,
-which stands while a subscriber's callback waits: hence two inboxes, so that requests and responses pass publishes that
-are held, as far as HELD_MESSAGES_MAX goes.
+which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and responses pass
+publishes that are held, as far as HELD_MESSAGES_MAX goes.
 
-How priorities map: zenoh_mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
+How priorities map: mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
 access_control (`settings`), with TLS or user and password to tell who is who.
 """
 
@@ -18,25 +18,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 import zenoh
 
-from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable
-from transports.outbox import OK, stopped
+from transports.arrivals import Arrivals
+from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
+from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
-from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
@@ -45,8 +42,8 @@ CLOSE_S_MAX: Final = 2.5
 LEAVE_S_MAX: Final = 1.5
 # publishes that wait while listeners hold those before them: a full link would stop requests, too
 HELD_MESSAGES_MAX: Final = 32_768
-# of either inbox, together what one has elsewhere: so what is held is small, or less than so many
-INBOX_BYTES_MAX: Final = 32 << 20
+# of either arrivals, together what one has elsewhere: so what is held is small, or less than so many
+ARRIVALS_BYTES_MAX: Final = 32 << 20
 
 UNREAD: Final = "what was sent last may not have been read"
 
@@ -55,22 +52,23 @@ T = TypeVar("T")
 Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, payload, attachment, under which key
 
 
-class ZenohTransport(UTransport):
-    """One Zenoh session."""
+class ZenohTransport(TransportBase):
+    """One Zenoh session. Connected while at least one peer or router is linked: without one nobody would take what we
+    send."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = True
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
-        self._config, self._authority = config, local.get_authority()
+        super().__init__(config, local)
+        self._config = config
         self.only_listens = bool(config.listen) and not (
             config.connect or config.multicast_scouting or config.config_file
         )
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
+        self._publishes: Arrivals[Arrived] = Arrivals(
+            self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped
         )
+        self._calls: Arrivals[Arrived] = Arrivals(self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped)
         self._session: zenoh.Session | None = None
         self._sender: ZenohSender | None = None
         self._sending: SenderThread | None = None
@@ -78,31 +76,11 @@ class ZenohTransport(UTransport):
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
-        self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
-        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         state = f"{len(self._peers)} peers" if self._session is not None else "closed"
-        return f"ZenohTransport({self._authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, too_large, invalid, expired."""
-        return self._table.dropped
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
-
-    @property
-    def connected(self) -> bool:
-        """True while at least one peer or router is linked; without one, nobody would take what we send."""
-        return bool(self._peers)
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
+        return f"ZenohTransport({self.authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
@@ -113,27 +91,20 @@ class ZenohTransport(UTransport):
 
     async def _open(self) -> None:
         self._loop = asyncio.get_running_loop()
-        sizes: dict[str, Any] = {
-            "bytes_max": INBOX_BYTES_MAX,
-            "item_bytes_max": self.wire_bytes_max,
-            "dropped": self.dropped,
-        }
-        self._inbox: Inbox[Arrived] = Inbox(self._deliver, held_messages_max=HELD_MESSAGES_MAX, **sizes)
-        self._calls: Inbox[Arrived] = Inbox(self._deliver, **sizes)
-        joining = asyncio.ensure_future(self._call("opening the Zenoh session", self._join))
-        try:
-            session = self._session = await asyncio.shield(joining)
-        except asyncio.CancelledError:
-            # the thread can't be stopped, and a session that nobody has would keep the port
-            joining.add_done_callback(_close_late)
-            raise
-        self._sender = ZenohSender(session, self._authority, self._peers, self.wire_bytes_max)
-        self._sending = SenderThread(f"zenoh-send-{self._authority}")
+        self._publishes.open(self.wire_bytes_max)
+        self._calls.open(self.wire_bytes_max)
+        try:  # a session that nobody has would keep the port
+            session = self._session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
+        except zenoh.ZError as error:
+            raise translate(error, "opening the Zenoh session") from None
+        self.is_open = True
+        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+        self._sending = SenderThread(f"zenoh-send-{self.authority}")
         for transport in session.info.transports():
             self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
-        """On a thread of the pool."""
+        """On a thread of its own."""
         loop = self._loop
 
         def on_event(event: zenoh.TransportEvent) -> None:
@@ -155,6 +126,7 @@ class ZenohTransport(UTransport):
 
         Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
+        self.is_open = False
         session, self._session = self._session, None
         if session is None or self._sender is None or self._sending is None:
             return
@@ -162,21 +134,21 @@ class ZenohTransport(UTransport):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
-        self._inbox.close()
+        self._publishes.close()
         self._calls.close()
         if not flush.done():
-            log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX)
+            log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(session, self._sending)
         self._sender = None
         for peer in list(self._peers):
             self._lost(peer)
 
     async def _drain(self) -> None:
-        async with self._registering:
+        async with self.registering:
             subscribers = list(self._subscribers.values())
             self._subscribers.clear()
         await asyncio.to_thread(_undeclare, subscribers)
-        await self._inbox.drained()
+        await self._publishes.drained()
         await self._calls.drained()
 
     def _flush(self, sender: ZenohSender) -> None:
@@ -184,11 +156,11 @@ class ZenohTransport(UTransport):
         with contextlib.suppress(zenoh.ZError):  # the session is closed by now
             unread = sender.flush(CLOSE_S_MAX)
             if unread.late:
-                log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX, peers=unread.late)
+                log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX, peers=unread.late)
             if unread.mute:
                 log.info(
                     "peers of another make don't confirm what they have read",
-                    authority=self._authority,
+                    authority=self.authority,
                     peers=unread.mute,
                 )
 
@@ -202,12 +174,12 @@ class ZenohTransport(UTransport):
                 self._loop.call_soon_threadsafe(left.set)
 
         sending.shutdown()
-        threading.Thread(target=close, name=f"zenoh-close-{self._authority}", daemon=True).start()
+        threading.Thread(target=close, name=f"zenoh-close-{self.authority}", daemon=True).start()
         try:
             async with asyncio.timeout(LEAVE_S_MAX):
                 await left.wait()
         except TimeoutError:
-            log.warning("Zenoh is still closing the session", authority=self._authority, waited_s=LEAVE_S_MAX)
+            log.warning("Zenoh is still closing the session", authority=self.authority, waited_s=LEAVE_S_MAX)
         for send in self._sends:  # a put that waits for a peer: Zenoh does not end it with the session
             send.cancel()
 
@@ -216,22 +188,14 @@ class ZenohTransport(UTransport):
         if not linked:
             self._lost(peer)
         elif self._session is not None and self._sender is not None:
-            before = bool(self._peers)
             self._peers[peer] = transport.whatami == zenoh.WhatAmI.ROUTER or self._config.mode == "client"
-            if not before:
+            if not self.connected:
                 self._sender.first_link()
-                self._tell(True)
+                self.set_connected(True)
 
     def _lost(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None and not self._peers:
-            self._tell(False)
-
-    def _tell(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+        self._peers.pop(peer, None)
+        self.set_connected(bool(self._peers))
 
     async def _call(self, doing: str, call: Callable[[], T]) -> T:
         """A control call of Zenoh, off the loop."""
@@ -242,7 +206,7 @@ class ZenohTransport(UTransport):
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         if self._session is None or self._sender is None or self._sending is None:
-            return stopped([], len(messages), _NOT_OPEN)
+            return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
         send = self._loop.run_in_executor(self._sending, self._sender.put, messages)
@@ -258,41 +222,19 @@ class ZenohTransport(UTransport):
             return [NO_PEER if status is OK else status for status in statuses]
         return statuses
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
-        async with self._registering:
-            session = self._opened()
-            filter = self._table.add(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            try:
-                key = mapping.filter_key(filter.source, filter.sink, self._authority)
-                self._subscribers[filter] = await self._call(
-                    f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
-                )
-            except UStatusError:
-                self._table.remove(source_filter, sink_filter, listener)
-                raise
+    async def listen(self, filter: Filter) -> None:
+        """Other sessions learn of it a moment later; until then their messages don't come."""
+        session, key = self._session, mapping.filter_key(filter.source, filter.sink, self.authority)
+        assert session is not None, "only an open transport listens"
+        self._subscribers[filter] = await self._call(
+            f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
+        )
 
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        async with self._registering:
-            self._opened()
-            filter = self._table.remove(source_filter, sink_filter, listener)
-            if filter is not None:
-                subscriber = self._subscribers.pop(filter)
-                await self._call("ending a subscription", subscriber.undeclare)
-
-    def _opened(self) -> zenoh.Session:
-        if self._session is None:
-            raise UStatusError.from_status(_NOT_OPEN)
-        return self._session
+    async def unlisten(self, filter: Filter) -> None:
+        await self._call("ending a subscription", self._subscribers.pop(filter).undeclare)
 
     def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
-        put, put_call, is_call, dropped = self._inbox.put, self._calls.put, mapping.is_call, self.dropped
+        put, put_call, is_call, dropped = self._publishes.put, self._calls.put, mapping.is_call, self.dropped
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more."""
@@ -315,7 +257,7 @@ class ZenohTransport(UTransport):
         def complete(place: int, attributes: UAttributes) -> None:
             mapping.complete(attributes, str(ours[place][3]))
 
-        return self._table.deliver_encoded(
+        return self.listeners.deliver_encoded(
             [(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete
         )
 
@@ -323,7 +265,6 @@ class ZenohTransport(UTransport):
 _CLOSED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
 )
-_NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
 
 def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
@@ -335,11 +276,6 @@ def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
 def _is_cancelled() -> bool:
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def _close_late(joining: asyncio.Future[zenoh.Session]) -> None:
-    if not joining.cancelled() and joining.exception() is None:
-        threading.Thread(target=_close, args=(joining.result(),), daemon=True).start()
 
 
 def _close(session: zenoh.Session) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_PER_FILTER_MAX
+from transports.base import TransportSettings
 
 LISTENERS_MAX = 2_000  # each filter is a consumer at the server, some 10 KB there, and a task here
 
@@ -36,9 +36,7 @@ class TlsConfig(BaseModel):
         return context
 
 
-class NatsConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class NatsConfig(TransportSettings):
     servers: tuple[str, ...] = Field(min_length=1, description="nats://HOST:PORT or tls://HOST:PORT, of one cluster")
     network: str = Field(
         default="up",
@@ -77,9 +75,6 @@ class NatsConfig(BaseModel):
     stream_in_memory: bool = Field(default=False, description="of a stream that we make: not on the server's disk")
     listeners_max: int = Field(
         default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
     )
 
     @model_validator(mode="after")

@@ -1,9 +1,11 @@
 """uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
 
-send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
-stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+send_batch -> packets, a run of messages of one (source, sink) each
+           -> publish, one at a time per (source, sink) -> stream: PubAck = OK
+stream     -> consumer of a filter -> fetch, task of that filter -> Arrivals
+           -> unpack, ListenerTable -> listeners -> taken: ack, or nak
 
-The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room
+The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after there was room
 for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.
 
 Order: the next packet of a (source, sink) leaves when the stream has the one before. After a connection was lost, the
@@ -18,7 +20,6 @@ import contextlib
 import hashlib
 import itertools
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -28,18 +29,17 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
-from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable, all_of
-from transports.outbox import OK, Outbox, stopped
+from transports.arrivals import Arrivals
+from transports.base import NOT_OPEN, OK, TransportBase, stopped, tell
+from transports.listeners import Filter, all_of
 from transports.plugin import TransportPlugin
 from up_transport_nats import mapping
 from up_transport_nats.config import NatsConfig
 from up_transport_nats.link import AWAY, Link
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, LossCallback
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 PACKET_BYTES: Final = 65_536  # small messages are packed up to here: more in one publish saves nothing
@@ -47,8 +47,8 @@ ENVELOPE_BYTES: Final = 64  # what a length in front of a message takes, and som
 FETCH_MAX: Final = 64  # packets at once ...
 FETCH_BYTES_MAX: Final = 8 << 20  # ... and these bytes, as far as a number of packets can say that
 FETCH_S: Final = 5.0  # an idle fetch is asked again after so long
-INBOX_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
-INBOX_BYTES: Final = 16 << 20  # ... and these bytes at most
+WAITING_PACKETS: Final = 512  # waiting or being taken, of all filters together ...
+WAITING_BYTES: Final = 16 << 20  # ... and these bytes at most
 AGAIN_S: Final = 0.2  # before something is tried again
 CLOSE_S_MAX: Final = 3.0  # for listeners and acknowledgements, when it is closed
 
@@ -56,10 +56,8 @@ log = structlog.get_logger()
 Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
 Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
 
-_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
-
-class NatsTransport(UTransport):
+class NatsTransport(TransportBase):
     """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
 
     capabilities = (
@@ -71,46 +69,31 @@ class NatsTransport(UTransport):
     )
 
     def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
-        self._config, self._authority = config, local.get_authority()
-        self._session = config.session or f"{mapping.escape(self._authority)}-{secrets.token_hex(6)}"
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
+        super().__init__(config, local)
+        self._config = config
+        self._session = config.session or f"{mapping.escape(self.authority)}-{secrets.token_hex(6)}"
+        self._arrivals: Arrivals[Arrived] = Arrivals(
+            self._deliver, self._taken, messages_max=WAITING_PACKETS, bytes_max=WAITING_BYTES, dropped=self.dropped
         )
-        self._outbox = Outbox()
         self._link = Link(config, self._session, self._on_change)
-        self._open = self._connected = False
-        self._is_connected = asyncio.Event()  # the same, for who waits
+        self._is_connected = asyncio.Event()  # the same as `connected`, for who waits
         self._coming_back: asyncio.Task[None] | None = None
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
         self._leftover: set[str] = set()  # that it should forget, as soon as it can be told
-        # (consumer, sequence) in the inbox: if they come again, they are here already
+        # (consumer, sequence) that has arrived: if they come again, they are here already
         self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
-        self._connection_callbacks: list[ConnectionCallback] = []
+        self._sending = asyncio.Lock()
         self._loss_callbacks: list[LossCallback] = []
 
     def __repr__(self) -> str:
-        state = "closed" if not self._open else "connected" if self.connected else "away"
-        return f"NatsTransport({self._authority}, {state}, filters={len(self._followers)})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return self._table.dropped
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
+        state = "closed" if not self.is_open else "connected" if self.connected else "away"
+        return f"NatsTransport({self.authority}, {state}, filters={len(self._followers)})"
 
     @property
     def troubles(self) -> list[str]:
         return [self._link.full] if self._link.full else []
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
 
     def on_loss(self, callback: LossCallback) -> None:
         self._loss_callbacks.append(callback)
@@ -118,43 +101,36 @@ class NatsTransport(UTransport):
     # The connection.
 
     async def open(self) -> None:
-        if self._open:
+        if self.is_open:
             return
-        self._inbox: Inbox[Arrived] = Inbox(
-            self._deliver,
-            self._taken,
-            messages_max=INBOX_PACKETS,
-            bytes_max=INBOX_BYTES,
-            item_bytes_max=self.wire_bytes_max,  # a packet has one message, or less than PACKET_BYTES
-            dropped=self.dropped,
-        )
-        self._open = True
+        self._arrivals.open(self.wire_bytes_max)  # a packet has one message, or less than PACKET_BYTES
+        self.is_open = True
         try:
             await self._link.open()
             if self._coming_back is not None:  # it asks for listeners that are registered since an earlier `open`
                 await asyncio.wait({self._coming_back}, timeout=self._config.connect_timeout_s)
         except BaseException:
-            self._open = False
+            self.is_open = False
             await self._link.close()
             raise
-        if not self._open:  # closed meanwhile
+        if not self.is_open:  # closed meanwhile
             await self._link.close()
 
     async def close(self) -> None:
         """What was answered OK is in the stream. What waits for us stays there for `session_expiry_s`, if the session
         has a name."""
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
-                async with self._sending, self._registering:
+                async with self._sending, self.registering:
                     await asyncio.gather(*self._stop_following(), return_exceptions=True)
-                await self._inbox.drained()
+                await self._arrivals.drained()
                 await asyncio.gather(*self._tasks)  # acknowledgements
                 if not self._config.session:
                     await self._forget_all()
-        self._inbox.close()
+        self._arrivals.close()
         await self._link.close()
         for task in (tasks := list(self._tasks)):
             task.cancel()
@@ -168,18 +144,11 @@ class NatsTransport(UTransport):
             self._coming_back = self._spawn(self._come_back())
         else:
             self._stop_following()
-            self._set_connected(False)
+            self.set_connected(False)
 
-    def _set_connected(self, connected: bool) -> None:
-        if connected == self._connected:
-            return
-        self._connected = connected
+    def set_connected(self, connected: bool) -> None:
         (self._is_connected.set if connected else self._is_connected.clear)()
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+        super().set_connected(connected)
 
     def _stop_following(self) -> list[asyncio.Task[None]]:
         following = [task for task in self._followers.values() if task is not None]
@@ -196,21 +165,21 @@ class NatsTransport(UTransport):
 
     async def _come_back(self) -> None:
         """There is a connection: the server learns what it missed, until it has it all."""
-        while self._open and self._link.is_up():
+        while self.is_open and self._link.is_up():
             try:
                 await self._link.request("looking for the stream", self._link.ensure_stream())
-                async with self._registering:
+                async with self.registering:
                     for name in list(self._leftover):
                         await self._forget(name)
                     waiting = [filter for filter, task in self._followers.items() if task is None]
-                    for filter in waiting if self._open else []:
+                    for filter in waiting if self.is_open else []:
                         await self._follow(filter)
-                self._set_connected(self._open and self._link.is_up())
+                self.set_connected(self.is_open and self._link.is_up())
                 return
             except UStatusError as error:
                 log.warning(
                     "the NATS server does not let us listen yet; trying again",
-                    authority=self._authority,
+                    authority=self.authority,
                     why=error.message,
                 )
                 await asyncio.sleep(AGAIN_S)
@@ -218,15 +187,15 @@ class NatsTransport(UTransport):
     # Sending.
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if not self._open:
-            return stopped([], len(messages), _CLOSED)
-        if not self._connected:
+        if not self.is_open:
+            return stopped([], len(messages), NOT_OPEN)
+        if not self.connected:
             return stopped([], len(messages), AWAY)
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
-        now_ms, bytes_max = self._outbox.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
+        now_ms, bytes_max = self.checks.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
         for place, message in enumerate(messages):
-            statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
+            statuses.append(self.checks.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
         async with self._sending:  # batches that are sent at once keep their order
             await asyncio.gather(*(self._send_lane(route, packets, statuses) for route, packets in lanes.items()))
         return statuses
@@ -240,7 +209,7 @@ class NatsTransport(UTransport):
                 f"a message has at most {bytes_max} bytes here, got {len(data)}: send less, or raise message_bytes_max"
             )
             return UStatus(code=UCode.INVALID_ARGUMENT, message=f"{why} and the server's max_payload")
-        lane = lanes.setdefault(mapping.route(message, self._authority), [])
+        lane = lanes.setdefault(mapping.route(message, self.authority), [])
         if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
             lane[-1][0].extend(data)
             lane[-1][1].append(place)
@@ -264,44 +233,23 @@ class NatsTransport(UTransport):
 
     # Listening.
 
-    async def register_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
+    async def listen(self, filter: Filter) -> None:
         """While the server is away it is noted, and the server is asked when it is back."""
-        async with self._registering:
-            self._check_open()
-            filter = self._table.add(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            self._followers[filter] = None
-            if not self._link.is_up():
-                return
+        self._followers[filter] = None
+        if self._link.is_up():
             try:
                 await self._follow(filter)
             except UStatusError:
-                if not self._link.is_up():
-                    return  # as if it had been away before
-                self._table.remove(source_filter, sink_filter, listener)
-                self._leave(filter)
-                raise
+                if self._link.is_up():  # else it is as if it had been away before
+                    self._leave(filter)
+                    raise
 
-    async def unregister_listener(
-        self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
-    ) -> None:
-        async with self._registering:
-            self._check_open()
-            filter = self._table.remove(source_filter, sink_filter, listener)
-            if filter is None:
-                return
-            name = self._leave(filter)
-            if self._link.is_up():
-                # then it is forgotten later, or forgets itself after session_expiry_s
-                with contextlib.suppress(UStatusError):
-                    await self._forget(name)
-
-    def _check_open(self) -> None:
-        if not self._open:
-            raise UStatusError.from_status(_CLOSED)
+    async def unlisten(self, filter: Filter) -> None:
+        name = self._leave(filter)
+        if self._link.is_up():
+            # otherwise it is forgotten later, or forgets itself after session_expiry_s
+            with contextlib.suppress(UStatusError):
+                await self._forget(name)
 
     def _leave(self, filter: Filter) -> str:
         """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
@@ -327,11 +275,11 @@ class NatsTransport(UTransport):
 
     def _consumer(self, filter: Filter) -> tuple[str, str]:
         """Its name, the same in each process of this session, and what it lets through."""
-        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self._authority)}.*"
+        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self.authority)}.*"
         return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
 
     async def _follow(self, filter: Filter) -> None:
-        """Returns when the server keeps for us what matches from here on. Under `_registering`."""
+        """Returns when the server keeps for us what matches from here on. Under `registering`."""
         network, (name, subject) = self._config.network, self._consumer(filter)
         if name in self._leftover:
             await self._forget(name)
@@ -351,7 +299,7 @@ class NatsTransport(UTransport):
                 deliver_policy=api.DeliverPolicy.NEW,
                 ack_policy=api.AckPolicy.EXPLICIT,
                 ack_wait=self._config.ack_wait_s,
-                max_ack_pending=INBOX_PACKETS + FETCH_MAX,
+                max_ack_pending=WAITING_PACKETS + FETCH_MAX,
                 inactive_threshold=self._config.session_expiry_s,
             )
             info = await self._link.request(f"subscribing to {subject}", self._link.js.add_consumer(network, made))
@@ -363,17 +311,13 @@ class NatsTransport(UTransport):
         )
 
     def _tell_loss(self, text: str) -> None:
-        log.warning(text, authority=self._authority)
-        for callback in self._loss_callbacks:
-            try:
-                callback(text, None)
-            except Exception:
-                log.exception("a loss callback failed", callback=repr(callback))
+        log.warning(text, authority=self.authority)
+        tell(self._loss_callbacks, text, None)
 
     async def _fetch(
         self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float
     ) -> None:
-        """The task of one filter: what waits for room in the inbox fetches nothing more, and after large packets fewer
+        """The task of one filter: what waits for room fetches nothing more, and after large packets fewer
         at once."""
         at_once = FETCH_MAX
         try:
@@ -387,9 +331,7 @@ class NatsTransport(UTransport):
                     large = max(len(packet.data) for packet in packets)
                     at_once = max(1, min(2 * at_once, FETCH_MAX, FETCH_BYTES_MAX // max(1, large)))
         except errors.Error as error:
-            log.warning(
-                "a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error)
-            )
+            log.warning("a NATS consumer can't be read; asking for it again", authority=self.authority, why=repr(error))
             if self._followers.get(filter) is asyncio.current_task():
                 self._followers[filter] = None
                 self._spawn(self._come_back())
@@ -405,7 +347,7 @@ class NatsTransport(UTransport):
         elif held not in self._held:
             self._held.add(held)
             try:
-                is_taken = await self._inbox.put_on_loop(arrived, len(packet.data))
+                is_taken = await self._arrivals.put_on_loop(arrived, len(packet.data))
             except asyncio.CancelledError:
                 self._held.discard(held)
                 raise
@@ -418,7 +360,7 @@ class NatsTransport(UTransport):
         for _, those in itertools.groupby(arrived, key=lambda one: id(one[0])):
             group = list(those)
             messages = [message for _filter, _name, packet in group for message in self._unpack(packet)]
-            taking = self._table.deliver(messages, only=group[0][0])
+            taking = self.listeners.deliver(messages, only=group[0][0])
             if taking is not None:
                 pending.append(taking)
         return all_of(pending) if pending else None

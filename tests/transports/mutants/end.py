@@ -1,6 +1,6 @@
 """The good plugin into which the faults are put: an end of the hub.
 
-send_batch -> Outbox -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
+send_batch -> checks -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
                         DONE: in all the queues                        TAKEN when their awaitables completed
 
 What a fault replaces is a method of its own, which says what a good plugin does there.
@@ -16,7 +16,6 @@ from typing import Final
 
 import structlog
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field
 
 from tests.transports.mutants.hub import (
     AGAIN,
@@ -38,8 +37,8 @@ from tests.transports.mutants.hub import (
     pack,
     split,
 )
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped, too_large
+from transports.base import OK, SendChecks, TransportSettings, stopped, too_large
+from transports.listeners import Filter, ListenerTable
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError
@@ -56,12 +55,8 @@ DRAIN_S: Final = 2.0
 log = structlog.get_logger()
 
 
-class HubConfig(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class HubConfig(TransportSettings):
     port: int
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
 
 
 CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
@@ -89,7 +84,7 @@ class HubTransport(UTransport):
             listeners_max=config.listeners_max,
             listeners_per_filter_max=config.listeners_per_filter_max,
         )
-        self._outbox = Outbox()
+        self._checks = SendChecks()
         self._open = self._connected = False
         self._callbacks: list[ConnectionCallback] = []
         self._answers: dict[int, asyncio.Future[bytes]] = {}
@@ -102,7 +97,8 @@ class HubTransport(UTransport):
         self._sending = asyncio.Lock()  # or a batch would come between two windows of another
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._authority}, {'connected' if self._connected else 'open' if self._open else 'closed'})"
+        state = "connected" if self._connected else "open" if self._open else "closed"
+        return f"{type(self).__name__}({self._authority}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
@@ -221,7 +217,7 @@ class HubTransport(UTransport):
         return attrs.completed(message, self._authority).SerializeToString()
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
-        return self._outbox.refusal(message, now_ms)
+        return self._checks.refusal(message, now_ms)
 
     def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
         """Not sent at all if there is no connection."""
@@ -252,7 +248,7 @@ class HubTransport(UTransport):
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
         """Post all, then wait for all; behind the first without an answer none has one, since the connection is
         lost."""
-        now_ms = self._outbox.now_ms()
+        now_ms = self._checks.now_ms()
         posted = [self.post(message, now_ms) for message in messages]
         return [await self.answer(one) for one in posted]
 
@@ -362,7 +358,7 @@ class HubTransport(UTransport):
                 return message
 
     def is_expired(self, message: UMessage) -> bool:
-        return attrs.is_expired(message.attributes, self._outbox.now_ms())
+        return attrs.is_expired(message.attributes, self._checks.now_ms())
 
     # Listeners.
 
