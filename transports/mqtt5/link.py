@@ -1,4 +1,4 @@
-"""The connection to the broker: made, kept, and made again.
+"""Keeps a connection to the broker: made, logged in, kept alive, and made again.
 
 open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait 500, 1000, 2000, 4000, 10000, 10000, ... ms -> CONNECT
 """
@@ -8,21 +8,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 import ssl
-from collections.abc import Callable
-from typing import Any, Final, NamedTuple, Protocol
+from collections.abc import Callable, Iterator
+from typing import Final, Protocol
 
 import structlog
-from paho.mqtt.client import MQTT_CLEAN_START_FIRST_ONLY, ConnectFlags, DisconnectFlags
-from paho.mqtt.packettypes import PacketTypes
-from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
-from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from transports.mqtt5 import reasons, wire
-from transports.mqtt5.client import BatchClient
+from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config
-from transports.mqtt5.dial import Dialler
-from transports.mqtt5.reader import PacketTooLarge
+from transports.mqtt5.connection import Connection, Dialler, PacketTooLarge
+from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,16 +38,9 @@ def reconnect_wait_ms(attempt: int, chance: float) -> float:
     return RECONNECT_MS[min(attempt, len(RECONNECT_MS)) - 1] * (1 - JITTER * chance)
 
 
-class Welcome(NamedTuple):
-    """What CONNACK says."""
-
-    reason: ReasonCode
-    session_present: bool
-    properties: Properties | None
-
-    def told(self, name: str, default: int) -> int:
-        value: int = getattr(self.properties, name, default)
-        return value
+def _packet_ids() -> Iterator[int]:
+    while True:
+        yield from range(1, 65_536)
 
 
 class LinkUser(Protocol):
@@ -67,53 +55,49 @@ class LinkUser(Protocol):
     def down(self, why: str) -> None:
         """The connection is gone, or could not be made. May be called several times."""
 
-    def on_publishes(self, publishes: list[wire.Publish]) -> None: ...
+    def on_publishes(self, publishes: list[wire.Publish], /) -> None: ...
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None: ...
+    def on_pubacks(self, pubacks: list[tuple[int, int]], /) -> None: ...
 
     def tick(self, now_s: float) -> None:
         """Once in TICK_MS."""
 
 
 class Link:
+    """One Connection at a time; its packet ids go on counting with the next one."""
+
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]
     ) -> None:
         self._config, self._user, self._chance = config, user, chance
+        self.on_publishes, self.on_pubacks = user.on_publishes, user.on_pubacks  # no hop for each read
         self.address = f"{config.host}:{config.port}"
         self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
-        self._client = self._make_client(local)
-        self.next_packet_id = self._client.next_packet_id
+        self.next_packet_id: Callable[[], int] = _packet_ids().__next__
+        source = local.get_source()
+        generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
+        self._client_id = config.client_id or generated
+        self._clean_start = config.clean_start  # until the broker has let us in
         self._dialler = Dialler(config.host, config.port)
         self._context: ssl.SSLContext | None = None
-        self._dialled = False
+        self._connection: Connection | None = None
         self.up = False  # the broker has let us in, and we have not lost it since
         self._lost = asyncio.Event()
+        self._failure: OSError | None = None  # why the last connection ended
         self._welcome: asyncio.Future[Welcome] | None = None
         # packet id -> SUBACK or UNSUBACK, due when
         self._answers: dict[int, tuple[asyncio.Future[ReasonCode], float]] = {}
         self._opening: asyncio.Task[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def _make_client(self, local: LocalUriProvider) -> BatchClient:
-        config, source = self._config, local.get_source()
-        generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
-        client = BatchClient(config.client_id or generated, self._user.on_publishes, self._user.on_pubacks)
-        client.on_connect = self._on_connect
-        client.on_disconnect = self._on_disconnect
-        client.on_subscribe = lambda _client, _data, packet_id, codes, _properties: self._on_answer(packet_id, codes)
-        client.on_unsubscribe = lambda _client, _data, packet_id, codes, _properties: self._on_answer(packet_id, codes)
-        return client
-
     async def open(self) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
         does."""
-        self._client.packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         self._opening = opening = asyncio.create_task(self._connect())
         try:
             await opening  # cancelled with us
         except asyncio.CancelledError:
-            self._client.drop()  # it may have succeeded in the same turn
+            self.drop("given up")  # it may have succeeded in the same turn
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
@@ -131,61 +115,54 @@ class Link:
         for task in ending:
             task.cancel()
         await asyncio.gather(*ending, return_exceptions=True)
-        was_up, self.up = self.up, False
-        if was_up:
-            farewell = _properties(
-                PacketTypes.DISCONNECT, **({} if self._config.client_id else {"SessionExpiryInterval": 0})
-            )
-            self._client.disconnect(ReasonCode(PacketTypes.DISCONNECT), farewell)
-            self._client.loop_write()
-        self._client.drop()
+        if self.up:
+            self.up = False
+            self.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
+        self.drop("closed")
         self._go_down("the transport is closed: call open first")
 
-    def send_packets(self, data: bytes, first: int) -> None:
-        self._client.send_packets(data, first)
+    def write(self, data: bytes) -> None:
+        """Whole packets."""
+        if self._connection is not None:
+            self._connection.write(data)
 
-    def drop(self) -> None:
+    def drop(self, why: str) -> None:
         """End this connection; the next one is made as after any loss."""
-        self._client.drop()
+        if self._connection is not None:
+            self._connection.drop(ConnectionAbortedError(why))
 
     def pause(self, paused: bool) -> None:
         """Read nothing from here on, or go on; a new connection is read."""
-        self._client.pause(paused)
+        if self._connection is not None:
+            self._connection.pause(paused)
 
     async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
         """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
 
         Raises what the broker says, or UNAVAILABLE if the connection is lost meanwhile.
         """
-        properties = _properties(
-            PacketTypes.SUBSCRIBE, **({"SubscriptionIdentifier": identifier} if identifier is not None else {})
-        )
-        handling = SubscribeOptions.RETAIN_SEND_ON_SUBSCRIBE if retained else SubscribeOptions.RETAIN_DO_NOT_SEND
-        options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
-        _, packet_id = self._client.subscribe(topic_filter, options=options, properties=properties)
-        reason = await self._answer(packet_id)
+        packet_id = self.next_packet_id()
+        reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, identifier, retained=retained))
         if reason.value >= reasons.FAILURE_MIN:
             raise reasons.refused(f"the subscription to {topic_filter}", reason)
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises UNAVAILABLE if the connection is lost meanwhile."""
-        _, packet_id = self._client.unsubscribe(topic_filter)
-        await self._answer(packet_id)
+        packet_id = self.next_packet_id()
+        await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
 
-    async def _answer(self, packet_id: int | None) -> ReasonCode:
-        if packet_id is None:
+    async def _ask(self, packet_id: int, packet: bytes) -> ReasonCode:
+        if self._connection is None or not self._connection.is_open:
             raise UStatusError(
                 UCode.UNAVAILABLE, f"there is no connection to the broker at {self.address}: try again when it is back"
             )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[ReasonCode] = loop.create_future()
         self._answers[packet_id] = (future, loop.time() + ANSWER_MS_MAX / 1000)
+        self._connection.write(packet)
         return await future
 
-    def _on_answer(self, packet_id: int, codes: list[ReasonCode]) -> None:
-        future, _ = self._answers.pop(packet_id, (None, 0.0))
-        if future is not None and not future.done():
-            future.set_result(codes[0])
+    # Connecting, again and again.
 
     async def _connect(self) -> None:
         """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
@@ -193,7 +170,7 @@ class Link:
         try:
             await self._try_to_connect()
         except BaseException as error:
-            self._client.drop()
+            self.drop("given up")
             if isinstance(error, UStatusError) or not isinstance(error, Exception):
                 raise
             if not isinstance(error, (OSError, ValueError)):
@@ -201,47 +178,43 @@ class Link:
             raise reasons.unreachable(self.address, error) from error
 
     async def _try_to_connect(self) -> None:
-        config, client = self._config, self._client
-        loop = asyncio.get_running_loop()
+        config, timeout_s = self._config, self._config.connect_timeout_ms / 1000
+        packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         if config.tls is not None and self._context is None:
             self._context = await asyncio.to_thread(_tls_context, config)
-        if config.username is not None:
-            client.username_pw_set(config.username, await asyncio.to_thread(_password, config))
+        password = await asyncio.to_thread(_password, config) if config.username is not None else None
         self._lost.clear()
-        sock = await self._dialler.dial(self._context, config.connect_timeout_ms / 1000)
-        self._welcome = loop.create_future()
-        self._welcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # attach may fail first
-        client.attach(loop, sock, self._say_connect)
-        async with asyncio.timeout(config.connect_timeout_ms / 1000):
+        self._welcome = asyncio.get_running_loop().create_future()
+        self._welcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # dialling may fail first
+        self._connection = Connection(self, packet_bytes_max, config.keep_alive_s)
+        await self._dialler.dial(self._connection, self._context, timeout_s)
+        properties = {
+            "SessionExpiryInterval": config.session_expiry_s,
+            "ReceiveMaximum": config.receive_maximum,
+            "MaximumPacketSize": packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
+        }
+        self._connection.write(
+            packets.connect(
+                self._client_id,
+                config.username,
+                password,
+                clean_start=self._clean_start,
+                keep_alive_s=config.keep_alive_s,
+                properties=properties,
+            )
+        )
+        async with asyncio.timeout(timeout_s):
             welcome = await self._welcome
         if welcome.reason.value >= reasons.FAILURE_MIN:
             raise reasons.refused("the login", welcome.reason, welcome.properties)
         await self._user.up(welcome)
 
-    def _say_connect(self) -> None:
-        config = self._config
-        if self._dialled:
-            self._client.reconnect()
-            return
-        self._dialled = True
-        properties = _properties(
-            PacketTypes.CONNECT,
-            SessionExpiryInterval=config.session_expiry_s,
-            ReceiveMaximum=config.receive_maximum,
-            # what is larger the broker throws away, and counts it for nobody
-            MaximumPacketSize=self._client.packet_bytes_max,
-        )
-        clean_start = MQTT_CLEAN_START_FIRST_ONLY if config.clean_start else False
-        self._client.connect(
-            config.host, config.port, config.keep_alive_s, clean_start=clean_start, properties=properties
-        )
-
     async def _stay_connected(self) -> None:
         attempt = 0
         while True:
             await self._lost.wait()
-            # that one comes again with the session: the waits grow, too
-            if not isinstance(self._client.failure, PacketTooLarge):
+            # a packet that is too large comes again with the session: the waits grow, too
+            if not isinstance(self._failure, PacketTooLarge):
                 attempt = 0
             while self._lost.is_set():
                 attempt += 1
@@ -253,45 +226,44 @@ class Link:
                     log.warning(
                         "no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error)
                     )
-                except Exception:
-                    self._lost.set()
-                    log.exception("connecting to the broker failed", broker=self.address, attempt=attempt)
 
     async def _tick(self) -> None:
         """Keep-alive, and answers that don't come."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_MS / 1000)
-            self._client.keep_alive()
             now = loop.time()
+            if self._connection is not None:
+                self._connection.keep_alive(now)
             if any(due < now for _, due in self._answers.values()):
                 log.error("the broker does not answer: dropping the connection", broker=self.address)
-                self._client.drop()
+                self.drop("it has not answered in time")
             self._user.tick(now)
 
-    def _on_connect(
-        self, _client: Any, _data: Any, flags: ConnectFlags, reason: ReasonCode, properties: Properties | None
-    ) -> None:
-        welcome = Welcome(reason, flags.session_present, properties)
+    # What the connection tells.
+
+    def on_welcome(self, welcome: Welcome) -> None:
         if self._welcome is None or self._welcome.done():  # nobody waits any longer
             return
-        if reason.value < reasons.FAILURE_MIN:
-            self.up = True
+        if welcome.reason.value < reasons.FAILURE_MIN:
+            assert self._connection is not None, "it is what has just been read"
+            self._connection.keep_alive_s = welcome.told("ServerKeepAlive", self._config.keep_alive_s)
+            self.up, self._clean_start = True, False
             self._user.welcomed(welcome)  # here and now: the next packet may be a message already
         self._welcome.set_result(welcome)
 
-    def _on_disconnect(
-        self, _client: Any, _data: Any, flags: DisconnectFlags, reason: ReasonCode, _properties: Any
-    ) -> None:
-        failure = self._client.failure
+    def on_answer(self, packet_id: int, reason: ReasonCode) -> None:
+        future, _ = self._answers.pop(packet_id, (None, 0.0))
+        if future is not None and not future.done():
+            future.set_result(reason)
+
+    def on_lost(self, failure: OSError) -> None:
+        self._failure = failure
         if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(
-                failure if isinstance(failure, OSError) else ConnectionResetError("it hung up before it answered")
-            )
-        why = f"it said: {reason}" if flags.is_disconnect_packet_from_server else str(failure or reason)
+            self._welcome.set_exception(failure)
         if self.up:
-            log.warning("the connection to the broker is lost", broker=self.address, reason=why)
-        self._go_down(f"the connection to the broker at {self.address} is lost ({why}): try again when it is back")
+            log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
+        self._go_down(f"the connection to the broker at {self.address} is lost ({failure}): try again when it is back")
 
     def _go_down(self, why: str) -> None:
         self.up = False
@@ -301,13 +273,6 @@ class Link:
                 answer.set_exception(UStatusError(UCode.UNAVAILABLE, why))
         self._lost.set()
         self._user.down(why)
-
-
-def _properties(packet_type: int, **values: int) -> Properties:
-    made = Properties(packet_type)  # type: ignore[no-untyped-call]
-    for name, value in values.items():
-        setattr(made, name, value)
-    return made
 
 
 def _password(config: Mqtt5Config) -> str | None:

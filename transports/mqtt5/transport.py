@@ -1,4 +1,4 @@
-"""MQTT 5 with paho-mqtt, its socket served by the event loop: no thread, so nothing has to cross one.
+"""The MQTT 5 transport, on the event loop alone: no thread, so nothing has to cross one.
 
 send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions -> mapping -> Intake -> listeners
                  ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
@@ -85,9 +85,7 @@ class Mqtt5Transport(UTransport):
         )
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self, chance)
-        self._window = Window(
-            self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id
-        )
+        self._window = Window(self._codec.encode, link.write, link.next_packet_id)
         self._intake = Intake(self._table.deliver_encoded, self._acknowledge, self._on_pressed)
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
@@ -274,7 +272,7 @@ class Mqtt5Transport(UTransport):
             log.error(
                 "the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window)
             )
-            self._link.drop()
+            self._link.drop("it owes acknowledgements for too long")
         if self._unclaimed and now_s >= self._unclaimed_until_s:
             self.dropped["unwanted"] += len(self._unclaimed)
             self._acknowledge(self._take_unclaimed())
@@ -313,7 +311,7 @@ class Mqtt5Transport(UTransport):
         elif not pressed:
             self._shedding = False
             if self._has_shed:
-                asyncio.get_running_loop().call_soon(self._link.drop)
+                asyncio.get_running_loop().call_soon(self._link.drop, "it is to send again what was not kept")
 
     def _shed(self, publishes: list[wire.Publish]) -> None:
         """What has no acknowledgement comes again with the next connection, if there is a session."""
@@ -392,7 +390,7 @@ class Mqtt5Transport(UTransport):
         """On the connection that brought them only: on a later one the broker sends them again."""
         packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection == self._connection]
         if packet_ids and self._link.up:
-            self._link.send_packets(wire.pubacks(packet_ids), wire.PUBACK)
+            self._link.write(wire.pubacks(packet_ids))
 
     # Listen.
 
