@@ -16,16 +16,15 @@ import contextlib
 import socket
 import ssl
 import threading
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
-from paho.mqtt.reasoncodes import ReasonCode
-
-from transports.mqtt5 import packets, wire
+from transports.mqtt5 import packets, reasons, wire
 
 # of one read: some 500 messages of 400 bytes, or 40 us of copying
 READ_BYTES: Final = 1 << 18
 # from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
 LARGE_BYTES: Final = 1 << 16
+ANSWER_MS_MAX: Final = 20_000  # for CONNACK, SUBACK and UNSUBACK; a broker that takes longer is given up
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
@@ -99,32 +98,28 @@ class PacketReader:
 class ConnectionUser(Protocol):
     """What a Connection calls; all of it on the event loop."""
 
-    def on_welcome(self, welcome: packets.Welcome) -> None: ...
+    def welcomed(self, welcome: packets.Welcome) -> None:
+        """The broker has let us in; what it kept for us may follow at once."""
 
-    def on_answer(self, packet_id: int, reason: ReasonCode) -> None:
-        """A SUBACK or UNSUBACK."""
-
-    def on_publishes(self, publishes: list[wire.Publish], /) -> None:
+    def on_publishes(self, publishes: list[wire.Publish]) -> None:
         """Those of one read, in order."""
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]], /) -> None:
+    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read, in order."""
-
-    def on_lost(self, failure: OSError) -> None:
-        """It has ended, and why. Called once, the last of all calls."""
 
 
 class Connection(asyncio.BufferedProtocol):
     """`packet_bytes_max` of what comes; a broker that keeps to what CONNECT says never sends more."""
 
     def __init__(self, user: ConnectionUser, packet_bytes_max: int, keep_alive_s: int) -> None:
-        self._user, self._packet_bytes_max, self._reader = user, packet_bytes_max, PacketReader(packet_bytes_max)
-        self.keep_alive_s = keep_alive_s  # 0: never mind
-        self._loop = asyncio.get_running_loop()
+        self._user, self._packet_bytes_max, self._keep_alive_s = user, packet_bytes_max, keep_alive_s
+        self._reader, self._loop = PacketReader(packet_bytes_max), asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
+        self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
-        self.paused = False  # the socket is not read
+        self.welcome = self._paused = False  # the broker has let us in; the socket is not read
 
     @property
     def is_open(self) -> bool:
@@ -136,10 +131,26 @@ class Connection(asyncio.BufferedProtocol):
             self._said_s = self._loop.time()
             self._transport.write(data)
 
+    async def ask(self, packet_id: int, packet: bytes, timeout_s: float = ANSWER_MS_MAX / 1000) -> Any:
+        """The broker's answer: a Welcome for packet id 0, else a ReasonCode. One that does not come costs the
+        connection. Raises OSError if that is lost meanwhile."""
+        if self._transport is None:
+            raise ConnectionResetError("there is none")
+        self._answers[packet_id] = future = self._loop.create_future()
+        self.write(packet)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            self.drop(TimeoutError("it does not answer in time"))
+            raise
+        finally:
+            self._answers.pop(packet_id, None)
+
     def pause(self, paused: bool) -> None:
         """Let what comes wait in the kernel, so that the broker is held back, or go on."""
-        if self._transport is not None and paused != self.paused:
-            self.paused = paused
+        if self._transport is not None and paused != self._paused:
+            self._paused = paused
             if paused:
                 self._transport.pause_reading()
             else:
@@ -147,27 +158,33 @@ class Connection(asyncio.BufferedProtocol):
 
     def keep_alive(self, now_s: float) -> None:
         """Once a second: ping, and give up a broker that is silent."""
-        if self.paused:
+        if self._paused:
             self._heard_s = now_s  # it is us who don't listen
-        if not self.keep_alive_s or self._transport is None:
+        if not self._keep_alive_s:
             return
-        if now_s - self._heard_s >= 2 * self.keep_alive_s:
-            self.drop(TimeoutError(f"it has been silent for {2 * self.keep_alive_s} s"))
-        elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self.keep_alive_s:
+        if now_s - self._heard_s >= 2 * self._keep_alive_s:
+            self.drop(TimeoutError(f"it has been silent for {2 * self._keep_alive_s} s"))
+        elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self._keep_alive_s:
             self._pinged_s = now_s
             self.write(packets.PINGREQ)
 
     def drop(self, failure: OSError) -> None:
-        """End it without a word; the user is told here and now."""
+        """End it without a word."""
         transport, self._transport = self._transport, None
-        if transport is not None:
-            transport.abort()
-            self._user.on_lost(failure)
+        if transport is None:
+            return
+        transport.abort()
+        if not self.lost.done():  # cancelled: nobody waits for it any longer
+            self.lost.set_result(failure)
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(failure)
 
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
+        assert isinstance(transport, asyncio.Transport), "TCP and TLS have one"
+        self._transport = transport
         self._socket = transport.get_extra_info("socket")
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -223,9 +240,13 @@ class Connection(asyncio.BufferedProtocol):
         if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH:
             raise ValueError(f"a packet of kind {first >> 4} and {len(body)} bytes")
         if kind == packets.CONNACK:
-            self._user.on_welcome(packets.read_connack(body))
+            welcome = packets.read_connack(body)
+            if welcome.reason.value < reasons.FAILURE_MIN and not self.welcome:
+                self.welcome, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
+                self._user.welcomed(welcome)  # here and now: the next packet may be a message already
+            self._answer(0, welcome)
         elif kind in (packets.SUBACK, packets.UNSUBACK):
-            self._user.on_answer(*packets.read_answer(kind, body))
+            self._answer(*packets.read_answer(kind, body))
         elif kind == packets.DISCONNECT:
             self.drop(ConnectionAbortedError(packets.read_disconnect(body)))
         elif kind == wire.PUBLISH and not first & 0x02:  # of QoS 2: left over from another client of this session
@@ -234,6 +255,11 @@ class Connection(asyncio.BufferedProtocol):
             self.write(packets.end(body))
         elif kind != packets.PINGRESP:
             raise ValueError(f"a packet of kind {first >> 4}")
+
+    def _answer(self, packet_id: int, answer: object) -> None:
+        future = self._answers.get(packet_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
 
 
 class Dialler:

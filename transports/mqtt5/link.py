@@ -16,7 +16,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config
-from transports.mqtt5.connection import Connection, Dialler, PacketTooLarge
+from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
@@ -25,7 +25,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
 RECONNECT_MS: Final = (500, 1_000, 2_000, 4_000, 10_000)
 JITTER: Final = 0.25  # so much shorter a wait may be: clients of a broker that restarts don't all come at once (A-22)
-ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
 # to a message, on its way to us: header, packet id, a subscription identifier for each that matches
 BROKER_ADDS_BYTES: Final = 1_024
 TICK_MS: Final = 1_000  # between looks at keep-alive and time-outs
@@ -43,11 +42,8 @@ def _packet_ids() -> Iterator[int]:
         yield from range(1, 65_536)
 
 
-class LinkUser(Protocol):
+class LinkUser(ConnectionUser, Protocol):
     """What a Link calls; all of it on the event loop."""
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """The broker has let us in; what it kept for us may follow at once."""
 
     async def up(self, welcome: Welcome) -> None:
         """What is to be done first. Raises UStatusError if the connection can't be used; it is dropped then."""
@@ -55,22 +51,17 @@ class LinkUser(Protocol):
     def down(self, why: str) -> None:
         """The connection is gone, or could not be made. May be called several times."""
 
-    def on_publishes(self, publishes: list[wire.Publish], /) -> None: ...
-
-    def on_pubacks(self, pubacks: list[tuple[int, int]], /) -> None: ...
-
     def tick(self, now_s: float) -> None:
         """Once in TICK_MS."""
 
 
 class Link:
-    """One Connection at a time; its packet ids go on counting with the next one."""
+    """One Connection at a time; packet ids go on counting with the next one."""
 
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]
     ) -> None:
         self._config, self._user, self._chance = config, user, chance
-        self.on_publishes, self.on_pubacks = user.on_publishes, user.on_pubacks  # no hop for each read
         self.address = f"{config.host}:{config.port}"
         self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
         self.next_packet_id: Callable[[], int] = _packet_ids().__next__
@@ -81,45 +72,38 @@ class Link:
         self._dialler = Dialler(config.host, config.port)
         self._context: ssl.SSLContext | None = None
         self._connection: Connection | None = None
-        self.up = False  # the broker has let us in, and we have not lost it since
-        self._lost = asyncio.Event()
-        self._failure: OSError | None = None  # why the last connection ended
-        self._welcome: asyncio.Future[Welcome] | None = None
-        # packet id -> SUBACK or UNSUBACK, due when
-        self._answers: dict[int, tuple[asyncio.Future[ReasonCode], float]] = {}
-        self._opening: asyncio.Task[None] | None = None
+        self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def up(self) -> bool:
+        """The broker has let us in, and we have not lost it since."""
+        return self._connection is not None and self._connection.welcome and self._connection.is_open
 
     async def open(self) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
         does."""
-        self._opening = opening = asyncio.create_task(self._connect())
+        self._opened = opened = asyncio.get_running_loop().create_future()
+        self._tasks = [asyncio.create_task(self._stay_connected(opened)), asyncio.create_task(self._tick())]
         try:
-            await opening  # cancelled with us
-        except asyncio.CancelledError:
-            self.drop("given up")  # it may have succeeded in the same turn
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise UStatusError(
-                UCode.CANCELLED, "the transport was closed while it was connecting: call open again"
-            ) from None
-        finally:
-            self._opening = None
-        self._tasks = [asyncio.create_task(self._stay_connected()), asyncio.create_task(self._tick())]
+            await opened
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         """Say goodbye and go, at once. A session that nobody could resume, because its name was made up, ends; a named
         one stays."""
-        ending = self._tasks if self._opening is None else [*self._tasks, self._opening]
-        for task in ending:
+        if self._opened is not None and not self._opened.done():
+            why = "the transport was closed while it was connecting: call open again"
+            self._opened.set_exception(UStatusError(UCode.CANCELLED, why))
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*ending, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.up:
-            self.up = False
             self.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
-        self.drop("closed")
-        self._go_down("the transport is closed: call open first")
+        self.drop("we have closed it")
+        self._user.down("the transport is closed: call open first")
 
     def write(self, data: bytes) -> None:
         """Whole packets."""
@@ -152,127 +136,84 @@ class Link:
         await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
 
     async def _ask(self, packet_id: int, packet: bytes) -> ReasonCode:
-        if self._connection is None or not self._connection.is_open:
-            raise UStatusError(
-                UCode.UNAVAILABLE, f"there is no connection to the broker at {self.address}: try again when it is back"
-            )
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[ReasonCode] = loop.create_future()
-        self._answers[packet_id] = (future, loop.time() + ANSWER_MS_MAX / 1000)
-        self._connection.write(packet)
-        return await future
+        assert self._connection is not None, "nobody subscribes before `up`"
+        try:
+            reason: ReasonCode = await self._connection.ask(packet_id, packet)
+        except OSError as failure:
+            raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
+        return reason
+
+    def _lost(self, failure: BaseException) -> str:
+        return f"the connection to the broker at {self.address} is lost ({failure}): try again when it is back"
 
     # Connecting, again and again.
 
-    async def _connect(self) -> None:
+    async def _stay_connected(self, opened: asyncio.Future[None]) -> None:
+        attempt = 0
+        while True:
+            try:
+                connection = await self._connect()
+            except UStatusError as error:
+                if not opened.done():
+                    opened.set_exception(error)
+                    return
+                log.warning("no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error))
+            else:
+                if not opened.done():
+                    opened.set_result(None)
+                failure = await connection.lost
+                log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
+                self._user.down(self._lost(failure))
+                # a packet that is too large comes again with the session: the waits grow, too
+                if not isinstance(failure, PacketTooLarge):
+                    attempt = 0
+            attempt += 1
+            await asyncio.sleep(reconnect_wait_ms(attempt, self._chance()) / 1000)
+
+    async def _connect(self) -> Connection:
         """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
         is left open."""
         try:
-            await self._try_to_connect()
+            return await self._try_to_connect()
         except BaseException as error:
-            self.drop("given up")
+            self.drop("we have given up")
+            self._user.down(self._lost(error))
             if isinstance(error, UStatusError) or not isinstance(error, Exception):
                 raise
             if not isinstance(error, (OSError, ValueError)):
                 log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
             raise reasons.unreachable(self.address, error) from error
 
-    async def _try_to_connect(self) -> None:
+    async def _try_to_connect(self) -> Connection:
         config, timeout_s = self._config, self._config.connect_timeout_ms / 1000
         packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         if config.tls is not None and self._context is None:
             self._context = await asyncio.to_thread(_tls_context, config)
         password = await asyncio.to_thread(_password, config) if config.username is not None else None
-        self._lost.clear()
-        self._welcome = asyncio.get_running_loop().create_future()
-        self._welcome.add_done_callback(lambda done: done.cancelled() or done.exception())  # dialling may fail first
-        self._connection = Connection(self, packet_bytes_max, config.keep_alive_s)
-        await self._dialler.dial(self._connection, self._context, timeout_s)
+        self._connection = connection = Connection(self._user, packet_bytes_max, config.keep_alive_s)
+        await self._dialler.dial(connection, self._context, timeout_s)
         properties = {
             "SessionExpiryInterval": config.session_expiry_s,
             "ReceiveMaximum": config.receive_maximum,
             "MaximumPacketSize": packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
         }
-        self._connection.write(
-            packets.connect(
-                self._client_id,
-                config.username,
-                password,
-                clean_start=self._clean_start,
-                keep_alive_s=config.keep_alive_s,
-                properties=properties,
-            )
+        login = packets.connect(
+            self._client_id, config.username, password, self._clean_start, config.keep_alive_s, properties
         )
-        async with asyncio.timeout(timeout_s):
-            welcome = await self._welcome
+        welcome: Welcome = await connection.ask(0, login, timeout_s)
         if welcome.reason.value >= reasons.FAILURE_MIN:
             raise reasons.refused("the login", welcome.reason, welcome.properties)
+        self._clean_start = False
         await self._user.up(welcome)
-
-    async def _stay_connected(self) -> None:
-        attempt = 0
-        while True:
-            await self._lost.wait()
-            # a packet that is too large comes again with the session: the waits grow, too
-            if not isinstance(self._failure, PacketTooLarge):
-                attempt = 0
-            while self._lost.is_set():
-                attempt += 1
-                await asyncio.sleep(reconnect_wait_ms(attempt, self._chance()) / 1000)
-                try:
-                    await self._connect()
-                except UStatusError as error:
-                    self._lost.set()
-                    log.warning(
-                        "no connection to the broker yet", broker=self.address, attempt=attempt, error=str(error)
-                    )
+        return connection
 
     async def _tick(self) -> None:
-        """Keep-alive, and answers that don't come."""
-        loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(TICK_MS / 1000)
-            now = loop.time()
+            now_s = asyncio.get_running_loop().time()
             if self._connection is not None:
-                self._connection.keep_alive(now)
-            if any(due < now for _, due in self._answers.values()):
-                log.error("the broker does not answer: dropping the connection", broker=self.address)
-                self.drop("it has not answered in time")
-            self._user.tick(now)
-
-    # What the connection tells.
-
-    def on_welcome(self, welcome: Welcome) -> None:
-        if self._welcome is None or self._welcome.done():  # nobody waits any longer
-            return
-        if welcome.reason.value < reasons.FAILURE_MIN:
-            assert self._connection is not None, "it is what has just been read"
-            self._connection.keep_alive_s = welcome.told("ServerKeepAlive", self._config.keep_alive_s)
-            self.up, self._clean_start = True, False
-            self._user.welcomed(welcome)  # here and now: the next packet may be a message already
-        self._welcome.set_result(welcome)
-
-    def on_answer(self, packet_id: int, reason: ReasonCode) -> None:
-        future, _ = self._answers.pop(packet_id, (None, 0.0))
-        if future is not None and not future.done():
-            future.set_result(reason)
-
-    def on_lost(self, failure: OSError) -> None:
-        self._failure = failure
-        if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(failure)
-        if self.up:
-            log.warning("the connection to the broker is lost", broker=self.address, reason=str(failure))
-        self._go_down(f"the connection to the broker at {self.address} is lost ({failure}): try again when it is back")
-
-    def _go_down(self, why: str) -> None:
-        self.up = False
-        answers, self._answers = self._answers, {}
-        for answer, _ in answers.values():
-            if not answer.done():
-                answer.set_exception(UStatusError(UCode.UNAVAILABLE, why))
-        self._lost.set()
-        self._user.down(why)
+                self._connection.keep_alive(now_s)
+            self._user.tick(now_s)
 
 
 def _password(config: Mqtt5Config) -> str | None:

@@ -47,7 +47,6 @@ def connect(
     client_id: str,
     username: str | None,
     password: str | None,
-    *,
     clean_start: bool,
     keep_alive_s: int,
     properties: dict[str, int],
