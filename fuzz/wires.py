@@ -13,12 +13,12 @@ from google.protobuf.message import DecodeError
 from fuzz.registry import is_refused, refusing, target
 from fuzz.shapes import Dice, made
 from streamer.names import Names
+from transports.base import SendChecks
 from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
-from transports.outbox import Outbox
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -107,7 +107,7 @@ def forward(message: UMessage) -> None:
 
 def _by_mqtt(message: UMessage, mode: Mode) -> None:
     mapping = Mapping(mode, OWN)
-    codec = Codec(mapping, Outbox(now_ms=lambda: NOW_MS))
+    codec = Codec(mapping, SendChecks(now_ms=lambda: NOW_MS))
     for _ in range(2):
         head, tail = codec.encode(message)
         [(first, body)], size = wire.split(head + b"\0\7" + tail)
@@ -203,7 +203,7 @@ def _publish(first: int, body: bytes) -> None:
     except ValueError:
         return
     for mode in Mode:
-        codec = Codec(Mapping(mode, OWN), Outbox(now_ms=lambda: NOW_MS))
+        codec = Codec(Mapping(mode, OWN), SendChecks(now_ms=lambda: NOW_MS))
         with refusing(INVALID, DENIED):
             found = codec.decode(publish)
             assert codec.decode(publish) == found, "a template says something else"

@@ -32,7 +32,7 @@ from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
 from streamer.view import Decision, Target, Version, View
-from transports.outbox import NOT_TRIED
+from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import Carried, EncodedMessage, decoded, lane

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from streamer.names import Names, Twins, untold
-from transports.outbox import stopped
+from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.status import OK, RETRYABLE, UStatusError
 from uprotocol.transport import Capability, UListener, UTransport

@@ -2,9 +2,9 @@
 
 plugin.py      name, config, constructor; found by entry point, imported only when named
 listeners.py   filter -> listeners, shared by all plugins
-outbox.py      what send_batch checks before the network, shared by all plugins
+base.py        what every transport does alike: checks before sending, connection callbacks, its listeners
 inbox.py       foreign thread -> event loop, in batches, acknowledged last; shared by all plugins
-local.py  zenoh.py (and zenoh_sender.py, zenoh_mapping.py)  dds.py  mqtt5/      the plugins
+local.py  zenoh/  dds/  mqtt5/      the plugins
 conformance/   what every one of them must show; ships, so that a plugin from elsewhere can show it too
 """
 

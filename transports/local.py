@@ -1,6 +1,6 @@
 """The in-process reference transport: ordered, acknowledged last, and breakable on demand from a seed.
 
-send_batch -> Outbox (valid?) -> LocalNetwork (Faults) -> every other member: queue -> listeners -> taken
+send_batch -> checks (valid?) -> LocalNetwork (Faults) -> every other member: queue -> listeners -> taken
               waits while a member's queue is full        |                         failed: the queue goes back to the first
                                                           |                                                  message that was not taken
                                                           |-> wanted by no listener: kept for receive
@@ -18,7 +18,7 @@ import contextvars
 import functools
 import heapq
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Self
@@ -27,13 +27,23 @@ from weakref import WeakValueDictionary
 import structlog
 from pydantic import BaseModel, ConfigDict, Field
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped, too_large
+from transports.base import (
+    LISTENERS_MAX,
+    LISTENERS_PER_FILTER_MAX,
+    NOT_OPEN,
+    OK,
+    ListenersMax,
+    ListenersPerFilterMax,
+    TransportBase,
+    stopped,
+    too_large,
+)
+from transports.listeners import Filter
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -75,6 +85,7 @@ class Faults:
 
 
 NO_FAULTS: Final = Faults()
+LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
 
 
 class Kept:
@@ -190,13 +201,13 @@ class LocalNetwork:
         """The member of that authority loses the network, or finds none when it joins, until `mend`."""
         self._cut.add(authority)
         for member in self.members:
-            if member.local.get_authority() == authority:
+            if member.authority == authority:
                 member.disconnect()
 
     def mend(self, authority: str) -> None:
         self._cut.discard(authority)
         for member in self.members:
-            if member.local.get_authority() == authority:
+            if member.authority == authority:
                 member.reconnect()
 
     def has_cut(self, authority: str) -> bool:
@@ -210,13 +221,13 @@ class LocalNetwork:
     def member(self, authority: str) -> LocalTransport:
         """The open member of that authority. Raises KeyError."""
         for member in self.members:
-            if member.local.get_authority() == authority:
+            if member.authority == authority:
                 return member
         raise KeyError(authority)
 
     def full(self, sender: LocalTransport) -> bool:
         """True if a member other than `sender` has no room for more."""
-        return any(one._is_full and one._connected and one is not sender for one in self.members)
+        return any(one._is_full and one.connected and one is not sender for one in self.members)
 
     def carry(self, sender: LocalTransport, message: UMessage) -> UStatus:
         """Hand `message` to every other member, unless a fault strikes."""
@@ -305,15 +316,11 @@ class LocalConfig(BaseModel):
         min_length=1,
         description="a name, for which the network keeps what its listeners want while it is away",
     )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
 
-class LocalTransport(UTransport):
+class LocalTransport(TransportBase):
     """A member of a LocalNetwork. `disconnect` and `reconnect` break and mend its own connection."""
 
     capabilities = (
@@ -326,28 +333,21 @@ class LocalTransport(UTransport):
 
     def __init__(self, config: LocalConfig, local: LocalUriProvider, network: LocalNetwork | None = None) -> None:
         self.network = network if network is not None else LocalNetwork.named(config.network)
-        self.local = local
+        super().__init__(config, local)
         self.session = config.session
         if self.session is not None:
             self.capabilities = type(self).capabilities | Capability.PERSISTENT_SESSION
         self._resumed = Session()  # what is left of the one before us, and its listeners that have not come again
         self._resumed_until = 0.0  # loop time
-        self._outbox = Outbox()
-        self._table = ListenerTable(
-            local.get_authority(),
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
-        )
         self._queue = Kept()  # arrived, not handed over
         # handed over, not yet taken; their bytes
         self._taking: deque[tuple[list[UMessage], int, asyncio.Future[None]]] = deque()
         self._load = self._load_bytes = 0  # messages in _queue, in _taking, and late on the wire to us
         self._for_pull = Kept()
-        self._open = self._connected = self._awake = False
+        self._open = self._awake = False
         self._redelivery_ms = REDELIVERY_MS_MIN
         self._idle = asyncio.Event()  # nothing waits and nothing is being taken
         self._idle.set()
-        self._connection_callbacks: list[ConnectionCallback] = []
         # what arrives is handed over in the owner's context, not in the sender's
         self._context = contextvars.copy_context()
 
@@ -356,25 +356,8 @@ class LocalTransport(UTransport):
         return cls(LocalConfig(), local, network)
 
     def __repr__(self) -> str:
-        state = "connected" if self._connected else "open" if self._open else "closed"
-        return f"LocalTransport({self.local.get_authority()}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: invalid, expired, too_large."""
-        return self._table.dropped
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
+        state = "connected" if self.connected else "open" if self._open else "closed"
+        return f"LocalTransport({self.authority}, {state}, queued={len(self._queue)}, being_taken={len(self._taking)})"
 
     async def open(self) -> None:
         if not self._open:
@@ -394,8 +377,8 @@ class LocalTransport(UTransport):
         self.network.members.remove(self)
         self.network.room.set()  # nobody waits for us any more
         if self.session is not None:
-            self.network.sessions[self.session] = Session([*self._resumed.filters, *self._table.filters])
-        if self._connected:
+            self.network.sessions[self.session] = Session([*self._resumed.filters, *self.listeners.filters])
+        if self.connected:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_MS_MAX / 1000):
                     await self._idle.wait()
@@ -421,7 +404,7 @@ class LocalTransport(UTransport):
         """From here on the network keeps what comes, behind what was not taken."""
         self._drop_unclaimed()
         if self.session is not None:
-            session = Session(list({*self._resumed.filters, *self._table.filters}))
+            session = Session(list({*self._resumed.filters, *self.listeners.filters}))
             session.kept.extend(self._resumed.kept)
             session.kept.extend(
                 message for message in self._queue if any(_matches(filter, message) for filter in session.filters)
@@ -434,32 +417,27 @@ class LocalTransport(UTransport):
     def disconnect(self) -> None:
         """Lose the network: sending answers UNAVAILABLE, what was not taken waits; what others send meanwhile is
         missed, or kept by the session."""
-        if self._connected:
-            self._connected = False
+        if self.connected:
             self._go_back()
             self.network.room.set()
-            self._tell_connection(False)
+            self._change(False)
 
     def reconnect(self) -> None:
-        if self._open and not self._connected and not self.network.has_cut(self.local.get_authority()):
-            self._connected = True
-            self._tell_connection(True)
+        if self._open and not self.connected and not self.network.has_cut(self.authority):
+            self._change(True)
             self._wake()
 
-    def _tell_connection(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                self._context.copy().run(callback, connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+    def _change(self, connected: bool) -> None:
+        """In the owner's context, whoever cuts or mends the network."""
+        self._context.copy().run(self.set_connected, connected)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         statuses: list[UStatus] = []
-        if self._connected:
+        if self.connected:
             self.network.drops(self)
-        now = self._outbox.now_ms()
+        now = self.checks.now_ms()
         for message in messages:
-            refusal = self._outbox.refusal(message, now)
+            refusal = self.checks.refusal(message, now)
             if refusal is not None:
                 statuses.append(refusal)
                 continue
@@ -467,25 +445,20 @@ class LocalTransport(UTransport):
             if size > self.wire_bytes_max:
                 statuses.append(too_large(size, self.wire_bytes_max))
                 continue
-            while self._connected and self.network.full(self):
+            while self.connected and self.network.full(self):
                 self.network.room.clear()
                 await self.network.room.wait()
-                now = self._outbox.now_ms()
+                now = self.checks.now_ms()
             # no key and no topic could say it on arrival
-            message = attrs.completed(message, self.local.get_authority())
-            status = self.network.carry(self, message) if self._connected else self._away()
+            message = attrs.completed(message, self.authority)
+            status = self.network.carry(self, message) if self.connected else self._away()
             if status.code == UCode.UNAVAILABLE:
                 return stopped(statuses, len(messages), status)
             statuses.append(status)
         return statuses
 
     def _away(self) -> UStatus:
-        why = (
-            "the connection is lost: try again when it is back"
-            if self._open
-            else "the transport is not open: call open first"
-        )
-        return UStatus(code=UCode.UNAVAILABLE, message=why)
+        return LOST if self._open else NOT_OPEN
 
     def _check_open(self) -> None:
         if not self._open:
@@ -493,8 +466,8 @@ class LocalTransport(UTransport):
 
     async def receive(self, source_filter: UUri, sink_filter: UUri | None = None) -> UMessage:
         self._check_open()
-        wanted = Filter.of(source_filter, sink_filter, self.local.get_authority())
-        now = self._outbox.now_ms()
+        wanted = Filter.of(source_filter, sink_filter, self.authority)
+        now = self.checks.now_ms()
         for message in list(self._for_pull):
             attributes = message.attributes
             if attrs.is_expired(attributes, now):
@@ -511,7 +484,7 @@ class LocalTransport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         self._check_open()
-        added = self._table.add(source_filter, sink_filter, listener)
+        added = self.listeners.add(source_filter, sink_filter, listener)
         if added is not None and self._resumed.filters:
             self._claim(added)
 
@@ -519,7 +492,7 @@ class LocalTransport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         self._check_open()
-        self._table.remove(source_filter, sink_filter, listener)
+        self.listeners.remove(source_filter, sink_filter, listener)
 
     def _claim(self, filter: Filter) -> None:
         """A session that was resumed may have brought what belongs to a listener before the listener came."""
@@ -541,10 +514,10 @@ class LocalTransport(UTransport):
             self.dropped["too_large"] += 1
             log.warning("dropped what is too large", bytes=_size(message), bytes_max=self.wire_bytes_max)
             return
-        if self._resumed.filters and not self._table.wants(message) and self._resumed.keep(message):
+        if self._resumed.filters and not self.listeners.wants(message) and self._resumed.keep(message):
             return
         has_room = len(self._queue) < SESSION_MESSAGES_MAX and self._queue.octets < SESSION_BYTES_MAX
-        if self._connected or (self.session is not None and self._table.wants(message) and has_room):
+        if self.connected or (self.session is not None and self.listeners.wants(message) and has_room):
             self._put(message)
 
     def _put(self, message: UMessage) -> None:
@@ -552,7 +525,7 @@ class LocalTransport(UTransport):
             self._queue.append(message)
             self._add_load(1, _size(message))
             self._idle.clear()
-            if not self._awake and self._connected:
+            if not self._awake and self.connected:
                 self._wake()
 
     def _wake(self, after_ms: int = 0) -> None:
@@ -568,20 +541,20 @@ class LocalTransport(UTransport):
         """One batch to its listeners; the next one does not wait for it, so that a listener may await an answer that is
         behind."""
         self._awake = False
-        if not self._connected or not self._queue:
+        if not self.connected or not self._queue:
             return
         octets = self._queue.octets
         batch = [self._queue.popleft() for _ in range(min(len(self._queue), BATCH_MESSAGES_MAX))]
         octets -= self._queue.octets
         wanted: list[UMessage] = []
         for message in batch:
-            if self._table.wants(message):
+            if self.listeners.wants(message):
                 wanted.append(message)
-            elif self._table.accepts(message):
+            elif self.listeners.accepts(message):
                 self._for_pull.append(message)
         while len(self._for_pull) > PULL_MESSAGES_MAX or self._for_pull.octets > PULL_BYTES_MAX:
             self._for_pull.popleft()
-        result = self._table.deliver(wanted)
+        result = self.listeners.deliver(wanted)
         if result is None and not self._taking:
             self._took(len(batch), octets)
         else:

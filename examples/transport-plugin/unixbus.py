@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import socket
-from collections import Counter
 from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,13 +22,22 @@ from typing import Final
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field
 
+from transports.base import (
+    LISTENERS_MAX,
+    LISTENERS_PER_FILTER_MAX,
+    NOT_OPEN,
+    OK,
+    ListenersMax,
+    ListenersPerFilterMax,
+    TransportBase,
+    stopped,
+    too_large,
+)
 from transports.inbox import Inbox
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenerTable
-from transports.outbox import OK, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol.attributes import completed
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -46,52 +53,26 @@ class UnixBusConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: Path = Field(description="who has a socket here is on the network; its permissions say who may")
-    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
-    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
 
-class UnixBusTransport(UTransport):
-    """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept."""
+class UnixBusTransport(TransportBase):
+    """Local sockets are reliable and keep the order. Priorities are all alike. Nothing is acknowledged or kept. A bus of
+    sockets has no connection to lose: it begins with `open` and ends with `close`."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
 
     def __init__(self, config: UnixBusConfig, local: LocalUriProvider) -> None:
-        self._directory, self._authority = config.directory, local.get_authority()
-        self._path = config.directory / f"{self._authority[:40]}.{os.getpid()}.{next(_numbers)}.sock"
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
-        )
-        self._outbox = Outbox()
-        self._open = False
-        self._connection_callbacks: list[ConnectionCallback] = []
+        super().__init__(config, local)
+        self._directory = config.directory
+        self._path = config.directory / f"{self.authority[:40]}.{os.getpid()}.{next(_numbers)}.sock"
 
     def __repr__(self) -> str:
-        return f"UnixBusTransport({self._authority}, {'open' if self._open else 'closed'}, {self._directory})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return self._table.dropped
-
-    @property
-    def connected(self) -> bool:
-        return self._open
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
-
-    def _change(self, is_open: bool) -> None:
-        """A bus of sockets has no connection to lose: it begins with `open` and ends with `close`."""
-        self._open = is_open
-        for callback in self._connection_callbacks:
-            try:
-                callback(is_open)
-            except Exception:
-                logging.getLogger(__name__).exception("a connection callback failed")
+        return f"UnixBusTransport({self.authority}, {'open' if self.connected else 'closed'}, {self._directory})"
 
     async def open(self) -> None:
-        if self._open:
+        if self.connected:
             return
         self._receiving = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._sending = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -108,14 +89,14 @@ class UnixBusTransport(UTransport):
         self._bytes_max = min(self.wire_bytes_max, DATAGRAM_BYTES_MAX)
         self._inbox = Inbox(self._deliver, item_bytes_max=self._bytes_max, dropped=self.dropped)
         self._sender = ThreadPoolExecutor(1)
-        self._change(True)
+        self.set_connected(True)
         self._reader = Thread(target=self._read, daemon=True)
         self._reader.start()
 
     async def close(self) -> None:
-        if not self._open:
+        if not self.connected:
             return
-        self._change(False)
+        self.set_connected(False)
         with contextlib.suppress(OSError):
             self._sending.sendto(b"", str(self._path))  # wakes the reader, which then sees that it shall end
         self._path.unlink(missing_ok=True)
@@ -126,22 +107,22 @@ class UnixBusTransport(UTransport):
         self._sending.close()
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        if not self._open:
-            return stopped([], len(messages), _CLOSED)
+        if not self.connected:
+            return stopped([], len(messages), NOT_OPEN)
         return await asyncio.get_running_loop().run_in_executor(self._sender, self._send, messages)
 
     def _send(self, messages: Sequence[UMessage]) -> list[UStatus]:
         """On the sender thread: one hop for the whole batch."""
         statuses: list[UStatus] = []
         others = [path for path in self._directory.glob("*.sock") if path != self._path]
-        now_ms = self._outbox.now_ms()
+        now_ms = self.checks.now_ms()
         for message in messages:
-            refusal = self._outbox.refusal(message, now_ms)
+            refusal = self.checks.refusal(message, now_ms)
             if refusal is not None:
                 statuses.append(refusal)
                 continue
             # no key beside the message could name our host
-            datagram = completed(message, self._authority).SerializeToString()
+            datagram = completed(message, self.authority).SerializeToString()
             if len(datagram) > self._bytes_max:
                 statuses.append(too_large(len(datagram), self._bytes_max))
                 continue
@@ -167,22 +148,22 @@ class UnixBusTransport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         self._check_open()
-        self._table.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
+        self.listeners.add(source_filter, sink_filter, listener)  # every end hears everything: there is nobody to tell
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         self._check_open()
-        self._table.remove(source_filter, sink_filter, listener)
+        self.listeners.remove(source_filter, sink_filter, listener)
 
     def _check_open(self) -> None:
-        if not self._open:
-            raise UStatusError.from_status(_CLOSED)
+        if not self.connected:
+            raise UStatusError.from_status(NOT_OPEN)
 
     def _read(self) -> None:
         """The reader thread: bytes into the inbox, which wakes the loop once for many and makes us wait while it is
         full."""
-        while self._open:
+        while self.connected:
             with contextlib.suppress(TimeoutError):
                 # one byte more than anybody may send: so it shows if it was cut
                 datagram = self._receiving.recv(DATAGRAM_BYTES_MAX + 1)
@@ -195,9 +176,7 @@ class UnixBusTransport(UTransport):
                 messages.append(UMessage.FromString(datagram))
             except DecodeError:
                 self.dropped["malformed"] += 1
-        return self._table.deliver(messages)
+        return self.listeners.deliver(messages)
 
-
-_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
 PLUGIN: Final = TransportPlugin("unixbus", UnixBusConfig, UnixBusTransport, UnixBusTransport.capabilities)

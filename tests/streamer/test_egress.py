@@ -18,7 +18,7 @@ from history.log import Log
 from streamer.egress import WINDOW_BYTES_MAX, Pump
 from streamer.endpoint import Endpoint
 from streamer.view import Decision, Leg, Target
-from transports.outbox import stopped
+from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder

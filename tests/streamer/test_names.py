@@ -390,7 +390,7 @@ async def test_what_comes_without_authority_is_of_the_only_host_there(make_world
     heard = await world.hear(cloud, uris.parse("//vehicle1/8001/1/8001"))
     nameless = publish("//vehicle1/8001/1/8001", "12 km/h")
     nameless.attributes.source.authority_name = ""
-    await world.until(lambda: len(world.networks["vehicle"].members[0]._table.filters) > 2)
+    await world.until(lambda: len(world.networks["vehicle"].members[0].listeners.filters) > 2)
     world.networks["vehicle"].inject(nameless)  # by a network that can't tell who sent it
     await heard.expect_payload(b"12 km/h")
     assert heard.messages[0].attributes.source == uris.parse("//vehicle1/8001/1/8001")

@@ -26,7 +26,7 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import PAUSES_MAX, Pause, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
-from transports.outbox import stopped
+from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire

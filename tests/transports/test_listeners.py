@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from transports.base import SendChecks, stopped
 from transports.conformance.base import Sink, notification, publish, reply, topic
 from transports.conformance.sending import INVALID, every_combination, expired
 from transports.listeners import Filter, ListenerTable
-from transports.outbox import Outbox, stopped
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -269,15 +269,15 @@ def test_a_listener_that_always_raises_is_counted() -> None:
     assert table.failures == 5
 
 
-def test_the_outbox_refuses_and_remembers_only_what_is_valid() -> None:
-    box = Outbox()
+def test_the_send_checks_refuse_and_remember_only_what_is_valid() -> None:
+    checks = SendChecks()
     for _ in range(2):
-        assert box.refusal(notification(), box.now_ms()) is None
+        assert checks.refusal(notification(), checks.now_ms()) is None
         for make in INVALID.values():
-            status = box.refusal(make(), box.now_ms())
+            status = checks.refusal(make(), checks.now_ms())
             assert status is not None
             assert status.code == UCode.INVALID_ARGUMENT
-        late = box.refusal(expired(), box.now_ms())
+        late = checks.refusal(expired(), checks.now_ms())
         assert late is not None
         assert late.code == UCode.DEADLINE_EXCEEDED
 

@@ -9,11 +9,11 @@ from paho.mqtt.enums import MQTTProtocolVersion
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
+from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
 from transports.mqtt5.subscriptions import Subscriptions, topic_matches
-from transports.outbox import Outbox
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -152,7 +152,7 @@ def builders() -> list[UMessageBuilder]:
 @pytest.mark.parametrize("payload", [None, UPayload(b""), UPayload(b"", 2), UPayload(b"x"), UPayload(b"y" * 200, 7)])
 def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | None) -> None:
     mapping = Mapping(Mode.IN_VEHICLE, "device1")
-    codec = Codec(mapping, Outbox())
+    codec = Codec(mapping, SendChecks())
     for _ in range(3):
         message = builders()[index].build_from_upayload(payload)
         packet = mapping.encode(message)
@@ -166,7 +166,7 @@ def test_templates_answer_as_the_long_way_does(index: int, payload: UPayload | N
 
 def test_templates_refuse_what_the_long_way_does() -> None:
     now = uuids.now_ms()
-    codec = Codec(Mapping(Mode.IN_VEHICLE, "device1"), Outbox(now_ms=lambda: now))
+    codec = Codec(Mapping(Mode.IN_VEHICLE, "device1"), SendChecks(now_ms=lambda: now))
     good = UMessageBuilder.publish(TOPIC).with_ttl(1_000).build_from_upayload(UPayload(b"x", 2))
     codec.encode(good)
     without_payload, no_id, version_4, no_date, late = (UMessage.FromString(good.SerializeToString()) for _ in range(5))
@@ -204,7 +204,7 @@ def test_an_id_is_read_where_it_is_and_nowhere_else() -> None:
             {"correlation": wire.ID_KEY + b"\x70\x00\x80" + bytes(7)},
             {"expiry_s": 0x26000131, "content_type": "2"},
         ):
-            codec = Codec(mapping, Outbox())
+            codec = Codec(mapping, SendChecks())
             for id in (one, two, "no id at all, but as long as one is..", two.upper(), one):
                 publish = publish_of([*before, ("1", id), *rest], **more)
                 packet, _ = wire.read_packet(publish)

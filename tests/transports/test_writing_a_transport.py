@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from streamer import config as configs
-from transports import conformance, inbox, listeners, outbox, plugin
+from transports import base, conformance, inbox, listeners, plugin
 from transports.listeners import ListenerTable
 from uprotocol import attributes, status, transport
 from uprotocol import uri as uris
@@ -107,7 +107,10 @@ def test_every_name_of_ours_that_the_page_gives_exists() -> None:
         except ModuleNotFoundError:
             assert hasattr(importlib.import_module(where), name), dotted
     for name in ("refusal",):
-        assert hasattr(outbox.Outbox, name)
+        assert hasattr(base.SendChecks, name)
+    for name in ("dropped", "mended", "connected", "on_connection", "set_connected"):
+        assert hasattr(base.TransportBase, name)
+        assert name in PAGE
     for name in ("put", "put_on_loop", "drained", "close"):
         assert hasattr(inbox.Inbox, name)
         assert name in PAGE

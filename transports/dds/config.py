@@ -24,8 +24,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
 from transports.inbox import MESSAGES_MAX
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -122,12 +122,8 @@ class DdsConfig(BaseModel):
     inbox_messages_max: int = Field(
         default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners"
     )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @field_validator("peers")
     @classmethod

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeVar
 
 import structlog
 
+from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, translated
@@ -25,12 +26,11 @@ from transports.dds.readers import Readers, reader_samples_max
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
 from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable, all_of
-from transports.outbox import ROUTES_CACHED_MAX, Outbox, stopped, too_large
+from transports.listeners import Filter, all_of
 from uprotocol import attributes as attrs
 from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -87,26 +87,20 @@ class _Session:
         return list(dict.fromkeys(found))
 
 
-class DdsTransport(UTransport):
+class DdsTransport(TransportBase):
     """A DDS participant that carries UMessages.
 
     `dropped` counts what arrived and was thrown away (malformed, too_large, invalid, expired), and what was sent to us
     and never came (lost, lost_or_expired). `troubles` names those who hold back what we send, and those who can't talk
-    with us, while they do.
+    with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all.
     """
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = True
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
-        self._config, self._local = config, local
-        self._authority = local.get_authority()
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
-        )
-        self._outbox = Outbox()
+        super().__init__(config, local)
+        self._config = config
         self._partitions: dict[Any, str] = {}  # by (source, sink); the writers' thread only
         self._routes: dict[Stamp, Route] = {}  # the same
         self._lost: Counter[str] = Counter()  # in sessions that have ended
@@ -119,24 +113,18 @@ class DdsTransport(UTransport):
         self._seen: OrderedDict[bytes, set[bytes]] = OrderedDict()  # own reader -> peers that have found it
         self._awaited: dict[bytes, asyncio.Event] = {}  # own readers that a registration waits for
         self._news = asyncio.Event()  # discovery has found something
-        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         session = self._session
         state = (
             f"{session.writers!r}, readers={len(session.readers)}, {self._inbox!r}" if session is not None else "closed"
         )
-        return f"DdsTransport({self._authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
+        return f"DdsTransport({self.authority}, domain={self._config.domain_id}, peers={len(self._peers)}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
         lost = self._session.readers.lost if self._session is not None else Counter[str]()
-        return self._table.dropped + self._lost + lost
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
+        return self.listeners.dropped + self._lost + lost
 
     @property
     def troubles(self) -> list[str]:
@@ -158,14 +146,6 @@ class DdsTransport(UTransport):
         """Endpoints elsewhere whose QoS or type keeps them and ours apart, since open."""
         return self._session.roll_call.misfits_found if self._session is not None else 0
 
-    @property
-    def connected(self) -> bool:
-        """True while open: DDS has no connection to lose; participants come and go, and nobody may be there at all."""
-        return self._session is not None
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
-
     async def open(self) -> None:
         async with self._opening:
             if self._session is not None:
@@ -176,7 +156,7 @@ class DdsTransport(UTransport):
                 self._deliver,
                 messages_max=self._config.inbox_messages_max,
                 item_bytes_max=self._sample_bytes_max,
-                dropped=self._table.dropped,
+                dropped=self.listeners.dropped,
             )
 
             def changed(peers: frozenset[bytes], seen: Seen) -> None:
@@ -194,11 +174,11 @@ class DdsTransport(UTransport):
             try:
                 await self._discovered()
                 self._session = session
-                await asyncio.gather(*(self._reader(filter) for filter in self._table.filters))  # of an earlier life
+                await asyncio.gather(*(self._reader(filter) for filter in self.listeners.filters))  # of an earlier life
             except BaseException:
                 self._end(session)
                 raise
-            self._tell_connection(True)
+            self.set_connected(True)
 
     async def _discovered(self) -> None:
         """Until nothing new has been found for a while: then what we write reaches every reader that was there before
@@ -219,6 +199,7 @@ class DdsTransport(UTransport):
             if session is None:
                 return
             self._session = None
+            self.set_connected(False)
             session.writers.stop()
             session.readers.stop()
             with contextlib.suppress(TimeoutError):
@@ -229,7 +210,6 @@ class DdsTransport(UTransport):
             await asyncio.gather(*self._readers.values(), return_exceptions=True)
             await asyncio.wrap_future(self._end(session))
             self._lost += session.readers.lost
-            self._tell_connection(False)
 
     def _end(self, session: _Session) -> Future[None]:
         """Close `session` behind whatever is being done with it, and forget what belongs to it."""
@@ -243,16 +223,9 @@ class DdsTransport(UTransport):
         self._registrar.shutdown(wait=False)
         return ended
 
-    def _tell_connection(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
-
     def _require_session(self) -> _Session:
         if self._session is None:
-            raise UStatusError(UCode.UNAVAILABLE, "the transport is not open: call open first")
+            raise UStatusError.from_status(NOT_OPEN)
         return self._session
 
     # sending
@@ -278,7 +251,7 @@ class DdsTransport(UTransport):
         return await answer
 
     def _send(self, writers: Writers, batch: Batch, messages: Sequence[Carried]) -> None:
-        now_ms = self._outbox.now_ms()
+        now_ms = self.checks.now_ms()
         for index, message in enumerate(messages):
             try:
                 refusal = self._put(writers, batch, index, message, now_ms)
@@ -294,11 +267,11 @@ class DdsTransport(UTransport):
         stamp = message.stamp if type(message) is EncodedMessage else None
         route = self._routes.get(stamp) if stamp is not None else None
         if route is None or stamp is None or stamp.ttl:
-            refusal = self._outbox.refusal(decoded(message), now_ms)
+            refusal = self.checks.refusal(decoded(message), now_ms)
             if refusal is not None:
                 return refusal
             if stamp is None:
-                message = attrs.completed(decoded(message), self._authority)
+                message = attrs.completed(decoded(message), self.authority)
             route = route or self._route(decoded(message).attributes, stamp)
         if stamp is not None:
             sample = mapping.pack(message.encoded, message.payload, has_payload=message.HasField("payload"))  # type: ignore[union-attr]
@@ -327,7 +300,7 @@ class DdsTransport(UTransport):
         if partition is None:
             if len(self._partitions) >= ROUTES_CACHED_MAX:
                 self._partitions.clear()
-            partition = self._partitions[addresses] = mapping.partition_of(attributes, self._authority)
+            partition = self._partitions[addresses] = mapping.partition_of(attributes, self.authority)
         return partition
 
     # receiving
@@ -352,12 +325,12 @@ class DdsTransport(UTransport):
                     continue
                 message = mapping.decode(sample)
             except UStatusError:
-                self._table.dropped["malformed"] += 1
+                self.listeners.dropped["malformed"] += 1
                 continue
             mapping.complete(message.attributes, partition)
             pending.append(self._deliver_encoded(encoded, partitions))
             encoded, partitions = [], []
-            pending.append(self._table.deliver([message], only=filter))
+            pending.append(self.listeners.deliver([message], only=filter))
         pending.append(self._deliver_encoded(encoded, partitions))
         waiting = [one for one in pending if one is not None]
         if not waiting:
@@ -367,7 +340,7 @@ class DdsTransport(UTransport):
     def _deliver_encoded(
         self, encoded: list[tuple[Filter, bytes, bytes]], partitions: list[str]
     ) -> Awaitable[None] | None:
-        return self._table.deliver_encoded(
+        return self.listeners.deliver_encoded(
             encoded, lambda place, attributes: mapping.complete(attributes, partitions[place])
         )
 
@@ -379,14 +352,14 @@ class DdsTransport(UTransport):
         """Returns when every peer has found the new reader: what they send from then on arrives. A peer is waited for
         SEEN_S at most."""
         self._require_session()
-        filter = self._table.add(source_filter, sink_filter, listener) or Filter.of(
-            source_filter, sink_filter, self._authority
+        filter = self.listeners.add(source_filter, sink_filter, listener) or Filter.of(
+            source_filter, sink_filter, self.authority
         )
         try:
             await asyncio.shield(self._reader(filter))
         except UStatusError:
             with contextlib.suppress(UStatusError):
-                self._table.remove(source_filter, sink_filter, listener)
+                self.listeners.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
             self._listening.pop(filter, None)
             raise
@@ -399,7 +372,7 @@ class DdsTransport(UTransport):
 
     async def _make_reader(self, filter: Filter) -> int:
         session = self._require_session()
-        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self._authority)
+        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self.authority)
         token, key = await self._run(session.readers.add, filter, partition)
         await self._found(key)
         return token
@@ -408,7 +381,7 @@ class DdsTransport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         session = self._require_session()
-        filter = self._table.remove(source_filter, sink_filter, listener)
+        filter = self.listeners.remove(source_filter, sink_filter, listener)
         reader = None
         if filter is not None:
             reader = self._readers.pop(filter, None)

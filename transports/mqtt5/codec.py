@@ -13,9 +13,9 @@ import re
 import struct
 from typing import Final, NamedTuple
 
+from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import Mapping, Packet
-from transports.outbox import Outbox
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.uuid import MSB_MAX
@@ -52,7 +52,7 @@ class Codec:
     """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's
     time."""
 
-    def __init__(self, mapping: Mapping, outbox: Outbox, *, same_for_all_ids: bool = True) -> None:
+    def __init__(self, mapping: Mapping, outbox: SendChecks, *, same_for_all_ids: bool = True) -> None:
         self._mapping, self._outbox, self._same_for_all_ids = mapping, outbox, same_for_all_ids
         self.packet_bytes_max = wire.PACKET_BYTES_MAX  # ours, or the broker's if that is less
         self._out: dict[bytes, _Out] = {}

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
 from transports.mqtt5.mapping import Mode
 
 
@@ -83,12 +83,8 @@ class Mqtt5Config(BaseModel):
         description="add to a ttl the whole seconds that the broker counted off while the message "
         'waited, see "Time to live"',
     )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @model_validator(mode="after")
     def _one_password(self) -> Self:

@@ -21,6 +21,7 @@ from typing import Final
 
 import structlog
 
+from transports.base import SendChecks
 from transports.listeners import Filter, ListenerTable
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
@@ -31,7 +32,6 @@ from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
 from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
 from transports.mqtt5.window import Window
-from transports.outbox import Outbox
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
@@ -77,7 +77,7 @@ class Mqtt5Transport(UTransport):
         self._config, self._local = config, local
         self.capabilities = capabilities(config)
         self._mapping = Mapping(config.mode, local.get_authority(), restore_ttl=config.restore_ttl)
-        self._codec = Codec(self._mapping, Outbox(), same_for_all_ids=not config.restore_ttl)
+        self._codec = Codec(self._mapping, SendChecks(), same_for_all_ids=not config.restore_ttl)
         self._table = ListenerTable(
             local.get_authority(),
             listeners_max=config.listeners_max,

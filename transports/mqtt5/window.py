@@ -14,8 +14,8 @@ import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
+from transports.base import OK, stopped
 from transports.mqtt5 import reasons
-from transports.outbox import OK, stopped
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
 from uprotocol.v1.uattributes_pb2 import UMessageType

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, Self
 import zenoh
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX
+from transports.base import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
 from transports.zenoh.sender import words
 from uprotocol.status import invalid
 from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX
@@ -83,12 +83,8 @@ class ZenohConfig(BaseModel):
         default_factory=dict,
         description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others",
     )
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

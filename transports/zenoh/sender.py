@@ -1,7 +1,7 @@
 """What leaves over Zenoh: one thread's work.
 
 batch -> lane of its stamp -> route -> session.put        a topic's first messages: no declaration that a peer has to take in first
-         or Outbox            |        publisher.put      from then on: half the cost
+         or checks            |        publisher.put      from then on: half the cost
                               `-- publishers are full: one that was unused for a whole period is undeclared, or the
                               topic stays as it is
 
@@ -26,7 +26,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import zenoh
 
-from transports.outbox import OK, Outbox, stopped, too_large
+from transports.base import OK, SendChecks, stopped, too_large
 from transports.zenoh import mapping
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
@@ -144,7 +144,7 @@ class ZenohSender:
 
     def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:
         self._session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
-        self._outbox = Outbox()
+        self._checks = SendChecks()
         self._lanes: dict[Any, _Lane] = {}  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
         self._publishers: dict[_Key, zenoh.Publisher] = {}
@@ -174,7 +174,7 @@ class ZenohSender:
     def _put(self, messages: Sequence[Carried]) -> list[UStatus]:
         """Messages of a stream that is known need no validation: what may differ is the payload and the age."""
         statuses: list[UStatus] = []
-        now_ms, lanes, peers, version = self._outbox.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
+        now_ms, lanes, peers, version = self._checks.now_ms(), self._lanes, self._peers, mapping.VERSION_BYTE
         bytes_max = self._wire_bytes_max
         settling = time.monotonic() < self._settled_at
         for message in messages:
@@ -187,7 +187,7 @@ class ZenohSender:
             lane = lanes.get(mark)
             try:
                 if lane is None or lane.ttl or (lane.format and not message.HasField("payload")):
-                    refusal = self._outbox.refusal(decoded(message), now_ms)
+                    refusal = self._checks.refusal(decoded(message), now_ms)
                     if refusal is not None:
                         statuses.append(refusal)
                         continue

@@ -18,22 +18,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import structlog
 import zenoh
 
+from transports.base import NOT_OPEN, OK, TransportBase, stopped
 from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable
-from transports.outbox import OK, stopped
+from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -55,21 +54,18 @@ T = TypeVar("T")
 Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, payload, attachment, under which key
 
 
-class ZenohTransport(UTransport):
-    """One Zenoh session."""
+class ZenohTransport(TransportBase):
+    """One Zenoh session. Connected while at least one peer or router is linked: without one nobody would take what we
+    send."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     takes_encoded = True
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
-        self._config, self._authority = config, local.get_authority()
+        super().__init__(config, local)
+        self._config = config
         self.only_listens = bool(config.listen) and not (
             config.connect or config.multicast_scouting or config.config_file
-        )
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
         )
         self._session: zenoh.Session | None = None
         self._sender: ZenohSender | None = None
@@ -80,29 +76,10 @@ class ZenohTransport(UTransport):
         self._opening = asyncio.Lock()
         self._registering = asyncio.Lock()  # a filter is declared or undeclared, never both at once
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
-        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
         state = f"{len(self._peers)} peers" if self._session is not None else "closed"
-        return f"ZenohTransport({self._authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, too_large, invalid, expired."""
-        return self._table.dropped
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
-
-    @property
-    def connected(self) -> bool:
-        """True while at least one peer or router is linked; without one, nobody would take what we send."""
-        return bool(self._peers)
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
+        return f"ZenohTransport({self.authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
@@ -127,8 +104,8 @@ class ZenohTransport(UTransport):
             # the thread can't be stopped, and a session that nobody has would keep the port
             joining.add_done_callback(_close_late)
             raise
-        self._sender = ZenohSender(session, self._authority, self._peers, self.wire_bytes_max)
-        self._sending = SenderThread(f"zenoh-send-{self._authority}")
+        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+        self._sending = SenderThread(f"zenoh-send-{self.authority}")
         for transport in session.info.transports():
             self._on_peer(transport, True)
 
@@ -165,7 +142,7 @@ class ZenohTransport(UTransport):
         self._inbox.close()
         self._calls.close()
         if not flush.done():
-            log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX)
+            log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
         await self._leave(session, self._sending)
         self._sender = None
         for peer in list(self._peers):
@@ -184,11 +161,11 @@ class ZenohTransport(UTransport):
         with contextlib.suppress(zenoh.ZError):  # the session is closed by now
             unread = sender.flush(CLOSE_S_MAX)
             if unread.late:
-                log.warning(UNREAD, authority=self._authority, waited_s=CLOSE_S_MAX, peers=unread.late)
+                log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX, peers=unread.late)
             if unread.mute:
                 log.info(
                     "peers of another make don't confirm what they have read",
-                    authority=self._authority,
+                    authority=self.authority,
                     peers=unread.mute,
                 )
 
@@ -202,12 +179,12 @@ class ZenohTransport(UTransport):
                 self._loop.call_soon_threadsafe(left.set)
 
         sending.shutdown()
-        threading.Thread(target=close, name=f"zenoh-close-{self._authority}", daemon=True).start()
+        threading.Thread(target=close, name=f"zenoh-close-{self.authority}", daemon=True).start()
         try:
             async with asyncio.timeout(LEAVE_S_MAX):
                 await left.wait()
         except TimeoutError:
-            log.warning("Zenoh is still closing the session", authority=self._authority, waited_s=LEAVE_S_MAX)
+            log.warning("Zenoh is still closing the session", authority=self.authority, waited_s=LEAVE_S_MAX)
         for send in self._sends:  # a put that waits for a peer: Zenoh does not end it with the session
             send.cancel()
 
@@ -216,22 +193,14 @@ class ZenohTransport(UTransport):
         if not linked:
             self._lost(peer)
         elif self._session is not None and self._sender is not None:
-            before = bool(self._peers)
             self._peers[peer] = transport.whatami == zenoh.WhatAmI.ROUTER or self._config.mode == "client"
-            if not before:
+            if not self.connected:
                 self._sender.first_link()
-                self._tell(True)
+                self.set_connected(True)
 
     def _lost(self, peer: str) -> None:
-        if self._peers.pop(peer, None) is not None and not self._peers:
-            self._tell(False)
-
-    def _tell(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+        self._peers.pop(peer, None)
+        self.set_connected(bool(self._peers))
 
     async def _call(self, doing: str, call: Callable[[], T]) -> T:
         """A control call of Zenoh, off the loop."""
@@ -242,7 +211,7 @@ class ZenohTransport(UTransport):
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         if self._session is None or self._sender is None or self._sending is None:
-            return stopped([], len(messages), _NOT_OPEN)
+            return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
         send = self._loop.run_in_executor(self._sending, self._sender.put, messages)
@@ -264,16 +233,16 @@ class ZenohTransport(UTransport):
         """As UTransport. Other sessions learn of a new filter a moment later; until then their messages don't come."""
         async with self._registering:
             session = self._opened()
-            filter = self._table.add(source_filter, sink_filter, listener)
+            filter = self.listeners.add(source_filter, sink_filter, listener)
             if filter is None:
                 return
             try:
-                key = mapping.filter_key(filter.source, filter.sink, self._authority)
+                key = mapping.filter_key(filter.source, filter.sink, self.authority)
                 self._subscribers[filter] = await self._call(
                     f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
                 )
             except UStatusError:
-                self._table.remove(source_filter, sink_filter, listener)
+                self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
     async def unregister_listener(
@@ -281,14 +250,14 @@ class ZenohTransport(UTransport):
     ) -> None:
         async with self._registering:
             self._opened()
-            filter = self._table.remove(source_filter, sink_filter, listener)
+            filter = self.listeners.remove(source_filter, sink_filter, listener)
             if filter is not None:
                 subscriber = self._subscribers.pop(filter)
                 await self._call("ending a subscription", subscriber.undeclare)
 
     def _opened(self) -> zenoh.Session:
         if self._session is None:
-            raise UStatusError.from_status(_NOT_OPEN)
+            raise UStatusError.from_status(NOT_OPEN)
         return self._session
 
     def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
@@ -315,7 +284,7 @@ class ZenohTransport(UTransport):
         def complete(place: int, attributes: UAttributes) -> None:
             mapping.complete(attributes, str(ours[place][3]))
 
-        return self._table.deliver_encoded(
+        return self.listeners.deliver_encoded(
             [(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete
         )
 
@@ -323,7 +292,6 @@ class ZenohTransport(UTransport):
 _CLOSED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
 )
-_NOT_OPEN: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
 
 def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:

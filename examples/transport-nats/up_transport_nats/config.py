@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
-from transports.listeners import LISTENERS_PER_FILTER_MAX
+from transports.base import LISTENERS_PER_FILTER_MAX, ListenersMax, ListenersPerFilterMax
 
 LISTENERS_MAX = 2_000  # each filter is a consumer at the server, some 10 KB there, and a task here
 
@@ -75,12 +75,8 @@ class NatsConfig(BaseModel):
         default=3_600, ge=1, description="of a stream that we make: nothing waits for longer"
     )
     stream_in_memory: bool = Field(default=False, description="of a stream that we make: not on the server's disk")
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: ListenersMax = LISTENERS_MAX
+    listeners_per_filter_max: ListenersPerFilterMax = LISTENERS_PER_FILTER_MAX
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

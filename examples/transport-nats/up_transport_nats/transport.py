@@ -18,7 +18,6 @@ import contextlib
 import hashlib
 import itertools
 import secrets
-from collections import Counter
 from collections.abc import Awaitable, Coroutine, Sequence
 from typing import Any, Final
 
@@ -28,15 +27,15 @@ from nats.aio.msg import Msg
 from nats.js import JetStreamContext, api
 from nats.js.errors import NotFoundError
 
+from transports.base import NOT_OPEN, OK, TransportBase, stopped, tell
 from transports.inbox import Inbox
-from transports.listeners import Filter, ListenerTable, all_of
-from transports.outbox import OK, Outbox, stopped
+from transports.listeners import Filter, all_of
 from transports.plugin import TransportPlugin
 from up_transport_nats import mapping
 from up_transport_nats.config import NatsConfig
 from up_transport_nats.link import AWAY, Link
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -56,10 +55,8 @@ log = structlog.get_logger()
 Packet = tuple[bytearray, list[int]]  # messages, and their places in the batch
 Arrived = tuple[Filter, str, Msg]  # for which filter, by which consumer
 
-_CLOSED: Final = UStatus(code=UCode.UNAVAILABLE, message="the transport is not open: call open first")
 
-
-class NatsTransport(UTransport):
+class NatsTransport(TransportBase):
     """One connection. Priorities are all alike: a stream hands out in the order in which it took."""
 
     capabilities = (
@@ -71,17 +68,12 @@ class NatsTransport(UTransport):
     )
 
     def __init__(self, config: NatsConfig, local: LocalUriProvider) -> None:
-        self._config, self._authority = config, local.get_authority()
-        self._session = config.session or f"{mapping.escape(self._authority)}-{secrets.token_hex(6)}"
-        self._table = ListenerTable(
-            self._authority,
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
-        )
-        self._outbox = Outbox()
+        super().__init__(config, local)
+        self._config = config
+        self._session = config.session or f"{mapping.escape(self.authority)}-{secrets.token_hex(6)}"
         self._link = Link(config, self._session, self._on_change)
-        self._open = self._connected = False
-        self._is_connected = asyncio.Event()  # the same, for who waits
+        self._open = False
+        self._is_connected = asyncio.Event()  # the same as `connected`, for who waits
         self._coming_back: asyncio.Task[None] | None = None
         self._followers: dict[Filter, asyncio.Task[None] | None] = {}  # None: the server has yet to be asked
         self._consumers: set[str] = set()  # that the server has for us
@@ -90,27 +82,15 @@ class NatsTransport(UTransport):
         self._held: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._registering, self._sending = asyncio.Lock(), asyncio.Lock()
-        self._connection_callbacks: list[ConnectionCallback] = []
         self._loss_callbacks: list[LossCallback] = []
 
     def __repr__(self) -> str:
         state = "closed" if not self._open else "connected" if self.connected else "away"
-        return f"NatsTransport({self._authority}, {state}, filters={len(self._followers)})"
-
-    @property
-    def dropped(self) -> Counter[str]:
-        return self._table.dropped
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
+        return f"NatsTransport({self.authority}, {state}, filters={len(self._followers)})"
 
     @property
     def troubles(self) -> list[str]:
         return [self._link.full] if self._link.full else []
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
 
     def on_loss(self, callback: LossCallback) -> None:
         self._loss_callbacks.append(callback)
@@ -168,18 +148,11 @@ class NatsTransport(UTransport):
             self._coming_back = self._spawn(self._come_back())
         else:
             self._stop_following()
-            self._set_connected(False)
+            self.set_connected(False)
 
-    def _set_connected(self, connected: bool) -> None:
-        if connected == self._connected:
-            return
-        self._connected = connected
+    def set_connected(self, connected: bool) -> None:
         (self._is_connected.set if connected else self._is_connected.clear)()
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+        super().set_connected(connected)
 
     def _stop_following(self) -> list[asyncio.Task[None]]:
         following = [task for task in self._followers.values() if task is not None]
@@ -205,12 +178,12 @@ class NatsTransport(UTransport):
                     waiting = [filter for filter, task in self._followers.items() if task is None]
                     for filter in waiting if self._open else []:
                         await self._follow(filter)
-                self._set_connected(self._open and self._link.is_up())
+                self.set_connected(self._open and self._link.is_up())
                 return
             except UStatusError as error:
                 log.warning(
                     "the NATS server does not let us listen yet; trying again",
-                    authority=self._authority,
+                    authority=self.authority,
                     why=error.message,
                 )
                 await asyncio.sleep(AGAIN_S)
@@ -219,14 +192,14 @@ class NatsTransport(UTransport):
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         if not self._open:
-            return stopped([], len(messages), _CLOSED)
-        if not self._connected:
+            return stopped([], len(messages), NOT_OPEN)
+        if not self.connected:
             return stopped([], len(messages), AWAY)
         statuses: list[UStatus] = []
         lanes: dict[str, list[Packet]] = {}
-        now_ms, bytes_max = self._outbox.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
+        now_ms, bytes_max = self.checks.now_ms(), min(self._link.max_payload, self.wire_bytes_max) - ENVELOPE_BYTES
         for place, message in enumerate(messages):
-            statuses.append(self._outbox.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
+            statuses.append(self.checks.refusal(message, now_ms) or self._pack(message, place, lanes, bytes_max))
         async with self._sending:  # batches that are sent at once keep their order
             await asyncio.gather(*(self._send_lane(route, packets, statuses) for route, packets in lanes.items()))
         return statuses
@@ -240,7 +213,7 @@ class NatsTransport(UTransport):
                 f"a message has at most {bytes_max} bytes here, got {len(data)}: send less, or raise message_bytes_max"
             )
             return UStatus(code=UCode.INVALID_ARGUMENT, message=f"{why} and the server's max_payload")
-        lane = lanes.setdefault(mapping.route(message, self._authority), [])
+        lane = lanes.setdefault(mapping.route(message, self.authority), [])
         if lane and len(lane[-1][0]) + len(data) <= PACKET_BYTES:
             lane[-1][0].extend(data)
             lane[-1][1].append(place)
@@ -270,7 +243,7 @@ class NatsTransport(UTransport):
         """While the server is away it is noted, and the server is asked when it is back."""
         async with self._registering:
             self._check_open()
-            filter = self._table.add(source_filter, sink_filter, listener)
+            filter = self.listeners.add(source_filter, sink_filter, listener)
             if filter is None:
                 return
             self._followers[filter] = None
@@ -281,7 +254,7 @@ class NatsTransport(UTransport):
             except UStatusError:
                 if not self._link.is_up():
                     return  # as if it had been away before
-                self._table.remove(source_filter, sink_filter, listener)
+                self.listeners.remove(source_filter, sink_filter, listener)
                 self._leave(filter)
                 raise
 
@@ -290,7 +263,7 @@ class NatsTransport(UTransport):
     ) -> None:
         async with self._registering:
             self._check_open()
-            filter = self._table.remove(source_filter, sink_filter, listener)
+            filter = self.listeners.remove(source_filter, sink_filter, listener)
             if filter is None:
                 return
             name = self._leave(filter)
@@ -301,7 +274,7 @@ class NatsTransport(UTransport):
 
     def _check_open(self) -> None:
         if not self._open:
-            raise UStatusError.from_status(_CLOSED)
+            raise UStatusError.from_status(NOT_OPEN)
 
     def _leave(self, filter: Filter) -> str:
         """Follow it no longer; the server has yet to be told to forget its consumer, whose name is answered."""
@@ -327,7 +300,7 @@ class NatsTransport(UTransport):
 
     def _consumer(self, filter: Filter) -> tuple[str, str]:
         """Its name, the same in each process of this session, and what it lets through."""
-        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self._authority)}.*"
+        subject = f"{self._config.network}.{mapping.filter_route(filter.source, filter.sink, self.authority)}.*"
         return hashlib.sha256(f"{self._session} {subject}".encode()).hexdigest()[:32], subject
 
     async def _follow(self, filter: Filter) -> None:
@@ -363,12 +336,8 @@ class NatsTransport(UTransport):
         )
 
     def _tell_loss(self, text: str) -> None:
-        log.warning(text, authority=self._authority)
-        for callback in self._loss_callbacks:
-            try:
-                callback(text, None)
-            except Exception:
-                log.exception("a loss callback failed", callback=repr(callback))
+        log.warning(text, authority=self.authority)
+        tell(self._loss_callbacks, text, None)
 
     async def _fetch(
         self, filter: Filter, name: str, fetching: JetStreamContext.PullSubscription, wait_s: float
@@ -387,9 +356,7 @@ class NatsTransport(UTransport):
                     large = max(len(packet.data) for packet in packets)
                     at_once = max(1, min(2 * at_once, FETCH_MAX, FETCH_BYTES_MAX // max(1, large)))
         except errors.Error as error:
-            log.warning(
-                "a NATS consumer can't be read; asking for it again", authority=self._authority, why=repr(error)
-            )
+            log.warning("a NATS consumer can't be read; asking for it again", authority=self.authority, why=repr(error))
             if self._followers.get(filter) is asyncio.current_task():
                 self._followers[filter] = None
                 self._spawn(self._come_back())
@@ -418,7 +385,7 @@ class NatsTransport(UTransport):
         for _, those in itertools.groupby(arrived, key=lambda one: id(one[0])):
             group = list(those)
             messages = [message for _filter, _name, packet in group for message in self._unpack(packet)]
-            taking = self._table.deliver(messages, only=group[0][0])
+            taking = self.listeners.deliver(messages, only=group[0][0])
             if taking is not None:
                 pending.append(taking)
         return all_of(pending) if pending else None

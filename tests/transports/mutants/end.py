@@ -1,6 +1,6 @@
 """The good plugin into which the faults are put: an end of the hub.
 
-send_batch -> Outbox -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
+send_batch -> checks -> SEND, up to WINDOW at once -> hub -> MESSAGE -> ListenerTable -> listeners
                         DONE: in all the queues                        TAKEN when their awaitables completed
 
 What a fault replaces is a method of its own, which says what a good plugin does there.
@@ -38,8 +38,8 @@ from tests.transports.mutants.hub import (
     pack,
     split,
 )
+from transports.base import OK, SendChecks, stopped, too_large
 from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter, ListenerTable
-from transports.outbox import OK, Outbox, stopped, too_large
 from transports.plugin import TransportPlugin
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError
@@ -89,7 +89,7 @@ class HubTransport(UTransport):
             listeners_max=config.listeners_max,
             listeners_per_filter_max=config.listeners_per_filter_max,
         )
-        self._outbox = Outbox()
+        self._checks = SendChecks()
         self._open = self._connected = False
         self._callbacks: list[ConnectionCallback] = []
         self._answers: dict[int, asyncio.Future[bytes]] = {}
@@ -221,7 +221,7 @@ class HubTransport(UTransport):
         return attrs.completed(message, self._authority).SerializeToString()
 
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
-        return self._outbox.refusal(message, now_ms)
+        return self._checks.refusal(message, now_ms)
 
     def _post(self, kind: int, body: bytes) -> asyncio.Future[bytes]:
         """Not sent at all if there is no connection."""
@@ -252,7 +252,7 @@ class HubTransport(UTransport):
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
         """Post all, then wait for all; behind the first without an answer none has one, since the connection is
         lost."""
-        now_ms = self._outbox.now_ms()
+        now_ms = self._checks.now_ms()
         posted = [self.post(message, now_ms) for message in messages]
         return [await self.answer(one) for one in posted]
 
@@ -362,7 +362,7 @@ class HubTransport(UTransport):
                 return message
 
     def is_expired(self, message: UMessage) -> bool:
-        return attrs.is_expired(message.attributes, self._outbox.now_ms())
+        return attrs.is_expired(message.attributes, self._checks.now_ms())
 
     # Listeners.
 

@@ -11,8 +11,8 @@ from typing import Final
 from tests.transports.mutants.end import RETRY_S, HubTransport
 from tests.transports.mutants.hub import TAKEN, frame
 from tests.transports.mutants.mutant import TEST_OVER, fault
+from transports.base import OK
 from transports.listeners import Filter, ListenerTable
-from transports.outbox import OK
 from uprotocol.status import UStatusError
 from uprotocol.transport import UListener
 from uprotocol.v1.ucode_pb2 import UCode
@@ -260,9 +260,9 @@ class CloseThrowsAway(HubTransport):
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
         if not self._open:
             return await super().send_batch(messages)
-        kept = [one for one in messages if self.refusal(one, self._outbox.now_ms()) is None]
+        kept = [one for one in messages if self.refusal(one, self._checks.now_ms()) is None]
         self.later = asyncio.ensure_future(self._send_later(kept))
-        return [self.refusal(one, self._outbox.now_ms()) or OK for one in messages]
+        return [self.refusal(one, self._checks.now_ms()) or OK for one in messages]
 
     async def _send_later(self, messages: Sequence[UMessage]) -> None:
         await asyncio.sleep(RETRY_S)

@@ -63,7 +63,7 @@ class OwnEcho(HubTransport):
 class DeliversExpired(HubTransport):
     def decode(self, body: bytes) -> UMessage | None:
         message = super().decode(body)
-        if message is not None and attrs.is_expired(message.attributes, self._outbox.now_ms()):
+        if message is not None and attrs.is_expired(message.attributes, self._checks.now_ms()):
             message.attributes.ttl = 0
         return message
 

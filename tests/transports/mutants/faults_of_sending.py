@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from tests.transports.mutants.end import HubTransport
 from tests.transports.mutants.hub import MESSAGE_BYTES_MAX, SEND
 from tests.transports.mutants.mutant import fault
-from transports.outbox import OK, too_large
+from transports.base import OK, too_large
 from uprotocol import attributes as attrs
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UPriority
@@ -131,7 +131,7 @@ class SendsInvalid(HubTransport):
 @fault("an invalid message stops the rest of its batch", "test_what_is_refused_does_not_stop_the_rest")
 class InvalidStopsTheBatch(HubTransport):
     async def send_window(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        now_ms = self._outbox.now_ms()
+        now_ms = self._checks.now_ms()
         good = list(itertools.takewhile(lambda one: self.refusal(one, now_ms) is None, messages))
         statuses = await super().send_window(good)
         if len(good) < len(messages):
