@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from transports.base import tell
 from uprotocol.transport import LossCallback
 
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
@@ -179,11 +180,7 @@ class Losses:
 
     def _tell(self, text: str, messages: int | None) -> None:
         log.error("the broker has lost messages", what=text)
-        for callback in self.callbacks:
-            try:
-                callback(text, messages)
-            except Exception:
-                log.exception("a callback for losses failed", callback=repr(callback))
+        tell(self.callbacks, text, messages)
 
 
 def _write(file: Path, text: str) -> None:
