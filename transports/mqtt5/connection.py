@@ -16,6 +16,7 @@ import contextlib
 import socket
 import ssl
 import threading
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 from transports.mqtt5 import packets, reasons, wire
@@ -29,7 +30,7 @@ ANSWER_MS_MAX: Final = 20_000  # for CONNACK, SUBACK and UNSUBACK; a broker that
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
-Packets = list[tuple[int, bytes]]
+Packets = Sequence[tuple[int, bytes | memoryview]]
 Address = tuple[int, Any]  # family, and what `connect` takes
 
 
@@ -69,7 +70,11 @@ class PacketReader:
     def take(self, count: int) -> Packets:
         """What is whole with `count` bytes more in the buffer. Raises ValueError for what is no MQTT."""
         if self._large is not None:
-            return self._take_large(self._large, count)
+            self._filled += count
+            if self._filled < len(self._large):
+                return []
+            body, self._large = self._large, None
+            return [(self._first, body)]
         data = self._unread + self._small[:count]
         found, used = wire.split(data, self._packet_bytes_max)
         self._keep(data, used)
@@ -86,13 +91,6 @@ class PacketReader:
             self._unread, self._first, self._large = b"", data[used], memoryview(bytearray(length))
             self._filled = len(data) - start
             self._large[: self._filled] = memoryview(data)[start:]
-
-    def _take_large(self, large: memoryview, count: int) -> Packets:
-        self._filled += count
-        if self._filled < len(large):
-            return []
-        self._large = None
-        return [(self._first, bytes(large))]
 
 
 class ConnectionUser(Protocol):
@@ -129,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
         """Whole packets; what the socket does not take at once leaves as soon as it can."""
         if self._transport is not None:
             self._said_s = self._loop.time()
-            self._transport.write(data)
+            self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
 
     async def ask(self, packet_id: int, packet: bytes, timeout_s: float = ANSWER_MS_MAX / 1000) -> Any:
         """The broker's answer: a Welcome for packet id 0, else a ReasonCode. One that does not come costs the
@@ -228,7 +226,7 @@ class Connection(asyncio.BufferedProtocol):
                 if publishes:  # a SUBACK changes how those behind it are read
                     self._user.on_publishes(publishes)
                     publishes = []
-                self._take_rare(kind, first, body)
+                self._take_rare(kind, first, bytes(body))
                 if not self.is_open:
                     return
         if publishes:

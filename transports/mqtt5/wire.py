@@ -124,7 +124,7 @@ def announced(data: bytes, start: int) -> tuple[int, int]:
     return position, length
 
 
-def _read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
     """The number at `start` and where it ends; (0, 0) if the rest of it has not come. Raises ValueError."""
     number = shift = 0
     for position in range(start, min(end, start + 4)):
@@ -138,11 +138,12 @@ def _read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
     return 0, 0
 
 
-def read_publish(first: int, body: bytes) -> Publish:
-    """Raises ValueError if `body` is none of a PUBLISH."""
+def read_publish(first: int, body: bytes | memoryview) -> Publish:
+    """A memoryview where it is large, so that only its parts are copied. Raises ValueError if `body` is none of a
+    PUBLISH."""
     try:
-        position = 2 + (body[0] << 8 | body[1])
-        topic, packet_id = body[2:position], 0
+        position = topic_end = 2 + (body[0] << 8 | body[1])
+        packet_id = 0
         if first & 0x06:
             packet_id = body[position] << 8 | body[position + 1]
             position += 2
@@ -154,7 +155,9 @@ def read_publish(first: int, body: bytes) -> Publish:
     end = start + length
     if not start or end > len(body):
         raise ValueError("a PUBLISH ends within its properties")
-    return Publish(packet_id, topic, body[start:end], body[end:], first & 0x01 != 0)
+    if isinstance(body, bytes):
+        return Publish(packet_id, body[2:topic_end], body[start:end], body[end:], first & 0x01 != 0)
+    return Publish(packet_id, bytes(body[2:topic_end]), bytes(body[start:end]), bytes(body[end:]), first & 0x01 != 0)
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:
