@@ -145,10 +145,10 @@ class _Container:
 class Broker:
     """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
 
-    `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca, certificate, key)
-    and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps
-    sessions and messages over a stop. All of it lives in a directory that goes with `close`, or with the next start if
-    we are killed; no process outlives ours.
+    `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca,
+    certificate, key) and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A
+    persistent broker keeps sessions and messages over a stop. All of it lives in a directory that goes with `close`, or
+    with the next start if we are killed; no process outlives ours.
 
     Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started
     it.

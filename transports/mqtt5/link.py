@@ -1,6 +1,7 @@
 """Keeps a connection to the broker: made, logged in, kept alive, and made again.
 
-open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait 500, 1000, 2000, 4000, 10000, 10000, ... ms -> CONNECT
+open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait -> CONNECT
+                                                         waits of 500, 1000, 2000, 4000, 10000, 10000, ... ms
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What the broker has lost of what it had acknowledged to others for us, as far as that can be known.
 
-CONNACK -> no session, though we had left one                        everything that came meanwhile is lost, and how much nobody knows
-$SYS/broker/publish/messages/dropped -> Dropped -> it has risen      our queue at the broker was full (mosquitto), or somebody else's
+CONNACK -> no session, though we had left one -> what came meanwhile is lost, and how much nobody knows
+$SYS/broker/publish/messages/dropped -> Dropped -> it has risen: our queue at the broker was full (mosquitto),
+                                                   or somebody else's
 
 mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all
 sessions in one number. We have that number in our session, like any other topic. So each of its updates waits in our
@@ -172,7 +173,10 @@ class Losses:
         if loss is None:
             return
         self._counters["broker_dropped"] += loss.messages
-        what = f"the broker at {self._address} has dropped up to {loss.messages} messages that it had acknowledged to their senders"
+        what = (
+            f"the broker at {self._address} has dropped up to {loss.messages} messages that it had acknowledged to "
+            "their senders"
+        )
         if loss.ours:
             self._tell(f"{what}: its queue for our session was full", loss.messages)
         else:
