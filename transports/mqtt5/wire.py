@@ -23,6 +23,7 @@ TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that come again and again: typ
 
 _PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION = 1, 2, 3, 8, 9  # properties of PUBLISH
 _SUBSCRIPTION, _ALIAS, _USER = 11, 35, 38
+_SIZES: Final = {_PAYLOAD_FORMAT: 2, _EXPIRY: 5, _ALIAS: 3}
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
 ID_BYTES: Final = 36  # ... so many bytes
 _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
@@ -165,19 +166,25 @@ def holds_id_at(properties: bytes, at: int) -> bool:
     has read."""
     position = 0
     while position < at - len(ID_KEY):
-        kind = properties[position]
-        if kind == _USER:
-            if properties[position + 1 : position + 4] == b"\x00\x011":
-                return False
-            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
-            position += 2 + (properties[position] << 8 | properties[position + 1])
-        elif kind == _SUBSCRIPTION:
-            _, position = _read_varint(properties, position + 1, len(properties))
-        elif kind in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
-            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
-        else:
-            position += {_EXPIRY: 5, _PAYLOAD_FORMAT: 2, _ALIAS: 3}[kind]
+        if properties.startswith(ID_KEY[:4], position):
+            return False
+        position = _end_of_property(properties, position)
     return position == at - len(ID_KEY) and properties.startswith(ID_KEY, position)
+
+
+def _end_of_property(data: bytes, start: int) -> int:
+    """Where the one at `start` ends. Raises IndexError if its lengths have not come, UStatusError for one that no PUBLISH
+    has."""
+    kind = data[start]
+    if kind == _USER:
+        start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
+    elif kind == _SUBSCRIPTION:
+        return _read_varint(data, start + 1, len(data))[1] or len(data) + 1
+    elif kind in _SIZES:
+        return start + _SIZES[kind]
+    elif kind not in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
+        raise invalid(f"property {kind} does not belong into a PUBLISH")
+    return start + 3 + (data[start + 1] << 8 | data[start + 2])
 
 
 def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
@@ -186,41 +193,25 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
     user: list[tuple[str, str]] = []
     subscriptions: tuple[int, ...] = ()
     expiry_s = correlation = content_type = None
-    data, position = publish.properties, 0
-    end = len(data)
+    data, end = publish.properties, 0
     try:
-        while position < end:
-            kind = data[position]
+        while end < len(data):
+            start, end = end, _end_of_property(data, end)
+            kind = data[start]
+            if end > len(data):
+                raise IndexError
             if kind == _USER:
-                split = position + 3 + (data[position + 1] << 8 | data[position + 2])
-                stop = split + 2 + (data[split] << 8 | data[split + 1])
-                if stop > end:
-                    raise IndexError
-                user.append((data[position + 3 : split].decode(), data[split + 2 : stop].decode()))
-                position = stop
+                split = start + 3 + (data[start + 1] << 8 | data[start + 2])
+                user.append((data[start + 3 : split].decode(), data[split + 2 : end].decode()))
             elif kind == _SUBSCRIPTION:
-                number, position = _read_varint(data, position + 1, end)
-                subscriptions = (*subscriptions, number)
-                if not position:
-                    raise IndexError
+                subscriptions = (*subscriptions, _read_varint(data, start + 1, end)[0])
             elif kind == _EXPIRY:
-                (expiry_s,) = _u32.unpack_from(data, position + 1)
-                position += 5
-            elif kind in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
-                stop = position + 3 + (data[position + 1] << 8 | data[position + 2])
-                value = data[position + 3 : stop]
-                if stop > end:
-                    raise IndexError
-                if kind == _CONTENT_TYPE:
-                    content_type = value.decode()
-                elif kind == _CORRELATION:
-                    correlation = value
-                position = stop
-            elif kind in (_PAYLOAD_FORMAT, _ALIAS):
-                position += 2 if kind == _PAYLOAD_FORMAT else 3
-            else:
-                raise invalid(f"property {kind} does not belong into a PUBLISH")
+                (expiry_s,) = _u32.unpack_from(data, start + 1)
+            elif kind == _CONTENT_TYPE:
+                content_type = data[start + 3 : end].decode()
+            elif kind == _CORRELATION:
+                correlation = data[start + 3 : end]
         topic = publish.topic.decode()
-    except (IndexError, ValueError, struct.error) as error:
-        raise invalid(f"the properties of a PUBLISH can't be read: {error or 'they end too early'}") from None
+    except (IndexError, ValueError) as error:
+        raise invalid(f"the properties of a PUBLISH can't be read: {str(error) or 'they end too early'}") from None
     return Packet(topic, user, expiry_s, correlation, content_type, publish.payload), subscriptions
