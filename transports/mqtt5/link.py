@@ -15,6 +15,7 @@ from typing import Final, Protocol
 import structlog
 from paho.mqtt.reasoncodes import ReasonCode
 
+from transports.base import NOT_OPEN
 from transports.mqtt5 import packets, reasons, wire
 from transports.mqtt5.config import Mqtt5Config
 from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge
@@ -104,7 +105,7 @@ class Link:
         if self.up:
             self.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
         self.drop("we have closed it")
-        self._user.down("the transport is closed: call open first")
+        self._user.down(NOT_OPEN.message)
 
     def write(self, data: bytes) -> None:
         """Whole packets."""
@@ -129,7 +130,7 @@ class Link:
         packet_id = self.next_packet_id()
         reason = await self._ask(packet_id, packets.subscribe(packet_id, topic_filter, identifier, retained=retained))
         if reason.value >= reasons.FAILURE_MIN:
-            raise reasons.refused(f"the subscription to {topic_filter}", reason)
+            raise reasons.refused(f"the subscription to {topic_filter}", reason, {})
 
     async def unsubscribe(self, topic_filter: str) -> None:
         """Raises UNAVAILABLE if the connection is lost meanwhile."""

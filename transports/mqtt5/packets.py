@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
-from transports.mqtt5 import wire
+from transports.mqtt5 import reasons, wire
 
 CONNACK: Final = 0x20
 PUBREL: Final = 0x60
@@ -36,10 +36,10 @@ class Welcome(NamedTuple):
 
     reason: ReasonCode
     session_present: bool
-    properties: Properties | None
+    properties: dict[str, Any]
 
     def told(self, name: str, default: int) -> int:
-        value: int = getattr(self.properties, name, default)
+        value: int = self.properties.get(name, default)
         return value
 
 
@@ -81,7 +81,7 @@ def read_connack(body: bytes) -> Welcome:
     """This and the other readers raise ValueError for what is none such."""
     with _reading("CONNACK"):
         if body[1] == 0x01:  # of a broker that knows MQTT 3 only
-            return Welcome(ReasonCode(PacketTypes.CONNACK, "Unsupported protocol version"), False, None)
+            return Welcome(ReasonCode(PacketTypes.CONNACK, "Unsupported protocol version"), False, {})
         reason = ReasonCode(PacketTypes.CONNACK, identifier=body[1])
         return Welcome(reason, body[0] & 0x01 != 0, _unpacked(PacketTypes.CONNACK, body[2:])[0])
 
@@ -96,9 +96,8 @@ def read_answer(kind: int, body: bytes) -> tuple[int, ReasonCode]:
 def read_disconnect(body: bytes) -> str:
     with _reading("DISCONNECT"):
         reason = ReasonCode(PacketTypes.DISCONNECT, identifier=body[0] if body else 0)
-        properties = _unpacked(PacketTypes.DISCONNECT, body[1:])[0] if len(body) > 1 else None
-        why = getattr(properties, "ReasonString", "")
-        return f"it said: {reason}{f' ({why})' if why else ''}"
+        properties = _unpacked(PacketTypes.DISCONNECT, body[1:])[0] if len(body) > 1 else {}
+        return f"it said: {reasons.named(reason, properties)}"
 
 
 def refuse(packet_id: int) -> bytes:
@@ -131,9 +130,10 @@ def _properties(packet_type: int, values: dict[str, int]) -> bytes:
     return packed
 
 
-def _unpacked(packet_type: int, data: bytes) -> tuple[Properties, int]:
-    found: tuple[Properties, int] = Properties(packet_type).unpack(data)  # type: ignore[no-untyped-call]
-    return found
+def _unpacked(packet_type: int, data: bytes) -> tuple[dict[str, Any], int]:
+    """The properties by their names, and how many bytes they take."""
+    found, length = Properties(packet_type).unpack(data)  # type: ignore[no-untyped-call]
+    return found.json(), length
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from typing import Final
 
 import structlog
 
-from transports.base import TransportBase
+from transports.base import NOT_OPEN, TransportBase
 from transports.listeners import Filter
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
@@ -90,8 +90,8 @@ class Mqtt5Transport(TransportBase):
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
         named = config.client_id if config.session_expiry_s else None
-        address = self._link.address
-        self._losses = Losses(address, f"{named} at {address}" if named is not None else None, self.listeners.dropped)
+        session = f"{named} at {link.address}" if named is not None else None
+        self._losses = Losses(link.address, session, self.dropped)
         self._counting: asyncio.Task[None] | None = None
         self._count_refusals = 0
         # unacknowledged: with those that are on the way the broker may have to queue
@@ -111,8 +111,7 @@ class Mqtt5Transport(TransportBase):
     def __repr__(self) -> str:
         state = "connected" if self.connected else "reconnecting" if self._open else "closed"
         return (
-            f"Mqtt5Transport({self.authority}, {self._config.mode}, "
-            f"{self._link.address}, {state}, "
+            f"Mqtt5Transport({self.authority}, {self._config.mode}, {self._link.address}, {state}, "
             f"subscriptions={len(self._subscriptions)}, {self._window}, {self._intake})"
         )
 
@@ -393,7 +392,7 @@ class Mqtt5Transport(TransportBase):
         filter = Filter.of(source_filter, sink_filter, self.authority)
         topic_filter = self._mapping.topic_filter(filter.source, filter.sink)
         if not self._open:
-            raise UStatusError(UCode.UNAVAILABLE, "the transport is not open: call open first")
+            raise UStatusError.from_status(NOT_OPEN)
         return topic_filter
 
     def _use(self, topic_filter: str) -> None:

@@ -15,7 +15,7 @@ import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from transports.base import OK, stopped
+from transports.base import NOT_OPEN, OK, stopped
 from transports.mqtt5 import reasons
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
@@ -68,9 +68,7 @@ class Window:
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
         self._connection = 0
-        self._away: UStatus | None = UStatus(
-            code=UCode.UNAVAILABLE, message="the transport is not open: call open first"
-        )
+        self._away: UStatus | None = NOT_OPEN
         self._progress_s = 0.0
 
     def __repr__(self) -> str:
