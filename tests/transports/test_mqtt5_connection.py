@@ -422,6 +422,16 @@ async def test_what_waits_for_an_answer_is_told_of_the_loss() -> None:
     assert str(one.lost.result()) == "it hung up"
 
 
+@pytest.mark.parametrize(
+    ("exc", "why"), [(OSError("broken"), "broken"), (KeyError("x"), r"nobody foresaw KeyError\('x'\)")]
+)
+async def test_a_connection_says_what_ended_it(exc: Exception, why: str) -> None:
+    one, _ = connection(Nobody())
+    one.connection_lost(exc)
+    with pytest.raises(OSError, match=why):
+        raise one.lost.result()
+
+
 def test_of_paho_only_what_is_public() -> None:
     """Its classes for properties, options and reason codes: neither its client, nor a private member."""
     allowed = {f"paho.mqtt.{name}" for name in ("packettypes", "properties", "reasoncodes", "subscribeoptions")}

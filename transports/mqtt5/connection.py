@@ -186,7 +186,10 @@ class Connection(asyncio.BufferedProtocol):
         self._socket = transport.get_extra_info("socket")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.drop(exc if isinstance(exc, OSError) else ConnectionResetError("it hung up"))
+        if exc is None:
+            self.drop(ConnectionResetError("it hung up"))
+        else:
+            self.drop(exc if isinstance(exc, OSError) else ConnectionAbortedError(f"nobody foresaw {exc!r}"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.buffer()
