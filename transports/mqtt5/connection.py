@@ -25,7 +25,7 @@ from transports.mqtt5 import packets, reasons, wire
 READ_BYTES: Final = 1 << 18
 # from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
 LARGE_BYTES: Final = 1 << 16
-ANSWER_MS_MAX: Final = 20_000  # for CONNACK, SUBACK and UNSUBACK; a broker that takes longer is given up
+ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
 
 _QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
 _NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV

@@ -90,7 +90,10 @@ def read_answer(kind: int, body: bytes) -> tuple[int, ReasonCode]:
     """The packet id of a SUBACK or UNSUBACK, and what it says of the one topic filter that was asked about."""
     with _reading("SUBACK or UNSUBACK"):
         _, length = _unpacked(kind >> 4, body[2:])
-        return body[0] << 8 | body[1], ReasonCode(kind >> 4, identifier=body[2 + length])
+        packet_id = body[0] << 8 | body[1]
+        if not packet_id:
+            raise ValueError("0 is no packet id")
+        return packet_id, ReasonCode(kind >> 4, identifier=body[2 + length])
 
 
 def read_disconnect(body: bytes) -> str:

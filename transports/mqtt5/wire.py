@@ -173,8 +173,8 @@ def holds_id_at(properties: bytes, at: int) -> bool:
 
 
 def _end_of_property(data: bytes, start: int) -> int:
-    """Where the one at `start` ends. Raises IndexError if its lengths have not come, UStatusError for one that no PUBLISH
-    has."""
+    """Where the one at `start` ends. Raises IndexError if its lengths are not there, UStatusError for one that no
+    PUBLISH has."""
     kind = data[start]
     if kind == _USER:
         start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
