@@ -176,7 +176,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store:WAITING_MAX"]),
     ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.index:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
-    ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.paho:UNCLAIMED_MS_MAX"]),
+    ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.intake:UNACKNOWLEDGED_MESSAGES_MAX"]),
     ("mqtt5", "with 8,192 or # MiB of them", 1, ["transports.mqtt5.intake:BYTES_MAX/1048576"]),
     ("mqtt5", "After # s it is read nevertheless", 1, ["transports.mqtt5.intake:PRESSED_S_MAX"]),

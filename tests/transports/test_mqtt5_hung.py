@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, link
-from transports.mqtt5 import dial as dialling
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, connection, link
 from transports.mqtt5.broker import Broker
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -200,7 +199,7 @@ async def test_a_name_that_takes_for_ever_to_look_up(monkeypatch: Any) -> None:
         forever.wait()
         return []
 
-    monkeypatch.setattr(dialling, "_look_up", look_up)
+    monkeypatch.setattr(connection, "look_up", look_up)
     one = end(1883, host="broker.example", connect_timeout_ms=20)
     try:
         for _ in range(3):
@@ -241,7 +240,7 @@ async def test_what_nobody_foresaw_is_a_status_too(monkeypatch: Any) -> None:
         async def fail(*_: Any, error: BaseException = error) -> Any:
             raise error
 
-        monkeypatch.setattr(dialling.Dialler, "dial", fail)
+        monkeypatch.setattr(connection.Dialler, "dial", fail)
         with pytest.raises(UStatusError) as told:
             await end(1).open()
         assert told.value.code == code

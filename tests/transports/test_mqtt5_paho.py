@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 import sys
 import time
@@ -15,14 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import paho.mqtt.client as paho
 import pytest
 from pydantic import ValidationError
 
 from transports.conformance import TcpProxy
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport
 from transports.mqtt5.broker import Broker
-from transports.mqtt5.client import BatchClient
 from transports.mqtt5.link import RECONNECT_MS, reconnect_wait_ms
 from transports.mqtt5.reasons import code_of
 from transports.plugin import create
@@ -547,24 +544,6 @@ def test_the_password_is_not_shown() -> None:
     assert "secret" not in repr(config)
     with pytest.raises(ValidationError):
         config.port = 1
-
-
-def test_paho_has_what_the_batch_client_uses_of_it() -> None:
-    """None of it is public: a release of paho that changes it must be looked at first."""
-    for name in (
-        "_sock_recv",
-        "_sock_send",
-        "_create_socket",
-        "_packet_read",
-        "_loop_rc_handle",
-        "_packet_queue",
-        "_mid_generate",
-    ):
-        assert callable(getattr(paho.Client, name)), name
-    client = BatchClient("x", lambda _: None, lambda _: None)
-    assert client._sock is None
-    assert isinstance(client._last_bytes_received, float)
-    assert issubclass(ssl.SSLError, OSError)
 
 
 async def test_a_broker_helper_restarts_on_its_port(make_broker: MakeBroker) -> None:

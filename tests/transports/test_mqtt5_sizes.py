@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import struct
 from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from transports.conformance import Sink
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, intake, paho, wire
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, intake, transport, wire
 from transports.mqtt5.broker import Broker
+from transports.mqtt5.connection import LARGE_BYTES, READ_BYTES, PacketReader
 from transports.mqtt5.link import BROKER_ADDS_BYTES
-from transports.mqtt5.reader import LARGE_BYTES, READ_BYTES, PacketReader
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -45,33 +44,21 @@ def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
 
 
 class Wire:
-    """A socket that gives `data` in pieces of random sizes, and counts how it is asked."""
+    """Gives `data` in pieces of random sizes, and counts into which buffers they go."""
 
     def __init__(self, data: bytes, piece_max: int, seed: int = 0) -> None:
-        self._data, self._at, self._piece_max, self._random = memoryview(data), 0, piece_max, random.Random(seed)
-        self.received = 0  # bytes by recv: each of those may be joined to others
-
-    def _next(self, count: int) -> memoryview:
-        piece = self._data[self._at : self._at + min(count, self._random.randint(1, self._piece_max))]
-        self._at += len(piece)
-        return piece
-
-    def recv(self, count: int) -> bytes:
-        piece = self._next(count)
-        self.received += len(piece)
-        return bytes(piece)
-
-    def recv_into(self, buffer: memoryview) -> int:
-        piece = self._next(len(buffer))
-        buffer[: len(piece)] = piece
-        return len(piece)
+        self._data, self._piece_max, self._random = memoryview(data), piece_max, random.Random(seed)
+        self.received = 0  # bytes into the buffer for small packets: each of those may be joined to others
 
     def read_with(self, reader: PacketReader) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
-        while (packets := reader.read(cast(socket.socket, self))) is not None:
-            found += packets
-            if reader.announced:
-                break
+        small = reader.buffer().obj
+        while self._data and not reader.announced:
+            buffer = reader.buffer()
+            count = min(len(self._data), len(buffer), self._random.randint(1, self._piece_max))
+            buffer[:count], self._data = self._data[:count], self._data[count:]
+            self.received += count if buffer.obj is small else 0
+            found += reader.take(count)
         return found
 
 
@@ -174,7 +161,7 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
     """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once
     shedding has begun."""
     monkeypatch.setattr(intake, "BYTES_MAX", 2 * MIB)
-    monkeypatch.setattr(paho, "PRESSED_S_MAX", pressed_s_max)
+    monkeypatch.setattr(transport, "PRESSED_S_MAX", pressed_s_max)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
         await hearer.register_listener(TOPIC, held)

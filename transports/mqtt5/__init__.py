@@ -1,15 +1,18 @@
 """MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle.
 
-paho.py -> window.py  send, answered by PUBACK            mapping.py  UMessage <-> PUBLISH, pure
-        -> intake.py  deliver, acknowledge last           wire.py     PUBLISH <-> bytes, pure
-        -> link.py -> dial.py, client.py -> paho-mqtt -> broker    subscriptions.py  which copy of a message counts, pure
+transport.py -> window.py  send, answered by PUBACK          mapping.py  UMessage <-> PUBLISH, pure
+             -> intake.py  deliver, acknowledge last         codec.py    the same, of what is known already
+             -> losses.py  what the broker has lost          wire.py     PUBLISH, PUBACK <-> bytes, pure
+             -> link.py  keeps a connection up               packets.py  the rare packets <-> bytes, pure
+                -> connection.py  TCP, TLS, packets -> broker
+config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
 broker.py  a private mosquitto, for tests, demo and benchmarks
 """
 
 from typing import Final
 
 from transports.mqtt5.config import Mqtt5Config, TlsConfig
-from transports.mqtt5.paho import Mqtt5Transport
+from transports.mqtt5.transport import Mqtt5Transport
 from transports.plugin import TransportPlugin
 from uprotocol.transport import Capability
 

@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -43,42 +44,26 @@ MISSING: Final = (
 _PR_SET_PDEATHSIG: Final = 1
 
 
-class Running(Protocol):
-    """A started mosquitto, whatever runs it."""
-
-    def alive(self) -> bool: ...
-
-    def signal(self, number: signal.Signals) -> None: ...
-
-    def wait(self) -> None: ...
-
-
 def find() -> str | None:
     """The mosquitto binary, if there is one."""
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
-def _container_runner() -> Callable[[Path], Running] | None:
-    if shutil.which("docker") is None:
-        return None
-    try:
-        import testcontainers.core.container  # noqa: F401
-    except ImportError:
-        return None
-    answered = subprocess.run(["docker", "info"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return _Container if answered.returncode == 0 else None
+def _has_containers() -> bool:
+    if shutil.which("docker") is None or importlib.util.find_spec("testcontainers") is None:
+        return False
+    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
 
 
-def runner() -> Callable[[Path], Running]:
+def runner() -> Callable[[Path], _Process | _Container]:
     """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither
     is there."""
     binary = find()
     if binary is not None:
         return lambda config: _Process(binary, config)
-    container = _container_runner()
-    if container is None:
+    if not _has_containers():
         raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
-    return container
+    return _Container
 
 
 class _Process:
@@ -145,10 +130,10 @@ class _Container:
 class Broker:
     """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
 
-    `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca, certificate, key)
-    and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A persistent broker keeps
-    sessions and messages over a stop. All of it lives in a directory that goes with `close`, or with the next start if
-    we are killed; no process outlives ours.
+    `users` (name -> password) turns anonymous access off; `acl` is an access file's text; `certificates` is (ca,
+    certificate, key) and turns TLS on; `settings` are further lines of mosquitto.conf, which win over ours. A
+    persistent broker keeps sessions and messages over a stop. All of it lives in a directory that goes with `close`, or
+    with the next start if we are killed; no process outlives ours.
 
     Start it on a thread that lives as long as it is needed (the main one): Linux ends it with the thread that started
     it.
@@ -169,7 +154,7 @@ class Broker:
         self._settings = settings
         self._directory: Path | None = None
         self._lock = -1  # of the directory, while there is one
-        self._running: Running | None = None
+        self._running: _Process | _Container | None = None
         self._port = 0
 
     def __repr__(self) -> str:

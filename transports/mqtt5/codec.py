@@ -1,6 +1,6 @@
 """Encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
 
-UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: Outbox, mapping, wire
+UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: SendChecks, mapping, wire
 PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: wire, mapping
 
 Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of
@@ -16,11 +16,12 @@ from typing import Final, NamedTuple
 from transports.base import SendChecks
 from transports.mqtt5 import wire
 from transports.mqtt5.mapping import Mapping, Packet
+from uprotocol.cache import Cache
 from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import UStatusError, invalid
 from uprotocol.uuid import MSB_MAX
 
-# each way, some 1 KB each; they start anew when there are more, as when messages differ in more than that
+# each way, some 1 KB each; more are needed where messages differ in more than id and payload
 TEMPLATES_MAX: Final = 16_384
 
 _UUID7: Final = re.compile(
@@ -52,11 +53,11 @@ class Codec:
     """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's
     time."""
 
-    def __init__(self, mapping: Mapping, outbox: SendChecks, *, same_for_all_ids: bool = True) -> None:
-        self._mapping, self._outbox, self._same_for_all_ids = mapping, outbox, same_for_all_ids
+    def __init__(self, mapping: Mapping, checks: SendChecks, *, same_for_all_ids: bool = True) -> None:
+        self._mapping, self._checks, self._same_for_all_ids = mapping, checks, same_for_all_ids
         self.packet_bytes_max = wire.PACKET_BYTES_MAX  # ours, or the broker's if that is less
-        self._out: dict[bytes, _Out] = {}
-        self._in: dict[tuple[bytes, bytes, bytes], _In] = {}
+        self._out: Cache[bytes, _Out] = Cache(TEMPLATES_MAX)
+        self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache(TEMPLATES_MAX)
 
     def encode(self, message: Carried) -> tuple[bytes, bytes]:
         """The PUBLISH of `message` but for its packet id, which goes between the two.
@@ -78,7 +79,7 @@ class Codec:
             or msb > MSB_MAX  # no date
             or lsb >> 62 != 2
             or (out.needs_payload and not payload and not message.HasField("payload"))
-            or (out.ttl_ms and self._outbox.now_ms() > (msb >> 16) + out.ttl_ms)
+            or (out.ttl_ms and self._checks.now_ms() > (msb >> 16) + out.ttl_ms)
             or remaining + wire.HEADER_BYTES_MAX > self.packet_bytes_max
         ):
             return self._encode_anew(message, data)  # it says why not
@@ -94,7 +95,7 @@ class Codec:
 
     def _encode_anew(self, message: Carried, data: bytes) -> tuple[bytes, bytes]:
         message = decoded(message)
-        refusal = self._outbox.refusal(message, self._outbox.now_ms())
+        refusal = self._checks.refusal(message, self._checks.now_ms())
         if refusal is not None:
             raise UStatusError.from_status(refusal)
         packet = self._mapping.encode(message)
@@ -108,8 +109,6 @@ class Codec:
             )
         key = suffix(data)
         if key is not None and is_shared(message.attributes):
-            if len(self._out) >= TEMPLATES_MAX:
-                self._out.clear()
             self._out[key] = _template(packet, tail, message.attributes.ttl)
         return head, tail
 
@@ -135,8 +134,6 @@ class Codec:
         if self._same_for_all_ids and is_shared(attributes) and wire.holds_id_at(publish.properties, at):
             rest = suffix(encoded)
             if rest is not None:
-                if len(self._in) >= TEMPLATES_MAX:
-                    self._in.clear()
                 self._in[key] = _In(packet.topic, identifiers, rest)
         return packet.topic, identifiers, encoded
 

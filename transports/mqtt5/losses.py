@@ -1,7 +1,8 @@
 """What the broker has lost of what it had acknowledged to others for us, as far as that can be known.
 
-CONNACK -> no session, though we had left one                        everything that came meanwhile is lost, and how much nobody knows
-$SYS/broker/publish/messages/dropped -> Dropped -> it has risen      our queue at the broker was full (mosquitto), or somebody else's
+CONNACK -> no session, though we had left one -> what came meanwhile is lost, and how much nobody knows
+$SYS/broker/publish/messages/dropped -> Dropped -> it has risen: our queue at the broker was full (mosquitto),
+                                                   or somebody else's
 
 mosquitto answers PUBACK 0x00 for a message whose subscriber's queue is full, throws it away, and counts it: all
 sessions in one number. We have that number in our session, like any other topic. So each of its updates waits in our
@@ -20,6 +21,7 @@ from typing import Final, NamedTuple
 
 import structlog
 
+from transports.base import tell
 from uprotocol.transport import LossCallback
 
 DROPPED_TOPIC: Final = "$SYS/broker/publish/messages/dropped"
@@ -171,7 +173,10 @@ class Losses:
         if loss is None:
             return
         self._counters["broker_dropped"] += loss.messages
-        what = f"the broker at {self._address} has dropped up to {loss.messages} messages that it had acknowledged to their senders"
+        what = (
+            f"the broker at {self._address} has dropped up to {loss.messages} messages that it had acknowledged to "
+            "their senders"
+        )
         if loss.ours:
             self._tell(f"{what}: its queue for our session was full", loss.messages)
         else:
@@ -179,11 +184,7 @@ class Losses:
 
     def _tell(self, text: str, messages: int | None) -> None:
         log.error("the broker has lost messages", what=text)
-        for callback in self.callbacks:
-            try:
-                callback(text, messages)
-            except Exception:
-                log.exception("a callback for losses failed", callback=repr(callback))
+        tell(self.callbacks, text, messages)
 
 
 def _write(file: Path, text: str) -> None:

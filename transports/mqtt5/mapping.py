@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.cache import Cache
 from uprotocol.status import UStatusError, invalid
 from uprotocol.uoptions_pb2 import ce_name
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPayloadFormat, UPriority
@@ -23,7 +24,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
-# (type, source, sink) triples, each way, some 0.5 KB each; the cache starts anew when it is full
+# (type, source, sink) triples, each way, some 0.5 KB each
 ROUTES_CACHED_MAX: Final = 32_768
 TEXT_BYTES_MAX: Final = 65_535  # of one string in MQTT (16 bits of length)
 
@@ -103,9 +104,9 @@ class Mapping:
     ) -> None:
         self.mode, self._local_authority = mode, local_authority
         self._restore_ttl, self._now_ms = restore_ttl, now_ms
-        self._out: dict[tuple[int, bytes, bytes | None], _Out] = {}
+        self._out: Cache[tuple[int, bytes, bytes | None], _Out] = Cache(ROUTES_CACHED_MAX)
         # UAttributes with type, source and sink, encoded
-        self._in: dict[tuple[str | None, str | None, str | None, str], bytes] = {}
+        self._in: Cache[tuple[str | None, str | None, str | None, str], bytes] = Cache(ROUTES_CACHED_MAX)
 
     def topic(self, type: int, source: UUri, sink: UUri | None) -> str:
         """The topic name (dsn~up-transport-mqtt5-e2e-topic-names~1, dsn~up-transport-mqtt5-d2d-topic-names~1).
@@ -133,7 +134,7 @@ class Mapping:
         return self.topic(attrs.NOTIFICATION, source, sink)
 
     def encode(self, message: UMessage) -> Packet:
-        """The PUBLISH of `message`, whose attributes the outbox has validated.
+        """The PUBLISH of `message`, whose attributes have been validated.
 
         Raises UStatusError(INVALID_ARGUMENT) for addresses that don't fit its type, and for what MQTT can't carry.
         """
@@ -179,8 +180,6 @@ class Mapping:
         properties = [("2", _TYPE_NAMES[attributes.type]), ("3", uris.format(attributes.source))]
         if sink is not None:
             properties.append(("4", uris.format(sink)))
-        if len(self._out) >= ROUTES_CACHED_MAX:
-            self._out.clear()
         out = self._out[route] = _Out(self.topic(attributes.type, attributes.source, sink), tuple(properties))
         return out
 
@@ -231,8 +230,6 @@ class Mapping:
         sink = uris.parse(sink_text) if sink_text is not None else None
         source, sink = self._completed(source, sink, topic.split("/"))
         self._check_topic(type, source, sink, topic)
-        if len(self._in) >= ROUTES_CACHED_MAX:
-            self._in.clear()
         found = self._in[key] = UAttributes(type=type, source=source, sink=sink).SerializeToString()
         return found
 

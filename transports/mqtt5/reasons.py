@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import ssl
-from typing import Final
+from collections.abc import Mapping
+from typing import Any, Final
 
-from paho.mqtt.properties import Properties
 from paho.mqtt.reasoncodes import ReasonCode
 
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 FAILURE_MIN: Final = 0x80
-NO_MATCHING_SUBSCRIBERS: Final = (
-    0x10  # in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
-)
+# in PUBACK: taken, and thrown away; a session whose client is away does match. A broker need not say it
+NO_MATCHING_SUBSCRIBERS: Final = 0x10
 
 _CODES: Final[dict[int, UCode.ValueType]] = {  # what is missing is UNAVAILABLE: it may be tried again
     0x81: UCode.INTERNAL,  # malformed packet
@@ -42,10 +41,15 @@ def code_of(reason: int) -> UCode.ValueType:
     return UCode.OK if reason < FAILURE_MIN else _CODES.get(reason, UCode.UNAVAILABLE)
 
 
-def refused(what: str, reason: ReasonCode, properties: Properties | None = None) -> UStatusError:
-    """The broker said no, and perhaps why."""
-    why = getattr(properties, "ReasonString", "")
-    return UStatusError(code_of(reason.value), f"the broker refuses {what}: {reason}{f' ({why})' if why else ''}")
+def named(reason: ReasonCode, properties: Mapping[str, Any]) -> str:
+    """What the broker said, and perhaps why."""
+    why = properties.get("ReasonString")
+    return f"{reason} ({why})" if why else str(reason)
+
+
+def refused(what: str, reason: ReasonCode, properties: Mapping[str, Any]) -> UStatusError:
+    """The broker said no."""
+    return UStatusError(code_of(reason.value), f"the broker refuses {what}: {named(reason, properties)}")
 
 
 def unreachable(address: str, error: BaseException) -> UStatusError:

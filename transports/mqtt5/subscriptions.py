@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from uprotocol.cache import Cache
+
 IDENTIFIER_MAX: Final = 268_435_455
-TOPICS_CACHED_MAX: Final = 32_768  # topics whose leader is known; the cache starts anew when it is full
+TOPICS_CACHED_MAX: Final = 32_768  # topics whose leader is known
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +41,7 @@ class Subscriptions:
     def __init__(self) -> None:
         self._by_filter: dict[str, Subscription] = {}
         self._by_identifier: dict[int, Subscription] = {}
-        self._leaders: dict[str, tuple[bool, int | None]] = {}
+        self._leaders: Cache[str, tuple[bool, int | None]] = Cache(TOPICS_CACHED_MAX)
 
     def __len__(self) -> int:
         return len(self._by_filter)
@@ -89,8 +91,6 @@ class Subscriptions:
         return not any(identifier in self._by_identifier for identifier in identifiers)
 
     def _find_leader(self, topic: str) -> tuple[bool, int | None]:
-        if len(self._leaders) >= TOPICS_CACHED_MAX:
-            self._leaders.clear()
         matching = [one for one in self._by_filter.values() if topic_matches(one.topic_filter, topic)]
         leader = next((one.identifier for one in matching if one.known), None)
         found = self._leaders[topic] = (bool(matching), leader)

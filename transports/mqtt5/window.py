@@ -1,7 +1,8 @@
 """send_batch: encoded in order, written many at a time, each answered by its PUBACK.
 
-batch -> (one batch after the other) encode what there is room for -> one write -> in flight -> PUBACKs of one read -> statuses
-                                                                         connection lost -> UNAVAILABLE, and nothing behind is tried
+batch -> (one batch after the other) encode what there is room for -> one write -> in flight
+in flight -> PUBACKs of one read -> statuses
+          -> connection lost -> UNAVAILABLE, and nothing behind is tried
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from transports.base import OK, stopped
+from transports.base import NOT_OPEN, OK, stopped
 from transports.mqtt5 import reasons
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
@@ -27,9 +28,8 @@ WRITE_MESSAGES_MAX: Final = 64
 # up to this size the number of messages bounds the bytes, and counting would cost each message
 SMALL_BYTES: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
-IN_FLIGHT_BYTES_MAX: Final = (
-    16 << 20
-)  # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
+# of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
+IN_FLIGHT_BYTES_MAX: Final = 16 << 20
 # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 PUBACK_MS_MAX: Final = 20_000
 
@@ -68,9 +68,7 @@ class Window:
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
         self._connection = 0
-        self._away: UStatus | None = UStatus(
-            code=UCode.UNAVAILABLE, message="the transport is not open: call open first"
-        )
+        self._away: UStatus | None = NOT_OPEN
         self._progress_s = 0.0
 
     def __repr__(self) -> str:

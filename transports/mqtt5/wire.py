@@ -2,8 +2,7 @@
 
 Packet --publish_frame--> head | packet id | tail        bytes --split--> [(first byte, body)] --read_publish--> Publish
 
-paho spends some 300 us on the properties of one PUBLISH, in pure Python; these take 3 to 5. Everything else is left to
-paho.
+paho-mqtt spends some 300 us on the properties of one PUBLISH; these take 3 to 5. packets.py has the rare packets.
 """
 
 from __future__ import annotations
@@ -15,26 +14,16 @@ from typing import Final, NamedTuple
 from transports.mqtt5.mapping import Packet
 from uprotocol.status import invalid
 
-CONNACK: Final = 0x20
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
 QOS1: Final = 0x02  # flags of PUBLISH: QoS 1, neither duplicate nor retained
 PACKET_BYTES_MAX: Final = 268_435_455  # what the remaining length can say
 HEADER_BYTES_MAX: Final = 5  # the first byte and the remaining length
-# DISCONNECT, reason 0x95: a packet is larger than our Maximum Packet Size (section 3.14.2.1)
-TOO_LARGE: Final = b"\xe0\x01\x95"
 TEXTS_CACHED_MAX: Final = 32_768  # encoded pairs that come again and again: types, sources, sinks
 
-_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION, _SUBSCRIPTION, _ALIAS, _USER = (
-    1,
-    2,
-    3,
-    8,
-    9,
-    11,
-    35,
-    38,
-)
+_PAYLOAD_FORMAT, _EXPIRY, _CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION = 1, 2, 3, 8, 9  # properties of PUBLISH
+_SUBSCRIPTION, _ALIAS, _USER = 11, 35, 38
+_SIZES: Final = {_PAYLOAD_FORMAT: 2, _EXPIRY: 5, _ALIAS: 3}
 ID_KEY: Final = b"\x26\x00\x011\x00\x24"  # the user property "1" with a value of ...
 ID_BYTES: Final = 36  # ... so many bytes
 _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
@@ -136,7 +125,7 @@ def announced(data: bytes, start: int) -> tuple[int, int]:
     return position, length
 
 
-def _read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
+def _read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
     """The number at `start` and where it ends; (0, 0) if the rest of it has not come. Raises ValueError."""
     number = shift = 0
     for position in range(start, min(end, start + 4)):
@@ -150,11 +139,12 @@ def _read_varint(data: bytes, start: int, end: int) -> tuple[int, int]:
     return 0, 0
 
 
-def read_publish(first: int, body: bytes) -> Publish:
-    """Raises ValueError if `body` is none of a PUBLISH."""
+def read_publish(first: int, body: bytes | memoryview) -> Publish:
+    """A memoryview where it is large, so that only its parts are copied. Raises ValueError if `body` is none of a
+    PUBLISH."""
     try:
-        position = 2 + (body[0] << 8 | body[1])
-        topic, packet_id = body[2:position], 0
+        position = topic_end = 2 + (body[0] << 8 | body[1])
+        packet_id = 0
         if first & 0x06:
             packet_id = body[position] << 8 | body[position + 1]
             position += 2
@@ -166,7 +156,9 @@ def read_publish(first: int, body: bytes) -> Publish:
     end = start + length
     if not start or end > len(body):
         raise ValueError("a PUBLISH ends within its properties")
-    return Publish(packet_id, topic, body[start:end], body[end:], first & 0x01 != 0)
+    if isinstance(body, bytes):
+        return Publish(packet_id, body[2:topic_end], body[start:end], body[end:], first & 0x01 != 0)
+    return Publish(packet_id, bytes(body[2:topic_end]), bytes(body[start:end]), bytes(body[end:]), first & 0x01 != 0)
 
 
 def holds_id_at(properties: bytes, at: int) -> bool:
@@ -174,19 +166,25 @@ def holds_id_at(properties: bytes, at: int) -> bool:
     has read."""
     position = 0
     while position < at - len(ID_KEY):
-        kind = properties[position]
-        if kind == _USER:
-            if properties[position + 1 : position + 4] == b"\x00\x011":
-                return False
-            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
-            position += 2 + (properties[position] << 8 | properties[position + 1])
-        elif kind == _SUBSCRIPTION:
-            _, position = _read_varint(properties, position + 1, len(properties))
-        elif kind in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
-            position += 3 + (properties[position + 1] << 8 | properties[position + 2])
-        else:
-            position += {_EXPIRY: 5, _PAYLOAD_FORMAT: 2, _ALIAS: 3}[kind]
+        if properties.startswith(ID_KEY[:4], position):
+            return False
+        position = _end_of_property(properties, position)
     return position == at - len(ID_KEY) and properties.startswith(ID_KEY, position)
+
+
+def _end_of_property(data: bytes, start: int) -> int:
+    """Where the one at `start` ends. Raises IndexError if its lengths are not there, UStatusError for one that no
+    PUBLISH has."""
+    kind = data[start]
+    if kind == _USER:
+        start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
+    elif kind == _SUBSCRIPTION:
+        return _read_varint(data, start + 1, len(data))[1] or len(data) + 1
+    elif kind in _SIZES:
+        return start + _SIZES[kind]
+    elif kind not in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
+        raise invalid(f"property {kind} does not belong into a PUBLISH")
+    return start + 3 + (data[start + 1] << 8 | data[start + 2])
 
 
 def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
@@ -195,41 +193,25 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
     user: list[tuple[str, str]] = []
     subscriptions: tuple[int, ...] = ()
     expiry_s = correlation = content_type = None
-    data, position = publish.properties, 0
-    end = len(data)
+    data, end = publish.properties, 0
     try:
-        while position < end:
-            kind = data[position]
+        while end < len(data):
+            start, end = end, _end_of_property(data, end)
+            kind = data[start]
+            if end > len(data):
+                raise IndexError
             if kind == _USER:
-                split = position + 3 + (data[position + 1] << 8 | data[position + 2])
-                stop = split + 2 + (data[split] << 8 | data[split + 1])
-                if stop > end:
-                    raise IndexError
-                user.append((data[position + 3 : split].decode(), data[split + 2 : stop].decode()))
-                position = stop
+                split = start + 3 + (data[start + 1] << 8 | data[start + 2])
+                user.append((data[start + 3 : split].decode(), data[split + 2 : end].decode()))
             elif kind == _SUBSCRIPTION:
-                number, position = _read_varint(data, position + 1, end)
-                subscriptions = (*subscriptions, number)
-                if not position:
-                    raise IndexError
+                subscriptions = (*subscriptions, _read_varint(data, start + 1, end)[0])
             elif kind == _EXPIRY:
-                (expiry_s,) = _u32.unpack_from(data, position + 1)
-                position += 5
-            elif kind in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
-                stop = position + 3 + (data[position + 1] << 8 | data[position + 2])
-                value = data[position + 3 : stop]
-                if stop > end:
-                    raise IndexError
-                if kind == _CONTENT_TYPE:
-                    content_type = value.decode()
-                elif kind == _CORRELATION:
-                    correlation = value
-                position = stop
-            elif kind in (_PAYLOAD_FORMAT, _ALIAS):
-                position += 2 if kind == _PAYLOAD_FORMAT else 3
-            else:
-                raise invalid(f"property {kind} does not belong into a PUBLISH")
+                (expiry_s,) = _u32.unpack_from(data, start + 1)
+            elif kind == _CONTENT_TYPE:
+                content_type = data[start + 3 : end].decode()
+            elif kind == _CORRELATION:
+                correlation = data[start + 3 : end]
         topic = publish.topic.decode()
-    except (IndexError, ValueError, struct.error) as error:
-        raise invalid(f"the properties of a PUBLISH can't be read: {error or 'they end too early'}") from None
+    except (IndexError, ValueError) as error:
+        raise invalid(f"the properties of a PUBLISH can't be read: {str(error) or 'they end too early'}") from None
     return Packet(topic, user, expiry_s, correlation, content_type, publish.payload), subscriptions

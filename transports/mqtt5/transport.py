@@ -1,4 +1,4 @@
-"""MQTT 5 with paho-mqtt, its socket served by the event loop: no thread, so nothing has to cross one.
+"""The MQTT 5 transport, on the event loop alone: no thread, so nothing has to cross one.
 
 send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions -> mapping -> Intake -> listeners
                  ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
@@ -14,15 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import structlog
 
-from transports.base import SendChecks
-from transports.listeners import Filter, ListenerTable
+from transports.base import NOT_OPEN, TransportBase
+from transports.listeners import Filter
 from transports.mqtt5 import wire
 from transports.mqtt5.codec import Codec
 from transports.mqtt5.config import Mqtt5Config
@@ -34,7 +33,7 @@ from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_ma
 from transports.mqtt5.window import Window
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, LocalUriProvider, LossCallback, UListener, UTransport
+from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -66,40 +65,39 @@ def capabilities(config: Mqtt5Config) -> Capability:
     return found
 
 
-class Mqtt5Transport(UTransport):
-    """A client of one broker. Everything runs on the event loop that called `open`."""
+class Mqtt5Transport(TransportBase):
+    """A client of one broker. Everything runs on the event loop that called `open`.
+
+    Reasons in `dropped`: malformed, spoofed, invalid, expired, unwanted, overflow, too_large; those that are too large
+    the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room,
+    at most; `session_lost` counts sessions, and what was lost with one nobody knows.
+    """
 
     takes_encoded = True
 
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random
     ) -> None:
-        self._config, self._local = config, local
+        super().__init__(config, local)
+        self._config = config
         self.capabilities = capabilities(config)
-        self._mapping = Mapping(config.mode, local.get_authority(), restore_ttl=config.restore_ttl)
-        self._codec = Codec(self._mapping, SendChecks(), same_for_all_ids=not config.restore_ttl)
-        self._table = ListenerTable(
-            local.get_authority(),
-            listeners_max=config.listeners_max,
-            listeners_per_filter_max=config.listeners_per_filter_max,
-        )
+        self._mapping = Mapping(config.mode, self.authority, restore_ttl=config.restore_ttl)
+        self._codec = Codec(self._mapping, self.checks, same_for_all_ids=not config.restore_ttl)
         self._subscriptions = Subscriptions()
         self._link = link = Link(config, local, self, chance)
-        self._window = Window(
-            self._codec.encode, lambda data: link.send_packets(data, wire.PUBLISH | wire.QOS1), link.next_packet_id
-        )
-        self._intake = Intake(self._table.deliver_encoded, self._acknowledge, self._on_pressed)
+        self._window = Window(self._codec.encode, link.write, link.next_packet_id)
+        self._intake = Intake(self.listeners.deliver_encoded, self._acknowledge, self._on_pressed)
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
         named = config.client_id if config.session_expiry_s else None
-        address = f"{config.host}:{config.port}"
-        self._losses = Losses(address, f"{named} at {address}" if named is not None else None, self._table.dropped)
+        session = f"{named} at {link.address}" if named is not None else None
+        self._losses = Losses(link.address, session, self.dropped)
         self._counting: asyncio.Task[None] | None = None
         self._count_refusals = 0
         # unacknowledged: with those that are on the way the broker may have to queue
         self._lag_messages = -(-config.receive_maximum // 2)
         self._refused: dict[str, str] = {}  # topic filter -> why the broker no longer lets us subscribe
-        self._open = self._connected = False
+        self._open = False
         self._has_session = False  # the broker keeps one for us, as far as we know
         self._connection = 0  # counts the connections
         self._identifiers = True  # the broker knows subscription identifiers
@@ -109,36 +107,13 @@ class Mqtt5Transport(UTransport):
         self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
-        self._connection_callbacks: list[ConnectionCallback] = []
 
     def __repr__(self) -> str:
-        state = "connected" if self._connected else "reconnecting" if self._open else "closed"
+        state = "connected" if self.connected else "reconnecting" if self._open else "closed"
         return (
-            f"Mqtt5Transport({self._local.get_authority()}, {self._config.mode}, "
-            f"{self._config.host}:{self._config.port}, {state}, "
+            f"Mqtt5Transport({self.authority}, {self._config.mode}, {self._link.address}, {state}, "
             f"subscriptions={len(self._subscriptions)}, {self._window}, {self._intake})"
         )
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Messages thrown away on arrival, by reason: malformed, spoofed, invalid, expired, unwanted, overflow,
-        too_large; those that are too large the broker mostly keeps from us, and counts nowhere. `broker_dropped` are
-        those that it threw away for want of room, at most; `session_lost` counts sessions, and what was lost with one
-        nobody knows.
-        """
-        return self._table.dropped
-
-    @property
-    def mended(self) -> Counter[str]:
-        """Messages taken without a field that was wrong, by the field: traceparent."""
-        return self._table.mended
-
-    @property
-    def connected(self) -> bool:
-        return self._connected
-
-    def on_connection(self, callback: ConnectionCallback) -> None:
-        self._connection_callbacks.append(callback)
 
     def on_loss(self, callback: LossCallback) -> None:
         self._losses.callbacks.append(callback)
@@ -177,7 +152,7 @@ class Mqtt5Transport(UTransport):
         if not self._open:
             return
         self._open = False
-        drain_ms = DRAIN_MS_MAX if self._connected else 0
+        drain_ms = DRAIN_MS_MAX if self.connected else 0
         drained = asyncio.ensure_future(self._window.drained())
         await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.finish(drain_ms / 1000))
         drained.cancel()
@@ -231,11 +206,10 @@ class Mqtt5Transport(UTransport):
             tried.update(map(id, missing))
             await asyncio.gather(*map(self._subscribe_again, missing))
         self._window.open(min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
-        self._connected = True
         log.info(
             "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried)
         )
-        self._tell_connection(True)
+        self.set_connected(True)
         if self._count_refusals < COUNT_REFUSALS_MAX:
             self._counting = asyncio.ensure_future(self._ask_for_count())
 
@@ -261,20 +235,18 @@ class Mqtt5Transport(UTransport):
             )
 
     def down(self, why: str) -> None:
-        was_connected, self._connected = self._connected, False
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
         self._take_unclaimed()  # the broker sends them again
         self._paused_at_s, self._has_shed = None, False
         self._shedding = self._intake.is_pressed  # the next connection must be read, or it would never be one
-        if was_connected:
-            self._tell_connection(False)
+        self.set_connected(False)
 
     def tick(self, now_s: float) -> None:
         if self._window.stalled:
             log.error(
                 "the broker owes acknowledgements for too long: dropping the connection", window=repr(self._window)
             )
-            self._link.drop()
+            self._link.drop("it owes acknowledgements for too long")
         if self._unclaimed and now_s >= self._unclaimed_until_s:
             self.dropped["unwanted"] += len(self._unclaimed)
             self._acknowledge(self._take_unclaimed())
@@ -284,14 +256,7 @@ class Mqtt5Transport(UTransport):
             )
             self._shedding, self._paused_at_s = True, None
             self._link.pause(False)
-        self._losses.tick(now_s, listens=self._connected and self._listens)
-
-    def _tell_connection(self, connected: bool) -> None:
-        for callback in self._connection_callbacks:
-            try:
-                callback(connected)
-            except Exception:
-                log.exception("a connection callback failed", callback=repr(callback))
+        self._losses.tick(now_s, listens=self.connected and self._listens)
 
     # Send.
 
@@ -313,7 +278,7 @@ class Mqtt5Transport(UTransport):
         elif not pressed:
             self._shedding = False
             if self._has_shed:
-                asyncio.get_running_loop().call_soon(self._link.drop)
+                asyncio.get_running_loop().call_soon(self._link.drop, "it is to send again what was not kept")
 
     def _shed(self, publishes: list[wire.Publish]) -> None:
         """What has no acknowledgement comes again with the next connection, if there is a session."""
@@ -394,7 +359,7 @@ class Mqtt5Transport(UTransport):
         """On the connection that brought them only: on a later one the broker sends them again."""
         packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection == self._connection]
         if packet_ids and self._link.up:
-            self._link.send_packets(wire.pubacks(packet_ids), wire.PUBACK)
+            self._link.write(wire.pubacks(packet_ids))
 
     # Listen.
 
@@ -404,7 +369,7 @@ class Mqtt5Transport(UTransport):
         """While the broker is away it is noted, and subscribed to when it is back. Raises PERMISSION_DENIED if the
         broker refuses it."""
         topic_filter = self._topic_filter(source_filter, sink_filter)
-        if self._table.add(source_filter, sink_filter, listener) is not None:
+        if self.listeners.add(source_filter, sink_filter, listener) is not None:
             self._use(topic_filter)
         subscription = self._subscriptions.get(topic_filter)
         assert subscription is not None, "every filter in the table has a subscription"
@@ -414,7 +379,7 @@ class Mqtt5Transport(UTransport):
             await asyncio.shield(subscription.granted)
         except UStatusError:
             with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
-                if self._table.remove(source_filter, sink_filter, listener) is not None:
+                if self.listeners.remove(source_filter, sink_filter, listener) is not None:
                     await self._release(topic_filter)
             raise
 
@@ -422,14 +387,14 @@ class Mqtt5Transport(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         topic_filter = self._topic_filter(source_filter, sink_filter)
-        if self._table.remove(source_filter, sink_filter, listener) is not None:
+        if self.listeners.remove(source_filter, sink_filter, listener) is not None:
             await self._release(topic_filter)
 
     def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
-        filter = Filter.of(source_filter, sink_filter, self._local.get_authority())
+        filter = Filter.of(source_filter, sink_filter, self.authority)
         topic_filter = self._mapping.topic_filter(filter.source, filter.sink)
         if not self._open:
-            raise UStatusError(UCode.UNAVAILABLE, "the transport is not open: call open first")
+            raise UStatusError.from_status(NOT_OPEN)
         return topic_filter
 
     def _use(self, topic_filter: str) -> None:
@@ -442,7 +407,7 @@ class Mqtt5Transport(UTransport):
         subscription = self._subscriptions.add(topic_filter)
         self._left.discard(topic_filter)
         self._claim(topic_filter)
-        if self._connected:
+        if self.connected:
             subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
 
     async def _release(self, topic_filter: str) -> None:
@@ -463,7 +428,7 @@ class Mqtt5Transport(UTransport):
 
     async def _leave(self, subscription: Subscription) -> None:
         try:
-            if self._connected:
+            if self.connected:
                 await self._link.unsubscribe(subscription.topic_filter)
                 self._left.discard(subscription.topic_filter)
         except UStatusError as error:  # lost meanwhile: it is left as soon as the connection is back

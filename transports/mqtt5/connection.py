@@ -1,0 +1,348 @@
+"""One connection to a broker, over TCP or TLS: packets in, packets out, in batches, on the event loop.
+
+host -> addresses -> TCP -> TLS -> Connection <-> broker
+read -> PacketReader -> PUBLISH, PUBACK -> the user, once for all that one read brought
+                     -> CONNACK, SUBACK, UNSUBACK, DISCONNECT, PINGRESP -> one by one
+write(bytes of many packets) -> at once
+
+What a broker must not send ends the connection with a reason; nothing is raised out of the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
+
+from transports.mqtt5 import packets, reasons, wire
+
+# of one read: some 500 messages of 400 bytes, or 40 us of copying
+READ_BYTES: Final = 1 << 18
+# from here on a packet has a buffer of its own: smaller ones are joined for less than that costs
+LARGE_BYTES: Final = 1 << 16
+ANSWER_MS_MAX: Final = 20_000  # for SUBACK and UNSUBACK; a broker that takes longer is given up
+
+_QUICK_ACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)  # Linux
+_NUMERIC: Final = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+
+Packets = Sequence[tuple[int, bytes | memoryview]]
+Address = tuple[int, Any]  # family, and what `connect` takes
+
+
+class PacketTooLarge(ConnectionError):
+    """The broker sends more than we said that we take: it does not keep to our Maximum Packet Size."""
+
+    def __init__(self, announced: int, packet_bytes_max: int) -> None:
+        super().__init__(
+            f"the broker announced a packet of {announced} bytes, and CONNECT said {packet_bytes_max} at most: does "
+            "it keep to a Maximum Packet Size? Else keep large messages from it, or raise message_bytes_max"
+        )
+
+
+class PacketReader:
+    """Bytes -> whole packets, each byte copied a few times at most, and never more than one packet kept that is not
+    whole.
+
+    buffer() <- a read -> split -> (first byte, body), ...   the rest is small: kept, and joined to what comes next
+                                                             the rest is large: a buffer of its packet's size
+                                                             it announces too much: `announced` says so, none is kept
+
+    Joining a large packet anew at each read would copy it some hundred times: 50 MB held the event loop up for seconds.
+    """
+
+    def __init__(self, packet_bytes_max: int) -> None:
+        self._packet_bytes_max = packet_bytes_max
+        self._small = memoryview(bytearray(READ_BYTES))
+        self._unread = b""  # the beginning of a small packet, or of a header
+        self._large: memoryview | None = None
+        self._first = self._filled = 0  # of the large packet: its first byte, and how much of the rest has come
+        self.announced = 0  # bytes of a packet that is too large: nothing behind it can be read
+
+    def buffer(self) -> memoryview:
+        """Where the next read goes."""
+        return self._small if self._large is None else self._large[self._filled : self._filled + READ_BYTES]
+
+    def take(self, count: int) -> Packets:
+        """What is whole with `count` bytes more in the buffer. Raises ValueError for what is no MQTT."""
+        if self._large is not None:
+            self._filled += count
+            if self._filled < len(self._large):
+                return []
+            body, self._large = self._large, None
+            return [(self._first, body)]
+        data = self._unread + self._small[:count]
+        found, used = wire.split(data, self._packet_bytes_max)
+        self._keep(data, used)
+        return found
+
+    def _keep(self, data: bytes, used: int) -> None:
+        """What is behind `used` is the beginning of a packet."""
+        start, length = wire.announced(data, used)
+        if length > self._packet_bytes_max:
+            self._unread, self.announced = b"", length
+        elif length < LARGE_BYTES:
+            self._unread = data[used:]
+        else:
+            self._unread, self._first, self._large = b"", data[used], memoryview(bytearray(length))
+            self._filled = len(data) - start
+            self._large[: self._filled] = memoryview(data)[start:]
+
+
+class ConnectionUser(Protocol):
+    """What a Connection calls; all of it on the event loop."""
+
+    def welcomed(self, welcome: packets.Welcome) -> None:
+        """The broker has let us in; what it kept for us may follow at once."""
+
+    def on_publishes(self, publishes: list[wire.Publish]) -> None:
+        """Those of one read, in order."""
+
+    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
+        """[(packet id, reason code)] of one read, in order."""
+
+
+class Connection(asyncio.BufferedProtocol):
+    """`packet_bytes_max` of what comes; a broker that keeps to what CONNECT says never sends more."""
+
+    def __init__(self, user: ConnectionUser, packet_bytes_max: int, keep_alive_s: int) -> None:
+        self._user, self._packet_bytes_max, self._keep_alive_s = user, packet_bytes_max, keep_alive_s
+        self._reader, self._loop = PacketReader(packet_bytes_max), asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._socket: socket.socket | None = None
+        self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
+        self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
+        self._heard_s = self._said_s = self._pinged_s = self._loop.time()
+        self.welcome = self._paused = False  # the broker has let us in; the socket is not read
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None
+
+    def write(self, data: bytes) -> None:
+        """Whole packets; what the socket does not take at once leaves as soon as it can."""
+        if self._transport is not None:
+            self._said_s = self._loop.time()
+            self._transport.write(memoryview(data))  # so that asyncio copies what is left of it once, not twice
+
+    async def ask(self, packet_id: int, packet: bytes, timeout_s: float = ANSWER_MS_MAX / 1000) -> Any:
+        """The broker's answer: a Welcome for packet id 0, else a ReasonCode. One that does not come costs the
+        connection. Raises OSError if that is lost meanwhile."""
+        if self._transport is None:
+            raise ConnectionResetError("there is none")
+        self._answers[packet_id] = future = self._loop.create_future()
+        self.write(packet)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            self.drop(TimeoutError("it does not answer in time"))
+            raise
+        finally:
+            self._answers.pop(packet_id, None)
+
+    def pause(self, paused: bool) -> None:
+        """Let what comes wait in the kernel, so that the broker is held back, or go on."""
+        if self._transport is not None and paused != self._paused:
+            self._paused = paused
+            if paused:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def keep_alive(self, now_s: float) -> None:
+        """Once a second: ping, and give up a broker that is silent."""
+        if self._paused:
+            self._heard_s = now_s  # it is us who don't listen
+        if not self._keep_alive_s:
+            return
+        if now_s - self._heard_s >= 2 * self._keep_alive_s:
+            self.drop(TimeoutError(f"it has been silent for {2 * self._keep_alive_s} s"))
+        elif now_s - max(self._pinged_s, min(self._heard_s, self._said_s)) >= self._keep_alive_s:
+            self._pinged_s = now_s
+            self.write(packets.PINGREQ)
+
+    def drop(self, failure: OSError) -> None:
+        """End it without a word."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
+        transport.abort()
+        if not self.lost.done():  # cancelled: nobody waits for it any longer
+            self.lost.set_result(failure)
+        for future in self._answers.values():
+            if not future.done():
+                future.set_exception(failure)
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport), "TCP and TLS have one"
+        self._transport = transport
+        self._socket = transport.get_extra_info("socket")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is None:
+            self.drop(ConnectionResetError("it hung up"))
+        else:
+            self.drop(exc if isinstance(exc, OSError) else ConnectionAbortedError(f"nobody foresaw {exc!r}"))
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._heard_s = self._loop.time()
+        self._hurry()
+        try:
+            self._sort(self._reader.take(nbytes))
+        except ValueError as error:
+            self.drop(ConnectionAbortedError(f"it sent what is no MQTT 5: {error}"))
+        if self._reader.announced and self.is_open:
+            self.write(packets.TOO_LARGE)
+            self.drop(PacketTooLarge(self._reader.announced, self._packet_bytes_max))
+
+    def _hurry(self) -> None:
+        """Let the kernel acknowledge at once what has been read, which it forgets to do each time we write.
+
+        A broker with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and
+        keeps the others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch
+        would wait.
+        """
+        if _QUICK_ACK is not None and self._socket is not None:
+            with contextlib.suppress(OSError):  # it has hung up; the next read says so
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
+
+    def _sort(self, found: Packets) -> None:
+        publishes: list[wire.Publish] = []
+        pubacks: list[tuple[int, int]] = []
+        for first, body in found:
+            kind = first & 0xF0
+            if kind == wire.PUBLISH and not first & 0x04:  # QoS 0 or 1
+                publishes.append(wire.read_publish(first, body))
+            elif kind == wire.PUBACK and len(body) >= 2:
+                pubacks.append((body[0] << 8 | body[1], body[2] if len(body) > 2 else 0))
+            else:
+                if publishes:  # a SUBACK changes how those behind it are read
+                    self._user.on_publishes(publishes)
+                    publishes = []
+                self._take_rare(kind, first, bytes(body))
+                if not self.is_open:
+                    return
+        if publishes:
+            self._user.on_publishes(publishes)
+        if pubacks and self.is_open:
+            self._user.on_pubacks(pubacks)
+
+    def _take_rare(self, kind: int, first: int, body: bytes) -> None:
+        if len(body) > packets.ANSWER_BYTES_MAX and kind != wire.PUBLISH:
+            raise ValueError(f"a packet of kind {first >> 4} and {len(body)} bytes")
+        if kind == packets.CONNACK:
+            welcome = packets.read_connack(body)
+            if welcome.reason.value < reasons.FAILURE_MIN and not self.welcome:
+                self.welcome, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
+                self._user.welcomed(welcome)  # here and now: the next packet may be a message already
+            self._answer(0, welcome)
+        elif kind in (packets.SUBACK, packets.UNSUBACK):
+            self._answer(*packets.read_answer(kind, body))
+        elif kind == packets.DISCONNECT:
+            self.drop(ConnectionAbortedError(packets.read_disconnect(body)))
+        elif kind == wire.PUBLISH and not first & 0x02:  # of QoS 2: left over from another client of this session
+            self.write(packets.refuse(wire.read_publish(first, body).packet_id))
+        elif kind == packets.PUBREL:
+            self.write(packets.end(body))
+        elif kind != packets.PINGRESP:
+            raise ValueError(f"a packet of kind {first >> 4}")
+
+    def _answer(self, packet_id: int, answer: object) -> None:
+        future = self._answers.get(packet_id)
+        if future is not None and not future.done():
+            future.set_result(answer)
+
+
+class Dialler:
+    """Dials one host, again and again. Whoever gives up leaves no thread to wait for, and no socket."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        # one at a time: a resolver that hangs costs one thread, not one per try
+        self._lookup: asyncio.Future[list[Address]] | None = None
+
+    async def dial(self, connection: Connection, context: ssl.SSLContext | None, timeout_s: float) -> None:
+        """Gives it a socket; with `context` after TLS's handshake. `timeout_s` each: for the name, an address, TLS.
+
+        Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none
+        (UnicodeError among them).
+        """
+        async with asyncio.timeout(timeout_s):
+            addresses = await self._addresses()
+        failure = OSError(f"{self._host} has no address")
+        for family, address in addresses:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    sock = await _connected(socket.socket(family) if context is None else _TlsSocket(family), address)
+                break
+            except OSError as error:  # the next one may answer
+                failure = error
+        else:
+            raise failure
+        name = None if context is None else self._host  # the context checks who the broker is
+        async with asyncio.timeout(timeout_s):
+            loop = asyncio.get_running_loop()
+            await loop.create_connection(lambda: connection, sock=sock, ssl=context, server_hostname=name)
+
+    async def _addresses(self) -> list[Address]:
+        with contextlib.suppress(socket.gaierror):
+            return look_up(self._host, self._port, _NUMERIC)
+        if self._lookup is None or self._lookup.done():
+            self._lookup = _look_up_in_thread(self._host, self._port)
+        return await asyncio.shield(self._lookup)
+
+
+def look_up(host: str, port: int, flags: int = 0) -> list[Address]:
+    return [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
+
+
+def _look_up_in_thread(host: str, port: int) -> asyncio.Future[list[Address]]:
+    """Not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute, and
+    can't be cancelled."""
+    addresses: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
+    addresses.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            addresses.set_result(look_up(host, port))
+        except Exception as error:  # the caller's to translate
+            addresses.set_exception(error)
+
+    threading.Thread(target=run, name="look up a broker", daemon=True).start()
+    wrapped = asyncio.wrap_future(addresses)
+    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone
+    return wrapped
+
+
+class _TlsSocket(socket.socket):
+    """To asyncio a write that fails is the end. Here the next read is: a broker that refuses our certificate says so
+    before it hangs up."""
+
+    def send(self, data: Any, flags: int = 0, /) -> int:
+        try:
+            return super().send(data, flags)
+        except ConnectionError:
+            return memoryview(data).nbytes
+
+
+async def _connected(sock: socket.socket, address: Any) -> socket.socket:
+    try:
+        sock.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(sock, address)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+__all__ = ["Connection", "ConnectionUser", "Dialler", "PacketReader", "PacketTooLarge"]
