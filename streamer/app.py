@@ -37,7 +37,7 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
-from streamer.ingress import IdWindow, Ingress, Logs
+from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
 from streamer.limits import CALLERS_SHARE, Limits
 from streamer.paused import FILE, Paused
@@ -152,28 +152,24 @@ class Streamer:
             now_ms=runtime.now_ms,
             pressure=Pressure(runtime.busy_s),
         )
-        self.ledger.on_evicted = self._forget_routes
         flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
 
-        def ingress(endpoint: Endpoint, *, trusted: bool = False) -> Ingress:
-            return Ingress(
-                endpoint,
-                self.endpoints,
-                self.rules,
-                self.view,
-                logs,
-                self.express,
-                self.hosted,
-                window,
-                flows,
-                self.ledger,
-                trusted=trusted,
-                message_bytes_max=config.limits.message_bytes_max,
-            )
-
-        self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
-        self.ledger.on_turn = self._gather_refused
-        self.hosted.walk = self._entry = ingress(self.home, trusted=True)
+        dispatch = Dispatch(
+            self.endpoints,
+            self.rules,
+            self.view,
+            logs,
+            flows,
+            self.express,
+            self.hosted,
+            window,
+            self.ledger,
+            config.limits.message_bytes_max,
+        )
+        self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
+        self.hosted.walk = self._entry = Ingress(self.home, dispatch, trusted=True)
+        self.ledger.on_evicted(self._forget_verdicts)
+        self.ledger.on_turn(self._gather_refused)
         for one in logs:
             one.on_forgotten(functools.partial(self._forget_streams, one))
         self.hosted.entities_changed = self._entities_changed
@@ -194,8 +190,6 @@ class Streamer:
             for endpoint in self.endpoints
             for one in logs
         ]
-        for one, flow in flows.items():
-            flow.followers = [pump for pump in self.pumps if pump.log is one]
         self.gaps = Gaps(config.authority, logs, self._publish, now_ms=runtime.now_ms)
         self.claims = Claims(self.pumps, list(logs), config.history.absent_ms, self.is_connected)
         self.history = HistoryService(
@@ -377,7 +371,7 @@ class Streamer:
         opened = {endpoint.name: asyncio.Event() for endpoint in self.endpoints}
         for endpoint in self.endpoints:
             start(self._keep_open(endpoint, opened[endpoint.name]), f"open {endpoint.name}")
-            start(self.express.lanes[endpoint.name].run(), f"express {endpoint.name}")
+            start(self.express.queues[endpoint.name].run(), f"express {endpoint.name}")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(OPEN_WAIT_S):
                 await asyncio.gather(*(event.wait() for event in opened.values()))
@@ -560,12 +554,12 @@ class Streamer:
 
     async def _entities_changed(self) -> None:
         """A service inside has come or gone: what is for it goes another way now."""
-        self._forget_routes()
+        self._forget_verdicts()
         await self._listen()
 
-    def _forget_routes(self) -> None:
+    def _forget_verdicts(self) -> None:
         for one in (*self.ingresses.values(), self._entry):
-            one.forget_routes()
+            one.forget_verdicts()
 
     def _gather_refused(self) -> None:
         for one in self.ingresses.values():
@@ -700,26 +694,6 @@ class Streamer:
     def all_vehicles(self) -> Iterator[dict[str, Any]]:
         """The same of all of them, in the order in which they were first heard."""
         return (account.as_dict(self.topics_of(account.authority)) for account in list(self.ledger))
-
-    def stats(self) -> dict[str, Any]:
-        """Counters as plain data."""
-        return {
-            "endpoints": {
-                e.name: {
-                    "received": e.received,
-                    "forwarded": e.forwarded,
-                    "dropped": dict(self.dropped(e)),
-                    "connected": self.is_connected(e),
-                }
-                for e in self.endpoints
-            },
-            "logs": {
-                "durable" if one.durable else "volatile": {"newest_seq": one.newest_seq, "bytes": one.stored_bytes}
-                for one in self.logs
-            },
-            "dead_letters": self.dead_letters.total,
-            "problems": self.problems(),
-        }
 
     async def _publish(self, topic: UUri, told: Message) -> None:
         """On a topic of core.ustreamer."""

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, lane, shared_suffix, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, priority_class, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -45,7 +45,7 @@ def test_it_reads_like_the_message(
     assert encoded.id_key == message.attributes.id.SerializeToString()
     assert encoded.id_bytes == uuids.to_bytes(message.attributes.id)
     assert encoded.created_ms == uuids.time_ms(message.attributes.id)
-    assert encoded.stamp.lane == lane(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
+    assert encoded.stamp.priority == priority_class(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
     assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
     assert not encoded.is_expired(encoded.created_ms + ttl)
 
@@ -67,7 +67,9 @@ def test_what_was_written_is_read_back(payload: bytes | None, format: UPayloadFo
         read = STAMPS.read(message.SerializeToString())
         assert decoded(read) == message
         assert read.HasField("payload") == message.HasField("payload")
-        assert (type(read) is UMessage) == (alone or (payload == b"" and not format))
+        assert type(read) is EncodedMessage
+        assert UMessage.FromString(read.SerializeToString()) == message
+        assert read.stamp.is_shared == (not alone)
 
 
 @given(st.binary(max_size=60))
@@ -93,7 +95,7 @@ def test_messages_of_a_stream_share_the_suffix() -> None:
 
 
 def test_an_unknown_priority_is_the_highest() -> None:
-    assert lane(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
+    assert priority_class(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,7 @@ class DdsTransport(UTransport):
     with us, while they do.
     """
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = True
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         self._config, self._local = config, local

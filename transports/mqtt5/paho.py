@@ -58,7 +58,7 @@ log = structlog.get_logger()
 def capabilities(config: Mqtt5Config) -> Capability:
     """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing
     is kept."""
-    found = Capability.PUSH
+    found = Capability.PUSH | Capability.ENCODED
     if config.mode is Mode.IN_VEHICLE:
         found |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     if config.session_expiry_s:
@@ -68,8 +68,6 @@ def capabilities(config: Mqtt5Config) -> Capability:
 
 class Mqtt5Transport(UTransport):
     """A client of one broker. Everything runs on the event loop that called `open`."""
-
-    takes_encoded = True
 
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random

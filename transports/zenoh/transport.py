@@ -58,8 +58,7 @@ Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, pay
 class ZenohTransport(UTransport):
     """One Zenoh session."""
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = True
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         self._config, self._authority = config, local.get_authority()
