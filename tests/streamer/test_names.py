@@ -11,9 +11,9 @@ from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.app import endpoints_of
 from streamer.config import Config, loads
 from streamer.names import CARRIED, Names
+from streamer.parts import endpoints_of
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
