@@ -130,7 +130,7 @@ class Streamer:
             pressure=Pressure(runtime.busy_s),
         )
         flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
-
+        self._flows = tuple(flows.values())
         dispatch = Dispatch(
             self.endpoints,
             self.rules,
@@ -322,6 +322,10 @@ class Streamer:
                 for endpoint in self.endpoints
             )
         )
+        for ingress in (*self.ingresses.values(), self._entry):
+            ingress.close()
+        for flow in self._flows:
+            flow.close()
         files = {"dead letters": self.dead_letters.close, **{f"{one.name} log": one.close for one in self.logs}}
         await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
 

@@ -72,8 +72,7 @@ class Flow:
         # bounded by what the inboxes hand over unconfirmed
         self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[None] | None = None
-        self._recheck: asyncio.TimerHandle | None = None
+        self._opened = asyncio.Event()  # it was open when a follower had read on
 
     def follow(self, follower: Follower) -> None:
         """It reads the log."""
@@ -114,34 +113,24 @@ class Flow:
         return True
 
     async def _hold(self) -> None:
-        if self._patience_s is None:
-            await self.opened()
-        elif not (await asyncio.wait({self.opened()}, timeout=self._patience_s))[0]:
-            self._credit = HELD_RECORDS
-
-    def opened(self) -> asyncio.Future[None]:
-        """Completes when the flow is open again."""
-        loop = asyncio.get_running_loop()
-        if self._opened is None:
-            self._opened = loop.create_future()
-            self._recheck = loop.call_later(ACTIVE_S, self._tick)  # a follower may fall silent instead of catching up
-        return self._opened
-
-    def _tick(self) -> None:
-        self._recheck = None
-        self.moved()
-        if self._opened is not None:
-            self._recheck = asyncio.get_running_loop().call_later(ACTIVE_S, self._tick)
+        """Until it is open, or patience ends. A follower may also fall silent instead of catching up."""
+        self._opened.clear()
+        try:
+            async with asyncio.timeout(ACTIVE_S if self._patience_s is None else self._patience_s):
+                await self._opened.wait()
+        except TimeoutError:
+            if self._patience_s is not None:
+                self._credit = HELD_RECORDS
 
     def moved(self) -> None:
         """A follower has read on."""
-        if self._opened is not None and self.is_open:
-            future, self._opened = self._opened, None
-            if self._recheck is not None:
-                self._recheck.cancel()
-                self._recheck = None
-            if not future.done():
-                future.set_result(None)
+        if self._serving is not None and self.is_open:
+            self._opened.set()
+
+    def close(self) -> None:
+        """Hold nothing any more: the log is about to be closed."""
+        if self._serving is not None:
+            self._serving.cancel()
 
 
 class Appender:
@@ -221,6 +210,11 @@ class Appender:
             return True
         self._awaiting_redelivery = None
         return False
+
+    def close(self) -> None:
+        """Try nothing again any more."""
+        if self._retrying is not None:
+            self._retrying.cancel()
 
     # What the log refuses for a moment
 

@@ -226,6 +226,11 @@ class Ingress(EncodedListener):
         for message in batch:
             self._dispatch.window.forget(message.id_key + message.stamp.attributes.source.SerializeToString())
 
+    def close(self) -> None:
+        """What the log refuses is not tried again; called when the network is closed."""
+        for appender in self._appenders.values():
+            appender.close()
+
     def _drop(self, verdict: Verdict, message: EncodedMessage) -> None:
         if not verdict.reason:
             return

@@ -171,21 +171,15 @@ class ListenerTable:
         shares: _Shares[UMessage] = {}
         now = self._now_ms()
         for message in messages:
-            found = self._valid(message)
+            found = self._sound(message, now)
             if found is None:
                 continue
-            attributes = message.attributes
-            if attributes.ttl and attrs.is_expired(attributes, now):
-                self.dropped["expired"] += 1
-            elif attributes.payload_format and not message.HasField("payload"):
-                self.dropped["invalid"] += 1
-            else:
-                for listener in _each_once(found) if only is None else _of(found, only):
-                    share = shares.get(id(listener))
-                    if share is None:
-                        shares[id(listener)] = (listener, [message])
-                    else:
-                        share[1].append(message)
+            for listener in _each_once(found) if only is None else _of(found, only):
+                share = shares.get(id(listener))
+                if share is None:
+                    shares[id(listener)] = (listener, [message])
+                else:
+                    share[1].append(message)
         return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
     def deliver_encoded(
@@ -267,11 +261,8 @@ class ListenerTable:
         if payload or message.attributes.payload_format:
             message.payload = payload
         rest = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
-        found = self._valid(message)
+        found = self._sound(message, now)
         if found is None:
-            return None
-        if attrs.is_expired(message.attributes, now):
-            self.dropped["expired"] += 1
             return None
         by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
         if rest is None:
@@ -280,17 +271,21 @@ class ListenerTable:
         known = self._stamped[rest] = _Known(by_filter, Stamp(message.attributes, rest))
         return known, EncodedMessage(encoded, payload, known.stamp)
 
-    def _valid(self, message: UMessage) -> _Found | None:
-        """The filters that match; None, and counted, if the message is invalid."""
-        found = self._matching(message)
+    def _sound(self, message: UMessage, now_ms: int) -> _Found | None:
+        """The filters that match; None, and counted, if the message is invalid or has expired."""
+        attributes, found = message.attributes, self._matching(message)
         if found is not None:
             try:
-                attrs.validate_rest(message.attributes)
+                attrs.validate_rest(attributes)
             except UStatusError:
-                if not self._mend(message.attributes):
+                if not self._mend(attributes):
                     found = None
-        if found is None:
+        if found is not None and attributes.ttl and attrs.is_expired(attributes, now_ms):
+            self.dropped["expired"] += 1
+            return None
+        if found is None or (attributes.payload_format and not message.HasField("payload")):
             self.dropped["invalid"] += 1
+            return None
         return found
 
     def _mend(self, attributes: UAttributes) -> bool:
@@ -324,15 +319,7 @@ class ListenerTable:
 
     def accepts(self, message: UMessage) -> bool:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
-        if self._valid(message) is None:
-            return False
-        if message.attributes.payload_format and not message.HasField("payload"):
-            self.dropped["invalid"] += 1
-            return False
-        if attrs.is_expired(message.attributes, self._now_ms()):
-            self.dropped["expired"] += 1
-            return False
-        return True
+        return self._sound(message, self._now_ms()) is not None
 
     def _matching(self, message: UMessage) -> _Found | None:
         attributes = message.attributes

@@ -17,8 +17,8 @@ import struct
 from collections.abc import Awaitable, Sequence
 from typing import Final
 
+from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
 from uprotocol.cache import Cache
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -76,7 +76,7 @@ class Stamp:
         self.suffix = _without_id(attributes) if suffix is None else suffix
         self.type = attributes.type
         self.address = _address(attributes)
-        self.priority = priority_class(attributes)
+        self.priority = attrs.priority(attributes)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
         self.is_shared = is_shared(attributes)
@@ -107,11 +107,6 @@ def _without_id(attributes: UAttributes) -> bytes:
 def is_shared(attributes: UAttributes) -> bool:
     """False if something else than the id is of this message alone: its stamp is not worth remembering."""
     return not (attributes.traceparent or attributes.token or attributes.HasField("reqid"))
-
-
-def priority_class(attributes: UAttributes) -> int:
-    """The priority class as a number (CS0 is 1); one of a later specification counts as the highest that we know."""
-    return min(attributes.priority or PRIORITY_DEFAULT, PRIORITY_MAX)
 
 
 class EncodedMessage:
@@ -184,11 +179,11 @@ class EncodedMessage:
         return len(self.encoded) + len(self.payload) + 8
 
     def SerializeToString(self) -> bytes:
+        if self._decoded is not None:  # it may have what only protobuf reads in it
+            return self._decoded.SerializeToString()
         encoded, payload = self.encoded, self.payload
         if payload or self.stamp.payload_format:
             return b"\x0a%b%b\x12%b%b" % (_varint(len(encoded)), encoded, _varint(len(payload)), payload)
-        if self._decoded is not None:
-            return self._decoded.SerializeToString()
         return b"\x0a%b%b" % (_varint(len(encoded)), encoded)
 
     def decoded(self) -> UMessage:

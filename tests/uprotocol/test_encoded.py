@@ -7,9 +7,10 @@ from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, priority_class, shared_suffix, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -45,7 +46,7 @@ def test_it_reads_like_the_message(
     assert encoded.id_key == message.attributes.id.SerializeToString()
     assert encoded.id_bytes == uuids.to_bytes(message.attributes.id)
     assert encoded.created_ms == uuids.time_ms(message.attributes.id)
-    assert encoded.stamp.priority == priority_class(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
+    assert encoded.stamp.priority == attrs.priority(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
     assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
     assert not encoded.is_expired(encoded.created_ms + ttl)
 
@@ -95,7 +96,7 @@ def test_messages_of_a_stream_share_the_suffix() -> None:
 
 
 def test_an_unknown_priority_is_the_highest() -> None:
-    assert priority_class(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
+    assert attrs.priority(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
