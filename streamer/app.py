@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, Self
@@ -25,7 +24,7 @@ from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
 from streamer import hosted as hosting
-from streamer import metrics
+from streamer import metrics, parts
 from streamer.access import Access
 from streamer.admin import Admin
 from streamer.claims import Claims
@@ -41,19 +40,6 @@ from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
 from streamer.limits import CALLERS_SHARE
 from streamer.networks import Networks
-from streamer.parts import (
-    ENTITY,
-    VERSION,
-    backoff_of,
-    endpoints_of,
-    entry_of,
-    interest_sources_of,
-    limits_of,
-    logs_of,
-    rule_of,
-    transports_of,
-    usubscription_of,
-)
 from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
@@ -89,11 +75,11 @@ class Streamer:
         self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL
     ) -> None:
         self.config, self.logs, self._runtime = config, logs, runtime
-        self.limits = limits_of(config)
-        self.endpoints = endpoints_of(config, transports)
+        self.limits = parts.limits_of(config)
+        self.endpoints = parts.endpoints_of(config, transports)
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
-        self.local = LocalUriProvider(config.authority, ENTITY, VERSION)
+        self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
         self.hosted = HostedTransport(self.home, self.endpoints, config.authority, config.answers_for)
         self.dead_letters = DeadLetters(
             config.streamer.data_dir / "dead-letters.db",
@@ -103,14 +89,13 @@ class Streamer:
             bytes_max=self.limits.dead_letter_bytes_max,
             message_bytes_max=self.limits.message_bytes_max,
         )
-        self.usubscription = usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
+        self.usubscription = parts.usubscription_of(config, self.hosted, runtime, DRAIN_MS_MAX)
         self.interest = Interest(
-            interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
+            parts.interest_sources_of(config, self.hosted, self.endpoints, self.usubscription, runtime),
             lambda: tuple(one.newest_seq for one in logs),
         )
         self.paused = Paused(config.streamer.data_dir / FILE, self.endpoints, config.authority, runtime.disk)
         self.paused.load()  # before anybody can change it
-        self.paused.on_change(self._wake_pumps)
         self.view = View(self.endpoints, self.rules, self.interest, logs, self.paused)
         self.express = Express(
             self.endpoints,
@@ -118,7 +103,7 @@ class Streamer:
             self.dead_letters,
             messages_max=config.express.messages_max,
             bytes_max=self.limits.express_bytes_max,
-            backoff=lambda: backoff_of(config, runtime),
+            backoff=lambda: parts.backoff_of(config, runtime),
         )
 
         self.ledger = Ledger(
@@ -145,10 +130,6 @@ class Streamer:
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
         self.hosted.walk = self._entry = Ingress(self.home, dispatch, trusted=True)
-        self.ledger.on_evicted(self._forget_verdicts)
-        self.ledger.on_turn(self._gather_refused)
-        for one in logs:
-            one.on_forgotten(functools.partial(self._forget_streams, one))
         self.hosted.entities_changed = self._entities_changed
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
@@ -157,7 +138,7 @@ class Streamer:
                 one,
                 self.view,
                 self.dead_letters,
-                backoff_of(config, runtime),
+                parts.backoff_of(config, runtime),
                 flows[one],
                 paused=self.paused,
                 absent_ms_max=config.history.absent_ms,
@@ -173,7 +154,7 @@ class Streamer:
             self.ingresses,
             self.interest,
             config.streamer.data_dir,
-            lambda: backoff_of(config, runtime),
+            lambda: parts.backoff_of(config, runtime),
             self._connected,
             self._network_lost,
         )
@@ -186,7 +167,7 @@ class Streamer:
             self.local,
             list(logs),
             access=Access(
-                self.endpoints, self.rules, [entry_of(section) for section in config.access], hosting.is_inside
+                self.endpoints, self.rules, [parts.entry_of(section) for section in config.access], hosting.is_inside
             ),
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
@@ -203,8 +184,8 @@ class Streamer:
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
-        transports = transports_of(config)
-        logs, window = await logs_of(config, runtime)
+        transports = parts.transports_of(config)
+        logs, window = await parts.logs_of(config, runtime)
         try:
             return cls(config, transports, logs, window, runtime)
         except BaseException:
@@ -222,10 +203,6 @@ class Streamer:
         return Admin(
             self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles
         )
-
-    def _forget_streams(self, one: Log, streams: frozenset[int]) -> None:
-        for ingress in (*self.ingresses.values(), self._entry):
-            ingress.forget_streams(one, streams)
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -258,7 +235,7 @@ class Streamer:
             self._tasks.append(tasks.create_task(work, name=name))
 
         for section in self.config.rules:
-            self.rules.add(rule_of(section))
+            self.rules.add(parts.rule_of(section))
         for pump in self.pumps:
             pump.begin()  # before anything is listened to: what comes from now on is theirs
         self.claims.load()
@@ -370,24 +347,14 @@ class Streamer:
 
     def _interest_changed(self) -> None:
         self._networks.listen_soon()
-        self._wake_pumps()
-
-    def _wake_pumps(self) -> None:
         for pump in self.pumps:
             pump.wake()
 
     async def _entities_changed(self) -> None:
         """A service inside has come or gone: what is for it goes another way now."""
-        self._forget_verdicts()
+        for ingress in (*self.ingresses.values(), self._entry):
+            ingress.forget_verdicts()
         await self._networks.listen()
-
-    def _forget_verdicts(self) -> None:
-        for one in (*self.ingresses.values(), self._entry):
-            one.forget_verdicts()
-
-    def _gather_refused(self) -> None:
-        for one in self.ingresses.values():
-            one.gather_refused()
 
     def _is_named(self, authority: str, endpoint: str) -> bool:
         """The services inside have no endpoint."""

@@ -138,6 +138,8 @@ class Pump:
         self._failing = False  # the last batch was not taken whole
         if flow is not None:
             flow.follow(self)
+        if paused is not None:
+            paused.on_change(self.wake)
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
         source.on_forgotten(self._forgotten)

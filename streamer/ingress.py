@@ -157,6 +157,10 @@ class Ingress(EncodedListener):
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
             for log, flow in dispatch.flows.items()
         }
+        dispatch.ledger.on_evicted(self.forget_verdicts)
+        dispatch.ledger.on_turn(self.gather_refused)
+        for log in dispatch.logs:
+            log.on_forgotten(functools.partial(self.forget_streams, log))
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
