@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
+from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -130,3 +132,40 @@ def test_a_stamp_keeps_no_message_alive() -> None:
         assert stamp.attributes.source == TOPIC
         assert stamp.attributes.ttl == 7
         assert not stamp.attributes.HasField("id")
+
+
+def test_messages_of_a_stream_get_one_stamp_at_the_border() -> None:
+    one, two = (EncodedMessage.of(UMessageBuilder.publish(TOPIC).build()) for _ in range(2))
+    assert one.stamp is two.stamp
+    traced = UMessageBuilder.publish(TOPIC).with_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    alone = EncodedMessage.of(traced.build())
+    assert not alone.stamp.is_shared
+    assert alone.stamp.address == one.stamp.address
+
+
+@given(st.binary(max_size=60))
+def test_anything_is_encoded_with_its_id_in_front_and_nothing_is_lost(data: bytes) -> None:
+    try:
+        message = UMessage.FromString(data)
+    except DecodeError:
+        return
+    encoded = EncodedMessage.of(message)
+    id = message.attributes.id
+    assert encoded.id_bytes == id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")
+    assert encoded.payload == message.payload
+    assert UAttributes.FromString(encoded.encoded).source == message.attributes.source
+    assert encoded.decoded().attributes.id == id
+
+
+def test_a_listener_of_encoded_messages_is_one_of_messages_too() -> None:
+    class Heard(EncodedListener):
+        def __init__(self) -> None:
+            self.messages: list[EncodedMessage] = []
+
+        def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> None:
+            self.messages += messages
+
+    heard, message = Heard(), UMessageBuilder.publish(TOPIC).build()
+    assert heard.on_receive(message) is None
+    assert heard.on_receive_batch([message, message]) is None
+    assert [one.decoded() for one in heard.messages] == [message] * 3
