@@ -36,7 +36,6 @@ from streamer.view import Decision, Target, Version, View
 from transports.outbox import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import Settled, UStatusError, code_name, settle
@@ -48,7 +47,7 @@ WINDOW_BYTES_MAX: Final = 16 << 20  # of payload, read ahead: 2,000 large messag
 READ_MESSAGES_MAX: Final = 2_048  # per read of the log from disk: a window, so that a hop to a thread is worth it
 READ_BYTES_MAX: Final = 4 << 20  # per read of the log
 BATCH_MESSAGES_MAX: Final = 512  # per send_batch: beyond it the cost per message no longer falls
-PLANS_MAX: Final = 32_768  # streams whose plan is kept, some 300 bytes each
+PLANS_MAX: Final = 32_768  # streams whose plan is kept, some 300 bytes each; then all are made anew
 CURSOR_PREFIX: Final = "egress:"
 RECHECK_TOPICS: Final = 256  # parked topics looked at in one step, some milliseconds of the loop
 # dead letters of what retention took before the peer was back; beyond it only the range is told
@@ -111,7 +110,7 @@ class Pump:
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
         self.name = CURSOR_PREFIX + peer.name
         self._queue: PriorityQueue[Item] = PriorityQueue()
-        self._plans: Cache[int, Plan] = Cache(PLANS_MAX)
+        self._plans: dict[int, Plan] = {}
         self._plans_version: Version | None = None
         self._paused, self._pauses_known = paused, frozenset[Pause]()
         self.parking = Parking(source, peer.name, absent_ms_max)
@@ -315,8 +314,8 @@ class Pump:
     def _plan_all(self, streams: list[int]) -> bool:
         """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
         plans, distinct = self._plans, set(streams)
-        if len(plans) + len(distinct) > PLANS_MAX:
-            plans.clear()  # here, and not while some of them are made: all are needed at once
+        if len(plans) > PLANS_MAX:
+            plans.clear()  # here, before those of this chunk are made: all of them are needed at once
         for stream in distinct.difference(plans):
             plans[stream] = self._plan(stream)
         parks = sum(plans[stream].park for stream in distinct)

@@ -16,6 +16,7 @@ import asyncio
 import heapq
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -41,35 +42,27 @@ def units_of(payload_bytes: int) -> int:
     return 1 + payload_bytes // UNIT_BYTES
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Account:
-    """One authority's. `ingress` counts in it; `left` are the units that it may still send."""
+    """One authority's. `ingress` counts in it."""
 
-    __slots__ = (
-        "authority",
-        "bytes",
-        "dropped",
-        "endpoint",
-        "held_until",
-        "is_limited",
-        "left",
-        "messages",
-        "rate",
-        "refilled",
-        "sampled",
-        "seen_ms",
-        "settled",
-        "told",
-    )
+    authority: str
+    endpoint: str
+    left: int  # units that it may still send
+    is_limited: bool
+    refilled: float  # loop time
+    messages: int = 0
+    bytes: int = 0
+    dropped: int = 0
+    held_until: float = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
+    rate: float = 0.0  # messages a second, lately
+    sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
+    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
+    told: float = 0.0  # loop time
+    seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
-    def __init__(self, authority: str, endpoint: str, left: int, is_limited: bool, now: float) -> None:
-        self.authority, self.endpoint, self.left, self.is_limited = authority, endpoint, left, is_limited
-        self.messages = self.bytes = self.dropped = 0
-        self.held_until = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
-        self.rate = 0.0  # messages a second, lately
-        self.sampled = (0, now)  # messages, loop time
-        self.settled = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
-        self.refilled = self.told = now
-        self.seen_ms = 0  # Unix milliseconds; in steps of ten seconds
+    def __post_init__(self) -> None:
+        self.told, self.sampled = self.refilled, (0, self.refilled)
 
     def __repr__(self) -> str:
         return f"Account({self.authority} on {self.endpoint}, messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s)"
