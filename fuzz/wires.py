@@ -22,30 +22,27 @@ from transports.mqtt5.mapping import Mapping, Mode, Packet
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.encoded import Carried, EncodedMessage, Readdressed, Stamps, decoded
+from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed, Stamps
 from uprotocol.message import validate
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.uuid_pb2 import UUID
 
 INVALID, DENIED = UCode.INVALID_ARGUMENT, UCode.PERMISSION_DENIED
 OWN = "vin"
 NOW_MS = 0x0192_A7B0_0000  # when the ids of the shapes were made, so that few have expired
 
 
-class Heard:
+class Heard(EncodedListener):
     """A listener that takes messages as they came."""
 
-    takes_encoded = True
-
     def __init__(self) -> None:
-        self.messages: list[Carried] = []
+        self.messages: list[EncodedMessage] = []
 
-    def on_receive(self, message: UMessage) -> None:
-        self.messages.append(message)
-
-    def on_receive_batch(self, messages: Sequence[Carried]) -> None:
+    def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> None:
         self.messages += messages
 
 
@@ -72,18 +69,16 @@ def arrive(payload: bytes, encoded: bytes, key: str = "up/vin/10/0/1/8000/{}/{}/
         check(message)
 
 
-def check(message: Carried) -> None:
+def check(message: EncodedMessage) -> None:
     """What a listener gets is valid, is what it looks like, and can be carried on or is refused."""
-    plain = decoded(message)
+    plain = message.decoded()
     validate(plain)
-    if type(message) is EncodedMessage:
-        id = plain.attributes.id
-        assert (id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")) == message.id_bytes, "two ids in one message"
-        assert id.SerializeToString() == message.id_key
-        assert message.created_ms == id.msb >> 16
-        assert message.is_expired(NOW_MS) == attrs.is_expired(plain.attributes, NOW_MS)
-        assert message.HasField("payload") == plain.HasField("payload")
-    assert decoded(Stamps().read(message.SerializeToString())) == plain
+    id = plain.attributes.id
+    assert (id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")) == message.id_bytes, "two ids in one message"
+    assert message.created_ms == id.msb >> 16
+    assert message.is_expired(NOW_MS) == attrs.is_expired(plain.attributes, NOW_MS)
+    assert message.HasField("payload") == plain.HasField("payload")
+    assert Stamps().read(message.SerializeToString()).decoded() == plain
     forward(plain)
 
 
@@ -255,24 +250,24 @@ def stored_message(data: bytes) -> None:
             assert plain is None, "protobuf can read it"
             continue
         assert plain is not None, "protobuf can't read it"
-        assert decoded(message) == plain
+        assert message.decoded() == plain
         assert UMessage.FromString(message.SerializeToString()) == plain
         moved = Readdressed(uris.uri("ecu1", 1, 1, 0x8000), uris.uri("cloud", 2, 1, 0))
-        assert decoded(moved.of(message)) == decoded(moved.of(plain))
-        if type(message) is EncodedMessage:
-            assert plain.attributes.id.SerializeToString() == message.id_key, "two ids in one message"
+        assert moved.of(message).decoded() == moved.of(EncodedMessage.of(plain)).decoded()
+        id = UUID(msb=plain.attributes.id.msb, lsb=plain.attributes.id.lsb)
+        assert uuids.to_bytes(id) == message.id_bytes, "two ids in one message"
 
 
 @target
 def names_of_what_is_carried(data: bytes) -> None:
     """Payloads of the core services under other names."""
     dice = Dice(data)
-    message = made(UMessage, dice)
+    message = EncodedMessage.of(made(UMessage, dice))
     names = Names("vin", lambda authority: authority in ("ecu1", "cloud"))
-    left = decoded(names.leave(message))
+    left = names.leave(message).decoded()
     read = Stamps().read(message.SerializeToString())
-    assert decoded(names.leave(read)) == left, "an encoded message leaves as another one"
+    assert names.leave(read).decoded() == left, "an encoded message leaves as another one"
     assert left.attributes.id == message.attributes.id
-    back = decoded(names.arrived(None, left))
+    back = names.arrived(None, EncodedMessage.of(left)).decoded()
     assert back.attributes == left.attributes, "only what is carried"
     names.filter(message.attributes.source)

@@ -1,7 +1,7 @@
 """Streams of one peer that don't get through though others do: kept aside, in order, and tried now and then.
 
-sent: some taken, one not -> put aside --due--> the first few of each, in a batch with the others -> taken: back to the queue
-                               ^                                                                '-> not taken: later
+sent: some taken, one not -> put aside --due--> the first few of each, with the others -> taken: back to the queue
+                               ^                                                     '-> not taken: later
                                '-- what comes for the same (source, sink, priority) waits behind it
 """
 
@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from typing import Any, Final
+from typing import Final
 
-from uprotocol.encoded import Carried, EncodedMessage, lane
+from uprotocol.encoded import EncodedMessage
 from uprotocol.pacing import Backoff
 
 ASIDE_MESSAGES_MAX: Final = 8_192  # kept in memory for streams that are stuck; beyond it the peer waits for them
 ASIDE_BYTES_MAX: Final = 16 << 20  # of payload
 TRIED_AT_ONCE: Final = 16  # messages of one stream, to see whether it moves again
 
-Item = tuple[int, Carried, int]  # seq, message, and the log's id of its stream
-Key = tuple[bytes, bytes, int]
+Item = tuple[int, EncodedMessage, int]  # seq, message, and the log's id of its stream
+Key = tuple[bytes, int]
 
 
-def key_of(message: Carried) -> Key:
-    """What must keep its order: (source, sink, priority class)."""
-    attributes: Any = message.attributes
-    priority = message.stamp.lane if type(message) is EncodedMessage else lane(attributes)
-    return attributes.source.SerializeToString(), attributes.sink.SerializeToString(), priority
+def key_of(message: EncodedMessage) -> Key:
+    """What must keep its order: (type, source, sink), and the priority class."""
+    return message.stamp.address, message.stamp.priority
 
 
 class Aside:
@@ -65,9 +63,9 @@ class Aside:
     def __contains__(self, key: Key) -> bool:
         return key in self._queues
 
-    def has_source(self, source: bytes) -> bool:
-        """True if something of this source is stuck."""
-        return any(key[0] == source for key in self._queues)
+    def has_any(self, streams: Iterable[int]) -> bool:
+        """True if something of these streams is stuck."""
+        return not self.known_streams.isdisjoint(streams)
 
     def takes(self, item: Item) -> bool:
         """True if `item` has to wait behind its stream; then it does."""

@@ -15,10 +15,10 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import structlog
 
@@ -31,17 +31,15 @@ from streamer.flow import LAG_RECORDS_MAX, Flow
 from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
+from streamer.priority_queue import PriorityQueue
 from streamer.view import Decision, Target, Version, View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
+from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import OK, RETRYABLE, UStatusError, code_name
-from uprotocol.v1.uattributes_pb2 import UPriority
+from uprotocol.status import Settled, UStatusError, code_name, settle
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.ustatus_pb2 import UStatus
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
 WINDOW_MESSAGES_MAX: Final = 2_000
@@ -62,8 +60,6 @@ log = structlog.get_logger()
 
 
 GapCallback = Callable[[Endpoint, Log, int, int], None]
-# plain numbers: an enum's attribute is looked up in Python at each use
-_RETRYABLE: Final = frozenset(int(code) for code in RETRYABLE)
 
 
 class Plan(NamedTuple):
@@ -72,12 +68,12 @@ class Plan(NamedTuple):
     targets: tuple[Target, ...]
     since: int  # none of them wants what came up to here
     as_is: bool  # every message, unchanged: the fast way
-    add_sink: bool  # one copy per target with the streamer's sink
-    drop_sink: bool  # the streamer's sink has done its work (A-11)
+    copies: tuple[Readdressed, ...]  # one for each target, with the streamer's sink; empty: one for all of them
+    whole: Readdressed | None  # takes away the streamer's sink, which has done its work (A-11)
     park: bool  # nobody can say yet who else wants it
 
 
-SKIP: Final = Plan((), 0, False, False, False, False)
+SKIP: Final = Plan((), 0, False, (), None, False)
 
 
 @dataclass(slots=True)
@@ -113,8 +109,7 @@ class Pump:
         self.peer, self.log = peer, source
         self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
         self.name = CURSOR_PREFIX + peer.name
-        self._lanes: list[deque[Item]] = [deque() for _ in UPriority.values()]  # by priority class
-        self._waiting = self._waiting_bytes = 0
+        self._queue: PriorityQueue[Item] = PriorityQueue()
         self._plans: dict[int, Plan] = {}
         self._plans_version: Version | None = None
         self._paused, self._pauses_known = paused, frozenset[Pause]()
@@ -138,15 +133,19 @@ class Pump:
         self.absent_ms, self._absent_ms_max = 0, absent_ms_max
         self._letters_left = PASSED_LETTERS_MAX
         # loop time at which the peer last took something, or was given something after that
-        self._active_at = -math.inf
+        self.active_at = -math.inf
         self._failing = False  # the last batch was not taken whole
+        if flow is not None:
+            flow.follow(self)
+        if paused is not None:
+            paused.on_change(self.wake)
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
         source.on_forgotten(self._forgotten)
         source.keep_streams(self._in_hand)
 
     def __repr__(self) -> str:
-        return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={self._waiting})"
+        return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={len(self._queue)})"
 
     @property
     def backlog(self) -> int:
@@ -163,17 +162,10 @@ class Pump:
         if self._pace is not None and log.durable:
             return 0.0
         unread = log.newest_seq - self._read
+        if not unread:
+            return 0.0
         kept = max(log.newest_seq - log.floor_seq, 1)
         return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
-
-    def is_active(self, since: float) -> bool:
-        """True if the peer has taken something since that loop time."""
-        return self._active_at >= since
-
-    @property
-    def holds(self) -> bool:
-        """True while retention by age keeps what the peer has not had."""
-        return self.absent_ms < self._absent_ms_max
 
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
@@ -205,7 +197,9 @@ class Pump:
         self.parking.wait(ms)
 
     def _save(self) -> None:
-        self.log.set_cursor(self.name, self.cursor, holds=self.holds, absent_ms=self.absent_ms)
+        """Retention by age keeps what the peer has not had, until it has been away for too long."""
+        holds = self.absent_ms < self._absent_ms_max
+        self.log.set_cursor(self.name, self.cursor, holds=holds, absent_ms=self.absent_ms)
 
     async def run(self) -> None:
         """Pump until cancelled, from where `begin` found it."""
@@ -216,8 +210,10 @@ class Pump:
             except UStatusError as error:  # of the log
                 await self._wait_for_the_log(error)
                 continue
-            self.trouble = ""
-            if self._waiting or self._aside_is_due():
+            if self.trouble:
+                self.trouble = ""
+                self._backoff.reset()
+            if self._queue.messages or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
                 self._heed()  # what was paused since does not leave
                 await self._send()
                 continue
@@ -231,9 +227,6 @@ class Pump:
             async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
                 await self._wake.wait()
 
-    def _aside_is_due(self) -> bool:
-        return bool(self.aside) and self.aside is not None and self.aside.due_at <= asyncio.get_running_loop().time()
-
     async def _wait_for_the_log(self, error: UStatusError) -> None:
         if not self.trouble:
             log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
@@ -245,7 +238,7 @@ class Pump:
     def _is_full(self) -> bool:
         if self.aside is not None and self.aside.is_full:
             return True
-        return self._waiting >= WINDOW_MESSAGES_MAX or self._waiting_bytes >= WINDOW_BYTES_MAX
+        return self._queue.messages >= WINDOW_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
 
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""
@@ -257,15 +250,18 @@ class Pump:
                 if not await self._read_back():
                     return False
             elif self._found:
-                if self._waiting:
+                if self._queue:
                     return False  # what was read before leaves first
                 self._turn_back()
             elif self._read >= self.log.newest_seq:
                 return True
             else:
-                chunks, covered = await self._next_chunks()
+                chunks = self.log.tail(self._read)
+                covered = self.log.newest_seq
+                if chunks is None:
+                    chunks, covered = await self._scan()
                 if self._plans_version == self._view.version and not self._take_all(chunks, covered):
-                    return not self._waiting and not self._is_full()
+                    return not self._queue and not self._is_full()
         return False
 
     def _heed(self) -> None:
@@ -295,11 +291,8 @@ class Pump:
         self._read = max(self._read, covered)
         return True
 
-    async def _next_chunks(self) -> tuple[list[Chunk], int]:
-        """What follows the last record read, and up to where that is all; from memory where it is there."""
-        chunks = self.log.tail(self._read)
-        if chunks is not None:
-            return chunks, self.log.newest_seq
+    async def _scan(self) -> tuple[list[Chunk], int]:
+        """What follows the last record read and is not in memory any more, and up to where that is all."""
         if self._read < self.log.floor_seq:
             self._gap(self._read, self.log.floor_seq + 1)
             self._read = self.log.floor_seq
@@ -320,12 +313,12 @@ class Pump:
 
     def _plan_all(self, streams: list[int]) -> bool:
         """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
-        plans = self._plans
+        plans, distinct = self._plans, set(streams)
         if len(plans) > PLANS_MAX:
-            plans.clear()
-        for stream in set(streams).difference(plans):
+            plans.clear()  # here, before those of this chunk are made: all of them are needed at once
+        for stream in distinct.difference(plans):
             plans[stream] = self._plan(stream)
-        parks = sum(plans[stream].park for stream in set(streams))
+        parks = sum(plans[stream].park for stream in distinct)
         return not parks or parks <= self.parking.room
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
@@ -359,16 +352,22 @@ class Pump:
     def _plan_for(self, stream_id: int, targets: tuple[Target, ...], *, park: bool) -> Plan:
         if not targets:
             return SKIP._replace(park=True) if park else SKIP
-        sink = self.log.stream(stream_id).sink
-        add_sink = self.peer.needs_sink and sink is None
-        drop_sink = sink is not None and attrs.is_streamer_sink(sink) and not self.peer.needs_sink
+        stream = self.log.stream(stream_id)
+        copies: tuple[Readdressed, ...] = ()
+        whole = None
+        if self.peer.needs_sink and stream.sink is None:
+            copies = tuple(Readdressed(stream.source, attrs.streamer_sink(target.authority)) for target in targets)
+        elif stream.sink is not None and attrs.is_streamer_sink(stream.sink) and not self.peer.needs_sink:
+            whole = Readdressed(stream.source, None)
         thinned = all(target.period_ms for target in targets)
         since = min(target.since for target in targets)
-        return Plan(targets, since, not (add_sink or drop_sink or thinned or park), add_sink, drop_sink, park)
+        as_is = not (copies or whole or thinned or park)
+        return Plan(targets, since, as_is, copies, whole, park)
 
     def _take(self, chunk: Chunk) -> None:
-        plans, lanes, taken, size = self._plans, self._lanes, 0, 0
-        for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
+        plans, taken = self._plans, list[Item]()
+        for item in _items(chunk):
+            seq, message, stream = item
             plan = plans[stream]
             if plan.park:
                 self.parking.park(stream, seq - 1, plan.targets)
@@ -376,31 +375,25 @@ class Pump:
             if seq <= plan.since or not plan.targets:
                 continue
             if plan.as_is:
-                lanes[message.stamp.lane if type(message) is EncodedMessage else lane(message.attributes)].append(
-                    (seq, message, stream)
-                )
-                taken += 1
-                size += len(message.payload)
-                continue
-            for copy in self._copies(plan, stream, seq, decoded(message)):
-                lanes[lane(copy.attributes)].append((seq, copy, stream))
-                taken += 1
-                size += len(copy.payload)
-        self._waiting += taken
-        self._waiting_bytes += size
+                taken.append(item)
+            else:
+                taken += self._copies(plan, stream, seq, message)
+        self._queue.add(taken)
         self._read = max(self._read, chunk.last_seq)
         if self._flow is not None:
             self._flow.moved()
 
-    def _copies(self, plan: Plan, stream: int, seq: int, message: UMessage) -> list[UMessage]:
+    def _copies(self, plan: Plan, stream: int, seq: int, message: EncodedMessage) -> list[Item]:
         """The message as the peer is to see it, once or once per authority, thinned by the sample periods."""
-        created = uuids.time_ms(message.attributes.id)
-        due = [target for target in plan.targets if seq > target.since and self._is_due(stream, target, created)]
-        if not due:
-            return []
-        if plan.add_sink:
-            return [_with_sink(message, target.authority) for target in due]
-        return [_without_sink(message)] if plan.drop_sink else [message]
+        created = message.created_ms
+        due = [
+            place
+            for place, target in enumerate(plan.targets)
+            if seq > target.since and self._is_due(stream, target, created)
+        ]
+        if plan.copies:
+            return [(seq, plan.copies[place].of(message), stream) for place in due]
+        return [(seq, message if plan.whole is None else plan.whole.of(message), stream)] if due else []
 
     def _is_due(self, stream: int, target: Target, created_ms: int) -> bool:
         """At most one message per period and subscribing authority (sample_period; measured by the publisher's
@@ -471,7 +464,7 @@ class Pump:
                 self._take_back(back, chunk)
             back.place = max(back.place, found.covered)
             return True
-        if self._waiting or self._is_stuck(back):
+        if self._queue or (self.aside and self.aside.has_any(back.targets)):
             return False  # the cursors of these topics stand until all of it was confirmed
         self._back = None
         for stream, targets in back.targets.items():
@@ -480,22 +473,11 @@ class Pump:
             self._recheck.append(stream)
         return True
 
-    def _is_stuck(self, back: Back) -> bool:
-        aside = self.aside
-        if not aside:
-            return False
-        assert aside is not None
-        return any(aside.has_source(self.log.stream(stream).source.SerializeToString()) for stream in back.targets)
-
     def _take_back(self, back: Back, chunk: Chunk) -> None:
-        for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
-            if seq <= back.after[stream]:
-                continue
-            plan = self._plan_for(stream, back.targets[stream], park=False)
-            for copy in self._copies(plan, stream, seq, decoded(message)):
-                self._lanes[lane(copy.attributes)].append((seq, copy, stream))
-                self._waiting += 1
-                self._waiting_bytes += len(copy.payload)
+        for seq, message, stream in _items(chunk):
+            if seq > back.after[stream]:
+                plan = self._plan_for(stream, back.targets[stream], park=False)
+                self._queue.add(self._copies(plan, stream, seq, message))
 
     # What is paused
 
@@ -513,9 +495,7 @@ class Pump:
             source = self.log.stream(stream).source
             return any(paused.concerns(pause, peer, source) for pause in fresh)
 
-        waiting = {item[2] for queue in self._lanes for item in queue} | (
-            aside.known_streams if aside is not None else set()
-        )
+        waiting = {item[2] for item in self._queue} | (aside.known_streams if aside is not None else set())
         candidates = waiting.union(self.parking, back.targets if back is not None else ())
         held = self._fitting({stream for stream in candidates if is_held(stream)})
         first: dict[int, int] = {}  # by stream
@@ -555,20 +535,13 @@ class Pump:
 
     def _take_out(self, streams: set[int]) -> list[Item]:
         taken = self.aside.take_out(streams) if self.aside is not None else []
-        for place, queue in enumerate(self._lanes):
-            found = [item for item in queue if item[2] in streams]
-            if found:
-                self._lanes[place] = deque(item for item in queue if item[2] not in streams)
-                self._waiting -= len(found)
-                self._waiting_bytes -= sum(len(item[1].payload) for item in found)
-                taken += found
-        return taken
+        return taken + self._queue.take_out(streams)
 
     # What the log forgets
 
     def _in_hand(self) -> set[int]:
         """The streams of what was read and has not left, and of what is parked."""
-        held = {item[2] for queue in (*self._lanes, self._sending) for item in queue}
+        held = {item[2] for queue in (self._queue, self._sending) for item in queue}
         back = self._back.targets if self._back is not None else ()
         return held.union(self.parking, self._found, back, self.aside.known_streams if self.aside is not None else ())
 
@@ -584,18 +557,14 @@ class Pump:
         that as one range."""
         lost = told = 0
         for chunk in passed.chunks:
-            for seq, stream, message in zip(chunk.seqs, chunk.streams, chunk.messages, strict=True):
-                if not self._still_wants(stream, seq):
+            for item in _items(chunk):
+                if not self._still_wants(item[2], item[0]):
                     continue
                 lost += 1
                 if self._letters_left > 0:
                     self._letters_left -= 1
                     told += 1
-                    self._dead(
-                        (seq, message, stream),
-                        UCode.RESOURCE_EXHAUSTED,
-                        "the log had to delete it before the peer was back",
-                    )
+                    self._dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
         last = passed.before - 1
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
         if lost > told or last > max(seen, self._read):
@@ -630,19 +599,23 @@ class Pump:
     async def _send(self) -> None:
         batch = self._sending = self._next_batch()
         if not batch:
-            self._put_back([], set())
+            if self.aside:
+                self._put_back([])
             return
-        transport, loop = self.peer.transport, asyncio.get_running_loop()
-        if not self._failing:
-            self._active_at = loop.time()
-        messages: Sequence[Any] = [message for _, message, _ in batch]
+        was_failing = self._failing
+        if not was_failing:
+            self.active_at = asyncio.get_running_loop().time()
+        messages = [message for _, message, _ in batch]
         if self._pace is not None:
             await self._pace.spend(sum(units_of(len(message.payload)) for message in messages))
-        if not transport.takes_encoded:
-            messages = [decoded(message) for message in messages]
-        statuses = await self.peer.send_batch(messages)
-        again, stuck = self._settle(batch, statuses)
-        self._put_back(again, stuck)
+        settled = settle(batch, await self.peer.send_batch(messages))
+        self.peer.forwarded += len(settled.sent)
+        for item, status in settled.refused:
+            self._dead(item, status.code, status.message or code_name(status.code))
+        again = [item for item, _ in settled.again]
+        stuck = _stuck(settled) if again else set()
+        if again or self.aside:
+            self._put_back(again, stuck)
         self._sending = []
         self._confirm()
         self._failing = bool(again) and not stuck
@@ -651,96 +624,63 @@ class Pump:
         if self._failing:
             await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
         else:
-            self._active_at = loop.time()
+            self.active_at = asyncio.get_running_loop().time()
             self._letters_left = PASSED_LETTERS_MAX
-            self._backoff.reset()
+            if was_failing:
+                self._backoff.reset()
 
-    def _put_back(self, again: list[Item], stuck: set[Key]) -> None:
+    def _put_back(self, again: list[Item], stuck: Set[Key] = frozenset()) -> None:
         """What has not got through: aside, where others have, else to the front of the queue."""
         if stuck and self.aside is None:
             self.aside = Aside(self._aside_backoff, asyncio.get_running_loop().time)
         if self.aside is not None:
-            keys = [key_of(item[1]) for item in again]
-            self.aside.put_back(
-                item for item, key in zip(again, keys, strict=True) if key in stuck or key in self.aside
-            )
-            again = [
-                item for item, key in zip(again, keys, strict=True) if key not in self.aside
-            ] + self.aside.release()
-            again.sort(key=itemgetter(0))  # the first that waits is the oldest, by which the cursor goes
-        for item in reversed(again):
-            self._lanes[lane(item[1].attributes)].appendleft(item)
-        self._waiting += len(again)
-        self._waiting_bytes += sum(len(message.payload) for _, message, _ in again)
+            apart, rest = list[Item](), list[Item]()
+            for item in again:
+                key = key_of(item[1])
+                (apart if key in stuck or key in self.aside else rest).append(item)
+            self.aside.put_back(apart)
+            # the first that waits is the oldest, by which the cursor goes
+            again = sorted(rest + self.aside.release(), key=itemgetter(0))
+        self._queue.put_back(again)
 
     def _next_batch(self) -> list[Item]:
         """Highest class first; what has expired becomes a dead letter instead."""
         now = self._now_ms()
         batch: list[Item] = []
-        for item in self.aside.due() if self.aside is not None else ():
-            if _is_expired(item[1], now):
-                self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
-            else:
-                batch.append(item)
-        for queue in reversed(self._lanes):
-            while queue and len(batch) < BATCH_MESSAGES_MAX:
-                item = queue.popleft()
-                self._waiting -= 1
-                self._waiting_bytes -= len(item[1].payload)
-                if self.aside and self.aside.takes(item):
-                    continue
-                if _is_expired(item[1], now):
+        items = self.aside.due() if self.aside is not None else []
+        while True:
+            for item in items:
+                if item[1].stamp.ttl and item[1].is_expired(now):
                     self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
                 else:
                     batch.append(item)
-        return batch
-
-    def _settle(self, batch: list[Item], statuses: list[UStatus]) -> tuple[list[Item], set[Key]]:
-        """What has to be sent again, and which streams are stuck: those that failed though others got through."""
-        again: list[Item] = []
-        stuck: set[Key] = set()
-        sent = 0
-        for item, status in zip(batch, statuses, strict=True):
-            if status is OK or not status.code:
-                sent += 1
-            elif status.code in _RETRYABLE:
-                again.append(item)  # the ttl is looked at when it is its turn again
-                if status.message != NOT_TRIED:
-                    stuck.add(key_of(item[1]))
-            else:
-                self._dead(item, status.code, status.message or code_name(status.code))
-        self.peer.forwarded += sent
-        return again, stuck if sent else set()
-
-    def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
-        self.peer.dropped["undeliverable"] += 1
-        self._dead_letters.add(decoded(item[1]), code, reason, self.peer.name)
+            items = self._queue.take(BATCH_MESSAGES_MAX - len(batch), WINDOW_BYTES_MAX)
+            if not items:
+                return batch
+            if self.aside:
+                items = [item for item in items if not self.aside.takes(item)]
 
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
-        cursor = min((queue[0][0] - 1 for queue in self._lanes if queue), default=self._read)
+        cursor = min((item[0] - 1 for item in self._queue.firsts), default=self._read)
         if self.aside and (oldest := self.aside.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
         if cursor > self.cursor:
             self.cursor = cursor
             self._save()
 
-
-def _is_expired(message: Carried, now_ms: int) -> bool:
-    if type(message) is EncodedMessage:
-        return message.stamp.ttl > 0 and message.is_expired(now_ms)
-    return attrs.is_expired(message.attributes, now_ms)
+    def _dead(self, item: Item, code: UCode.ValueType, reason: str) -> None:
+        self.peer.dropped["undeliverable"] += 1
+        self._dead_letters.add(item[1], code, reason, self.peer.name)
 
 
-def _with_sink(message: UMessage, authority: str) -> UMessage:
-    copy = UMessage()
-    copy.CopyFrom(message)
-    copy.attributes.sink.CopyFrom(attrs.streamer_sink(authority))
-    return copy
+def _items(chunk: Chunk) -> Iterator[Item]:
+    """Ingress appends nothing but EncodedMessages, and what is read from disk is one, too."""
+    return zip(chunk.seqs, cast(Sequence[EncodedMessage], chunk.messages), chunk.streams, strict=True)
 
 
-def _without_sink(message: UMessage) -> UMessage:
-    copy = UMessage()
-    copy.CopyFrom(message)
-    copy.attributes.ClearField("sink")
-    return copy
+def _stuck(settled: Settled[Item]) -> set[Key]:
+    """The streams that failed though others got through."""
+    if not settled.sent:
+        return set()
+    return {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}

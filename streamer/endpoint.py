@@ -1,7 +1,7 @@
 """Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
 
-authority -> Endpoints.owner -> Endpoint        the name itself, else the longest suffix (*.vin123), else "*"; nobody owns ""
-Endpoint.send_batch, open, ... -> transport     whatever a plugin raises becomes a UStatusError here: that endpoint's trouble alone
+authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"; nobody owns ""
+Endpoint.send_batch, open, ... -> transport   whatever a plugin raises becomes a UStatusError: that endpoint's trouble
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import structlog
 from streamer.names import Names, Twins, untold
 from transports.base import stopped
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
+from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE, UStatusError
 from uprotocol.transport import Capability, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -97,14 +100,14 @@ class Endpoint:
             return source, listener, sink
         return self.names.filter(source), listener, None if sink is None else self.names.filter(sink)
 
-    async def send(self, message: Any) -> None:
+    async def send(self, message: UMessage) -> None:
         """Raises UStatusError."""
-        (status,) = await self.send_batch([message])
+        (status,) = await self.send_batch([EncodedMessage.of(message)])
         if status.code:
             raise UStatusError.from_status(status)
 
-    async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
-        """As UTransport.send_batch; never raises.
+    async def send_batch(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
+        """As UTransport.send_batch, whatever the transport can send; never raises.
 
         Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
         INTERNAL, for good.
@@ -118,15 +121,18 @@ class Endpoint:
             return [error.status] * len(messages)
         return await self._send_one_by_one(messages)
 
-    async def _send(self, messages: Sequence[Any]) -> list[UStatus]:
+    async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         if self.names is not None:
             messages = [self.names.leave(message) for message in messages]
-        statuses = await self._guarded(self.transport.send_batch, messages)
+        carried: Sequence[Any] = messages
+        if Capability.ENCODED not in self.transport.capabilities:
+            carried = [message.decoded() for message in messages]
+        statuses = await self._guarded(self.transport.send_batch, carried)
         if len(statuses) != len(messages):
             raise self._failed(f"{len(messages)} messages were answered by {len(statuses)} statuses")
         return statuses
 
-    async def _send_one_by_one(self, messages: Sequence[Any]) -> list[UStatus]:
+    async def _send_one_by_one(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         statuses: list[UStatus] = []
         faulty: list[int] = []
         for number, message in enumerate(messages):
@@ -142,7 +148,7 @@ class Endpoint:
                 statuses[number] = UStatus(code=UCode.INTERNAL, message=statuses[number].message)
         return statuses
 
-    async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
+    async def _send_alone(self, message: EncodedMessage) -> tuple[UStatus, bool]:
         """Its status, and whether that is the transport's fault."""
         for _ in range(TRIES_ALONE):
             try:
@@ -198,7 +204,7 @@ class Endpoints:
     def __init__(self, endpoints: Iterable[Endpoint]) -> None:
         self._by_name = {endpoint.name: endpoint for endpoint in endpoints}
         self._named = {authority: endpoint for endpoint in self for authority in endpoint.authorities}
-        self._cache: dict[str, Endpoint | None] = {}
+        self._owners: Cache[str, Endpoint | None] = Cache(AUTHORITIES_CACHED_MAX)
         for endpoint in self:
             endpoint.names = Names(endpoint.suffix, self._is_inside) if endpoint.suffix else None
 
@@ -234,11 +240,9 @@ class Endpoints:
     def owner(self, authority: str) -> Endpoint | None:
         """The endpoint on whose network `authority` lives; None if there is none."""
         try:
-            return self._cache[authority]
+            return self._owners[authority]
         except KeyError:
             pass
-        if len(self._cache) >= AUTHORITIES_CACHED_MAX:
-            self._cache.clear()
         found = next((self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named), None)
-        self._cache[authority] = found
+        self._owners[authority] = found
         return found

@@ -1,4 +1,4 @@
-"""The express lane: requests and responses, in memory, by priority, gone at their ttl. One queue and one pump per peer.
+"""The express way: requests and responses, in memory, by priority, gone at their ttl. One queue and one pump per peer.
 
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
@@ -18,33 +18,32 @@ What is being sent counts until the network has taken it.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Final, NamedTuple
 
-from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters, attributes_of, size_of
+from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
 from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.priority_queue import PriorityQueue
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, decoded, lane
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
 from uprotocol.pacing import Backoff
-from uprotocol.status import RETRYABLE, code_name, is_nobody_listening
-from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
+from uprotocol.status import code_name, is_nobody_listening, settle
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 BATCH_MAX: Final = 256  # messages sent at once; small, so that an urgent one need not wait long
 BATCH_BYTES_MAX: Final = 4 << 20  # ... and of them at least one: a transport holds copies of all that it is sending
-ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter of the lane's bytes beside it
+ANSWERS_MAX: Final = 1_024  # of ours that wait for one endpoint, and a quarter of the queue's bytes beside it
 
 
 class Entry(NamedTuple):
-    message: UMessage
     size: int
+    message: EncodedMessage
     # whose it is: its caller's, and the authority's that sends it; None: our answer
     accounts: tuple[Hashable, Hashable] | None
 
@@ -54,13 +53,8 @@ def _accounts(attributes: UAttributes) -> tuple[Hashable, Hashable]:
     return (caller.authority_name, caller.ue_id), attributes.source.authority_name
 
 
-def _own_attributes(message: Carried) -> UAttributes:
-    """With the id of just this message; its payload is not touched."""
-    return UAttributes.FromString(message.encoded) if type(message) is EncodedMessage else message.attributes
-
-
 class Express:
-    """All lanes, and the answers to requests that can't be dispatched (dispatcher section of the specification)."""
+    """All queues, and the answers to requests that can't be dispatched (dispatcher section of the specification)."""
 
     def __init__(
         self,
@@ -76,18 +70,18 @@ class Express:
         """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have a quarter of that beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
         self.messages_max, self.bytes_max, self._now_ms = messages_max, bytes_max, now_ms
-        self.lanes = {endpoint.name: ExpressLane(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
+        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
-    def put(self, peer: Endpoint, message: Carried, origin: Endpoint | None = None) -> None:
+    def put(self, peer: Endpoint, message: EncodedMessage, origin: Endpoint | None = None) -> None:
         """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED.
 
         What is refused is not parsed: a batch of large ones would be there twice.
         """
-        size, accounts = size_of(message), _accounts(attributes_of(message))
-        full = self.lanes[peer.name].full_for(size, accounts)
+        size, accounts = message.ByteSize(), _accounts(message.stamp.attributes)
+        full = self.queues[peer.name].full_for(size, accounts)
         if not full:
-            self.lanes[peer.name].put(Entry(decoded(message), size, accounts))
+            self.queues[peer.name].put(Entry(size, message, accounts))
             return
         drop, limit = full
         peer.dropped[drop] += 1
@@ -96,19 +90,24 @@ class Express:
         )
 
     def fail(
-        self, message: Carried, code: UCode.ValueType, reason: str, endpoint: Endpoint, *, is_withheld: bool = False
+        self,
+        message: EncodedMessage,
+        code: UCode.ValueType,
+        reason: str,
+        endpoint: Endpoint,
+        *,
+        is_withheld: bool = False,
     ) -> None:
         """`message` can't be dispatched: keep it as a dead letter, and answer its originator if it is a request.
 
         Not so a request of a hosted service: it is told, and asks again by itself. Were these dead letters, a network
         that is away for a day would push out those that nobody else knows of.
         """
-        attributes = attributes_of(message)
-        is_request = attributes.type == attrs.REQUEST
-        if not is_request:
+        if message.stamp.type != attrs.REQUEST:
             self._dead_letters.add(message, code, reason, endpoint.name, is_withheld=is_withheld)
             return
-        response = error_response(_own_attributes(message), UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
+        attributes = UAttributes.FromString(message.encoded)  # its payload is not touched
+        response = error_response(attributes, UStatus(code=code, message=reason[:REASON_CHARACTERS_MAX]))
         if self._hosted.owns(attributes.source):
             taken = self._hosted.deliver([response])
             if taken is not None:
@@ -120,15 +119,16 @@ class Express:
         origin = self._endpoints.owner(response.attributes.sink.authority_name)
         if origin is None:
             return
-        answer = Entry(response, size_of(response), None)
-        if self.lanes[origin.name].full_for(answer.size, None):
+        encoded = EncodedMessage.of(response)
+        answer = Entry(encoded.ByteSize(), encoded, None)
+        if self.queues[origin.name].full_for(answer.size, None):
             origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
         else:
-            self.lanes[origin.name].put(answer)
+            self.queues[origin.name].put(answer)
 
 
 class _Use:
-    """How much of a lane somebody has."""
+    """How much of a queue somebody has."""
 
     __slots__ = ("bytes", "messages")
 
@@ -147,13 +147,13 @@ class _Use:
         return self.messages > 0 and (self.messages >= messages_max or self.bytes + size > bytes_max)
 
 
-class ExpressLane:
+class ExpressQueue:
     """The queue and the pump of one peer."""
 
     def __init__(self, peer: Endpoint, express: Express, backoff: Backoff, now_ms: Callable[[], int]) -> None:
         self.peer = peer
         self._express, self._backoff, self._now_ms = express, backoff, now_ms
-        self._classes: list[deque[Entry]] = [deque() for _ in UPriority.values()]
+        self._queue: PriorityQueue[Entry] = PriorityQueue()
         self._others, self._answers, self._uses = _Use(), _Use(), dict[Hashable, _Use]()
         self._arrived = asyncio.Event()
 
@@ -162,7 +162,7 @@ class ExpressLane:
         return self._others.messages + self._answers.messages
 
     def __repr__(self) -> str:
-        return f"ExpressLane({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
+        return f"ExpressQueue({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
 
     @property
     def bytes(self) -> int:
@@ -183,7 +183,7 @@ class ExpressLane:
         return None
 
     def put(self, entry: Entry) -> None:
-        self._classes[lane(entry.message.attributes)].append(entry)
+        self._queue.add([entry])
         self._count(entry, 1)
         self._arrived.set()
 
@@ -203,26 +203,17 @@ class ExpressLane:
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
         batch: list[Entry] = []
-        now, room = self._now_ms(), BATCH_BYTES_MAX
-        for queue in reversed(self._classes):
-            while queue and len(batch) < BATCH_MAX and room > 0:
-                entry = queue.popleft()
-                if attrs.is_expired(entry.message.attributes, now):
-                    self._end(
-                        entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it"
-                    )
-                else:
-                    batch.append(entry)
-                    room -= entry.size
+        now = self._now_ms()
+        for entry in self._queue.take(BATCH_MAX, BATCH_BYTES_MAX):
+            if entry.message.is_expired(now):
+                self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
+            else:
+                batch.append(entry)
         return batch
 
     def _end(self, entry: Entry, code: UCode.ValueType, reason: str) -> None:
         self._count(entry, -1)
         self._express.fail(entry.message, code, reason, self.peer)
-
-    def _put_back(self, entries: Sequence[Entry]) -> None:
-        for entry in reversed(entries):
-            self._classes[lane(entry.message.attributes)].appendleft(entry)
 
     async def run(self) -> None:
         """Pump until cancelled."""
@@ -230,34 +221,26 @@ class ExpressLane:
             batch = self._take()
             if not batch:
                 self._arrived.clear()
-                if not any(self._classes):
+                if not self._queue:
                     await self._arrived.wait()
                 continue
-            statuses = await self.peer.send_batch([entry.message for entry in batch])
-            again = []
-            for entry, status in zip(batch, statuses, strict=True):
-                if status.code == UCode.OK:
-                    self.peer.forwarded += 1
-                    self._count(entry, -1)
-                elif status.code in RETRYABLE and not is_nobody_listening(status):
-                    again.append(entry)  # the ttl is looked at when it is its turn again
-                else:
-                    self._end(
-                        entry, status.code, f"endpoint {self.peer.name!r}: {status.message or code_name(status.code)}"
-                    )
-            if again:
-                self._put_back(again)
+            sent, again, refused = settle(batch, await self.peer.send_batch([entry.message for entry in batch]))
+            refused += [(entry, status) for entry, status in again if is_nobody_listening(status)]
+            for entry in sent:
+                self._count(entry, -1)
+            for entry, status in refused:
+                what = status.message or code_name(status.code)
+                self._end(entry, status.code, f"endpoint {self.peer.name!r}: {what}")
+            self.peer.forwarded += len(sent)
+            # the ttl is looked at when it is their turn again
+            waiting = [entry for entry, status in again if not is_nobody_listening(status)]
+            if waiting:
+                self._queue.put_back(waiting)
                 await self._backoff.wait(self._soonest_expiry_ms())
             else:
                 self._backoff.reset()
 
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""
-        now = self._now_ms()
-        ends = [
-            end - now
-            for queue in self._classes
-            for entry in queue
-            if (end := attrs.expires_ms(entry.message.attributes)) is not None
-        ]
-        return max(min(ends) + 1, 0) if ends else None
+        ends = [end for entry in self._queue if (end := entry.message.expires_ms) is not None]
+        return max(min(ends) - self._now_ms() + 1, 0) if ends else None

@@ -1,14 +1,19 @@
-"""Flow control: senders wait while no peer keeps up with them. One Flow for each log.
+"""What is held back between ingress and log: while no peer keeps up, and while the log refuses.
 
-    ingress -> append: at once, or when its turn has come -> log -> pumps -> moved
+    ingress -> Appender: one network, one log --> Flow: one log, all networks --> log -> pumps -> moved
+                  ^                                in turn, while a peer keeps up   |
+                  '-- again for HOLD_S, if the network can't deliver it again <-----'- refused
 
-A volatile log can't wait for its readers, so the senders do: what has arrived is not confirmed until a pump has caught
-up. A durable log can, since its readers fall back to the disk, but taking in must not starve sending of the processor:
-with `patience_s` the senders are held for so long at a time, with a share of records in between, which leaves them
-HELD_RECORDS / patience_s at the least.
+Flow: senders wait while no peer keeps up. A volatile log can't wait for its readers, so the senders do: what has
+arrived is not confirmed until a pump has caught up. Readers of a durable log fall back to the disk, so its senders are
+held for `patience_s` at a time only, with HELD_RECORDS in between: taking in must not starve sending of the processor.
 
-Only peers that take messages hold up the senders: one that is away or stuck reads the disk later, or loses the oldest
-records of a ring (counted gaps); and one that keeps up shows that the others are merely slow.
+Only peers that take messages hold up the senders. One that is away or stuck reads the disk later, or loses the oldest
+records of a ring (counted gaps). One that keeps up shows that the others are merely slow.
+
+Appender: a full disk may be a passing thing. What is held is not confirmed, so the transport's bounded inbox fills and
+its network waits. A network that delivers again what was not taken is refused at once instead; then nothing else of it
+is appended until that has come again, so that the order holds.
 """
 
 from __future__ import annotations
@@ -19,12 +24,22 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from history.log import Log
+from uprotocol.encoded import EncodedMessage
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
 # some 4 MiB of small messages, well inside the smallest ring; a tenth of a second of the fastest network
 LAG_RECORDS_MAX: Final = 8_192
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
 DURABLE_PATIENCE_S: Final = 0.01  # ten times what a batch needs to be sent
 # from one hold to the next: 50,000 a second and more still come in, faster than any peer but Zenoh takes them
 HELD_RECORDS: Final = 512
+HOLD_S: Final = 2.0  # longer, and requests of the same network would outlive their callers' patience
+RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
+PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
+# within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
+REDELIVERY_S: Final = 5.0
 
 
 class Follower(Protocol):
@@ -35,99 +50,206 @@ class Follower(Protocol):
         """How far it is behind: 1 is as far as senders may be ahead of it."""
         ...
 
-    def is_active(self, since: float) -> bool:
-        """True if its peer has taken something since that loop time."""
+    @property
+    def active_at(self) -> float:
+        """Loop time at which its peer last took something."""
         ...
 
 
-Append = Callable[[], "asyncio.Future[int]"]
+class Offer(Protocol):
+    """Appends what has waited for its turn, and settles that future when the log has answered."""
+
+    def __call__(self, answer: asyncio.Future[int], /) -> None: ...
 
 
 class Flow:
-    """Pumps call `moved`; ingress appends through it."""
+    """Pumps call `moved`; appenders append through it."""
 
     def __init__(self, patience_s: float | None = None) -> None:
-        self.followers: Sequence[Follower] = ()
+        self._followers: list[Follower] = []
         self._patience_s = patience_s
         self._credit = 0  # records until the next hold
         # bounded by what the inboxes hand over unconfirmed
-        self._queue: deque[tuple[int, Append, asyncio.Future[int]]] = deque()
+        self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
-        self._opened: asyncio.Future[None] | None = None
-        self._recheck: asyncio.TimerHandle | None = None
+        self._opened = asyncio.Event()  # it was open when a follower had read on
+
+    def follow(self, follower: Follower) -> None:
+        """It reads the log."""
+        self._followers.append(follower)
 
     @property
     def is_open(self) -> bool:
         since = asyncio.get_running_loop().time() - ACTIVE_S
-        active = [follower.lag for follower in self.followers if follower.is_active(since)]
-        return not active or min(active) < 1
+        lags = [follower.lag for follower in self._followers if follower.active_at >= since]
+        return not lags or min(lags) < 1
 
-    def append(self, records: int, append: Append) -> asyncio.Future[int]:
-        """`append()` now or when its turn has come, in the order of these calls; its result either way."""
-        if not self._queue and self._take(records):
-            return append()
-        waiting: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._queue.append((records, append, waiting))
+    def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
+        """`offer(answer)` now or when its turn has come, in the order of these calls; the answer."""
+        answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        if not self._queue and (self.is_open or self._has_credit(records)):
+            offer(answer)
+            return answer
+        self._queue.append((records, offer, answer))
         if self._serving is None:
             self._serving = asyncio.ensure_future(self._serve())
-        return waiting
+        return answer
 
     async def _serve(self) -> None:
         try:
             while self._queue:
-                records, append, waiting = self._queue[0]
-                while not self._take(records):
+                records, offer, answer = self._queue[0]
+                while not (self.is_open or self._has_credit(records)):
                     await self._hold()
                 self._queue.popleft()
-                append().add_done_callback(functools.partial(_pass_on, waiting))
+                offer(answer)
         finally:
             self._serving = None
 
-    def _take(self, records: int) -> bool:
-        if self.is_open:
-            return True
+    def _has_credit(self, records: int) -> bool:
         if self._credit <= 0:
             return False
         self._credit -= records
         return True
 
     async def _hold(self) -> None:
-        if self._patience_s is None:
-            await self.opened()
-        elif not (await asyncio.wait({self.opened()}, timeout=self._patience_s))[0]:
-            self._credit = HELD_RECORDS
-
-    def opened(self) -> asyncio.Future[None]:
-        """Completes when the flow is open again."""
-        loop = asyncio.get_running_loop()
-        if self._opened is None:
-            self._opened = loop.create_future()
-            self._recheck = loop.call_later(ACTIVE_S, self._tick)  # a follower may fall silent instead of catching up
-        return self._opened
-
-    def _tick(self) -> None:
-        self._recheck = None
-        self.moved()
-        if self._opened is not None:
-            self._recheck = asyncio.get_running_loop().call_later(ACTIVE_S, self._tick)
+        """Until it is open, or patience ends. A follower may also fall silent instead of catching up."""
+        self._opened.clear()
+        try:
+            async with asyncio.timeout(ACTIVE_S if self._patience_s is None else self._patience_s):
+                await self._opened.wait()
+        except TimeoutError:
+            if self._patience_s is not None:
+                self._credit = HELD_RECORDS
 
     def moved(self) -> None:
         """A follower has read on."""
-        if self._opened is not None and self.is_open:
-            future, self._opened = self._opened, None
-            if self._recheck is not None:
-                self._recheck.cancel()
-                self._recheck = None
-            if not future.done():
-                future.set_result(None)
+        if self._serving is not None and self.is_open:
+            self._opened.set()
+
+    def close(self) -> None:
+        """Hold nothing any more: the log is about to be closed."""
+        if self._serving is not None:
+            self._serving.cancel()
 
 
-def _pass_on(waiting: asyncio.Future[int], done: asyncio.Future[int]) -> None:
-    if waiting.done():
-        return
-    if done.cancelled():
-        waiting.cancel()
-    elif (error := done.exception()) is not None:
-        waiting.set_exception(error)
-    else:
-        waiting.set_result(done.result())
+class Appender:
+    """Appends what one network brings to one log, when the flow lets it."""
+
+    def __init__(
+        self,
+        log: Log,
+        flow: Flow,
+        on_refused: Callable[[Sequence[EncodedMessage]], None],
+        *,
+        holds: bool,
+        redelivers: bool = False,
+    ) -> None:
+        """`holds`: what the log refuses waits here for a moment. `redelivers`: the network brings it again, in order.
+
+        `on_refused` gets what the log has not taken in the end.
+        """
+        self._log, self._flow, self._on_refused = log, flow, on_refused
+        self._holds, self._redelivers = holds, redelivers
+        # bounded by what the network's inbox hands over unconfirmed
+        self._held: deque[tuple[list[int], Sequence[EncodedMessage], asyncio.Future[int]]] = deque()
+        self._refusing_since: float | None = None  # loop time
+        self._retrying: asyncio.Task[None] | None = None
+        # the id that nothing may overtake, and until when (loop time)
+        self._awaiting_redelivery: tuple[bytes, float] | None = None
+
+    def __repr__(self) -> str:
+        return f"Appender({self._log.name}, held={len(self._held)})"
+
+    def append(self, streams: list[int], batch: Sequence[EncodedMessage]) -> asyncio.Future[int]:
+        """As Log.append; fails when there was no use in waiting."""
+        return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
+
+    def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
+        if self._awaiting_redelivery is not None and self._is_ahead(batch):
+            what = "what the log has refused before this comes again first"
+            self._refuse(batch, answer, UStatusError(UCode.UNAVAILABLE, what))
+        elif self._holds and (self._held or self._refusing_since is not None or not self._log.healthy):
+            self._hold(streams, batch, answer)
+        else:
+            taken = self._log.append(streams, batch)
+            taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
+
+    def _settle(
+        self,
+        streams: list[int],
+        batch: Sequence[EncodedMessage],
+        answer: asyncio.Future[int],
+        taken: asyncio.Future[int],
+    ) -> None:
+        error = None if taken.cancelled() else taken.exception()
+        if answer.done():
+            return
+        if taken.cancelled():
+            answer.cancel()
+        elif error is None:
+            answer.set_result(taken.result())
+        elif self._holds and isinstance(error, UStatusError) and error.code in PASSING:
+            self._hold(streams, batch, answer)
+        else:
+            self._refuse(batch, answer, error)
+
+    def _refuse(self, batch: Sequence[EncodedMessage], answer: asyncio.Future[int], error: BaseException) -> None:
+        if answer.done():
+            return
+        answer.set_exception(error)
+        if self._redelivers and self._awaiting_redelivery is None:
+            self._awaiting_redelivery = (batch[0].id_key, asyncio.get_running_loop().time() + REDELIVERY_S)
+        self._on_refused(batch)
+
+    def _is_ahead(self, batch: Sequence[EncodedMessage]) -> bool:
+        """True if `batch` would overtake what the log has refused and the network has not yet delivered again."""
+        assert self._awaiting_redelivery is not None
+        id, until = self._awaiting_redelivery
+        if asyncio.get_running_loop().time() < until and all(message.id_key != id for message in batch):
+            return True
+        self._awaiting_redelivery = None
+        return False
+
+    def close(self) -> None:
+        """Try nothing again any more."""
+        if self._retrying is not None:
+            self._retrying.cancel()
+
+    # What the log refuses for a moment
+
+    def _hold(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
+        self._held.append((streams, batch, answer))
+        if self._refusing_since is None:
+            self._refusing_since = asyncio.get_running_loop().time()
+        if self._retrying is None:
+            self._retrying = asyncio.ensure_future(self._retry())
+
+    async def _retry(self) -> None:
+        """Offer what is held, one batch after the other, until nothing is."""
+        loop = asyncio.get_running_loop()
+        try:
+            while self._held:
+                streams, batch, answer = self._held[0]
+                try:
+                    seq = await self._log.append(streams, batch)
+                except UStatusError as error:
+                    assert self._refusing_since is not None
+                    if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
+                        await asyncio.sleep(RETRY_S)
+                        continue
+                    self._give_up(error)
+                else:
+                    self._refusing_since = None
+                    self._held.popleft()
+                    if not answer.done():
+                        answer.set_result(seq)
+        finally:
+            self._retrying = None
+
+    def _give_up(self, error: UStatusError) -> None:
+        """On all that is held: whatever is among it came first. The log has still to take something before it is
+        trusted again."""
+        held, self._held = self._held, deque()
+        for _, batch, answer in held:
+            self._refuse(batch, answer, error)

@@ -1,8 +1,8 @@
 """Ingress: what an endpoint hears, checked and sent on its way. One per endpoint.
 
-arrived batch -> known route? -> own authority? -> taken before? -+-> log (one append per batch, acknowledged when committed)
-                 decided once     else "spoofed"   "duplicate"    +-> express lane      requests and responses
-                 per (type, source, sink)                         +-> hosted service    what is for ourselves
+arrived batch -> known address? -> own authority? -> taken before? -+-> log (one append, acknowledged when committed)
+                 decided once      else "spoofed"    "duplicate"    +-> express queue     requests and responses
+                 per (type, source, sink)                           +-> hosted service    what is for ourselves
 """
 
 from __future__ import annotations
@@ -10,36 +10,32 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
 
 from history.log import Log, TopicsFullError
-from streamer.dead_letter import attributes_of
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
-from streamer.flow import Flow
-from streamer.held import Held
+from streamer.flow import Appender, Flow
 from streamer.hosted import HostedTransport
 from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
-from streamer.names import carried_by
+from streamer.names import may_carry_addresses
 from streamer.rules import Rules
 from streamer.view import Version, View
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, Readdressed, decoded
+from uprotocol.cache import Cache
+from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-ROUTES_CACHED_MAX: Final = 32_768  # (type, source, sink) whose way is known; the cache starts anew when it is full
-# within which a network delivers again what was not taken; the longest back-off of our transports is 1 s
-COMES_AGAIN_S: Final = 5.0
+VERDICTS_MAX: Final = 32_768  # addresses (type, source, sink) of which is known what becomes of their messages
 TELL_FULL_S: Final = 60.0  # between two lines about topics for which there is no room; the counters have all of them
 # ids remembered to drop duplicates: seconds of the fastest network, minutes of a vehicle
 WINDOW_IDS_MAX: Final = 131_072
@@ -47,27 +43,27 @@ WINDOW_IDS_MAX: Final = 131_072
 log = structlog.get_logger()
 
 
-class Lane(enum.Enum):
+class Destination(enum.Enum):
     LOG = enum.auto()
     EXPRESS = enum.auto()
     HOSTED = enum.auto()
-    DROP = enum.auto()
+    NOWHERE = enum.auto()
 
 
 @dataclass(slots=True)
-class Route:
-    """Where messages of one (type, source, sink) go."""
+class Verdict:
+    """Where messages of one address (type, source, sink) go."""
 
     version: Version
-    lane: Lane
+    destination: Destination
     log: Log | None = None
     stream: int = 0
     peer: Endpoint | None = None
-    reason: str = ""  # of DROP; empty: none of our business, not counted
-    source: bytes = b""  # as it is on the wire
+    reason: str = ""  # of NOWHERE; empty: none of our business, not counted
+    source: bytes = b""  # encoded, as it is called inside
     is_answer: bool = False  # a response
     # gives a message the addresses that it has inside; None: it has them
-    inside: Callable[[Carried], Carried] | None = None
+    inside: Callable[[EncodedMessage], EncodedMessage] | None = None
     account: Account = field(init=False)  # the source authority's
     bytes_max: int = UNLIMITED  # of a payload
     found_no_room: bool = False  # as one more topic
@@ -104,7 +100,7 @@ class Logs:
         self.durable, self.volatile = durable, volatile
         self._volatile, self._record = tuple(volatile_patterns), tuple(record)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Log]:
         return iter((self.durable, self.volatile))
 
     def of(self, source: UUri) -> Log:
@@ -126,99 +122,96 @@ class Logs:
 Filter = tuple[UUri, UUri | None]
 
 
-class Ingress:
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """What all ingresses have in common. The composition root makes it; each part is changed by its owner alone."""
+
+    endpoints: Endpoints
+    rules: Rules
+    view: View
+    logs: Logs
+    flows: Mapping[Log, Flow]
+    express: Express
+    hosted: HostedTransport
+    window: IdWindow
+    ledger: Ledger
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+
+
+class Ingress(EncodedListener):
     """The listener of one endpoint. `trusted` is the entry for services inside the streamer, whom rules don't bind."""
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        endpoints: Endpoints,
-        rules: Rules,
-        view: View,
-        logs: Logs,
-        express: Express,
-        hosted: HostedTransport,
-        window: IdWindow,
-        flows: Mapping[Log, Flow],
-        ledger: Ledger,
-        *,
-        trusted: bool = False,
-        message_bytes_max: int = MESSAGE_BYTES_MAX,
-        now_ms: Callable[[], int] = uuids.now_ms,
-    ) -> None:
-        self.endpoint = endpoint
-        self._endpoints, self._rules, self._view, self._logs = endpoints, rules, view, logs
-        self._express, self._hosted, self._window, self._flows, self._trusted = express, hosted, window, flows, trusted
-        self._now_ms = now_ms
-        self._ledger, self._bytes_max = ledger, message_bytes_max
-        self._routes: dict[Any, Route] = {}
+    def __init__(self, endpoint: Endpoint, dispatch: Dispatch, *, trusted: bool = False) -> None:
+        self.endpoint, self._dispatch, self._trusted = endpoint, dispatch, trusted
+        # of its network; services inside use those of the gateway itself
+        self._names = None if trusted else endpoint.names
+        self._verdicts: Cache[bytes, Verdict] = Cache(VERDICTS_MAX)
         self._tell_full_at = 0.0  # loop time
         # by what the network calls them: nothing of theirs is read until the next turn
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
         self._sync_lock = asyncio.Lock()
-        can_repeat = trusted or Capability.ACK in endpoint.transport.capabilities
-        self._held = {} if can_repeat else {one: Held(one) for one in logs}
-        # the id that nothing may overtake, and until when (loop time)
-        self._comes_again: tuple[bytes, float] | None = None
+        redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
+        self._appenders = {
+            log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
+            for log, flow in dispatch.flows.items()
+        }
+        dispatch.ledger.on_evicted(self.forget_verdicts)
+        dispatch.ledger.on_turn(self.gather_refused)
+        for log in dispatch.logs:
+            log.on_forgotten(functools.partial(self.forget_streams, log))
 
     def __repr__(self) -> str:
         return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
 
     # What arrives
 
-    takes_encoded = True
-
-    def on_receive(self, message: Carried) -> Awaitable[None] | None:
-        return self.on_receive_batch([message])
-
-    def on_receive_batch(self, messages: Sequence[Carried]) -> Awaitable[None] | None:
+    def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None:
         """The transport has dropped what is invalid or expired. The awaitable completes when everything taken is
         committed."""
-        endpoint, routes, take = self.endpoint, self._routes, self._window.take
+        endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         endpoint.received += len(messages)
-        version = self._view.version
-        appends: dict[Log, tuple[list[int], list[Carried]]] = {}
+        version = dispatch.view.version
+        appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
-            key: Any = message.stamp if type(message) is EncodedMessage else _key(message.attributes)
-            route = routes.get(key)
-            if route is None or route.version != version:
-                route = self._resolve(key, message, version)
-            account, size = route.account, len(message.payload)
+            verdict = verdicts.get(message.stamp.address)
+            if verdict is None or verdict.version != version:
+                verdict = self._judge(message, version)
+            account, size = verdict.account, len(message.payload)
             account.messages += 1
             account.bytes += size
             account.left -= 1 + size // UNIT_BYTES
-            if size > route.bytes_max or (account.left < 0 and self._ledger.is_over(account)):
-                self._refuse(route, message, size)
+            if size > verdict.bytes_max or (account.left < 0 and dispatch.ledger.is_over(account)):
+                self._refuse(verdict, message, size)
                 continue
-            if route.inside is not None:
-                message = route.inside(message)
-            if route.lane is Lane.DROP:
-                self._drop(route, message)
+            if verdict.inside is not None:
+                message = verdict.inside(message)
+            if verdict.destination is Destination.NOWHERE:
+                self._drop(verdict, message)
                 continue
-            if not take(_id(message) + route.source):
+            if not take(message.id_key + verdict.source):
                 duplicates += 1
                 continue
-            if route.is_answer:
+            if verdict.is_answer:
                 endpoint.twins.answered(message.attributes)
-            if route.log is not None:
-                append = appends.get(route.log)
+            if verdict.log is not None:
+                append = appends.get(verdict.log)
                 if append is None:
-                    append = appends[route.log] = ([], [])
-                append[0].append(route.stream)
+                    append = appends[verdict.log] = ([], [])
+                append[0].append(verdict.stream)
                 append[1].append(message)
-            elif route.lane is Lane.HOSTED:
-                taken = self._hosted.deliver([decoded(message)])
+            elif verdict.destination is Destination.HOSTED:
+                taken = dispatch.hosted.deliver([message.decoded()])
                 if taken is not None:
                     pending.append(taken)
             else:
-                assert route.peer is not None
-                self._express.put(route.peer, message, endpoint)
+                assert verdict.peer is not None
+                dispatch.express.put(verdict.peer, message, endpoint)
         for target, (streams, batch) in appends.items():
-            future = self._flows[target].append(len(batch), functools.partial(self._append, target, streams, batch))
+            future = self._appenders[target].append(streams, batch)
             pending.append(future)
             if not future.done():
                 self._in_flight.add(future)
@@ -231,65 +224,40 @@ class Ingress:
             return None
         return pending[0] if len(pending) == 1 else _all(pending)
 
-    def _is_ahead(self, messages: Sequence[Carried]) -> bool:
-        """True if `messages` would overtake what the log has refused and the network has not yet delivered again."""
-        assert self._comes_again is not None
-        id, until = self._comes_again
-        if asyncio.get_running_loop().time() < until and all(_id(message) != id for message in messages):
-            return True
-        self._comes_again = None
-        return False
+    def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
+        """By the log: it is not acknowledged, and whoever can will send it again."""
+        self.endpoint.dropped["refused"] += len(batch)
+        for message in batch:
+            self._dispatch.window.forget(message.id_key + message.stamp.attributes.source.SerializeToString())
 
-    def _append(self, target: Log, streams: list[int], batch: list[Carried]) -> asyncio.Future[int]:
-        if self._comes_again is not None and self._is_ahead(batch):
-            future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-            future.set_exception(
-                UStatusError(UCode.UNAVAILABLE, "what the log has refused before this comes again first")
-            )
-        else:
-            future = (
-                self._held[target].append(streams, batch) if target in self._held else target.append(streams, batch)
-            )
+    def close(self) -> None:
+        """What the log refuses is not tried again; called when the network is closed."""
+        for appender in self._appenders.values():
+            appender.close()
 
-        def settle(done: asyncio.Future[int]) -> None:
-            if done.cancelled() or done.exception() is None:
-                return
-            self.endpoint.dropped["refused"] += len(batch)  # not acknowledged: whoever can will send it again
-            if (
-                self._comes_again is None
-                and not self._trusted
-                and Capability.ACK in self.endpoint.transport.capabilities
-            ):
-                self._comes_again = (_id(batch[0]), asyncio.get_running_loop().time() + COMES_AGAIN_S)
-            for message in batch:
-                self._window.forget(_id(message) + message.attributes.source.SerializeToString())
-
-        future.add_done_callback(settle)
-        return future
-
-    def _drop(self, route: Route, message: Carried) -> None:
-        if not route.reason:
+    def _drop(self, verdict: Verdict, message: EncodedMessage) -> None:
+        if not verdict.reason:
             return
-        self.endpoint.dropped[route.reason] += 1
-        route.account.dropped += 1
-        if route.reason == "denied":
+        self.endpoint.dropped[verdict.reason] += 1
+        verdict.account.dropped += 1
+        if verdict.reason == "denied":
             what = f"no rule lets endpoint {self.endpoint.name!r} send this on"
-            self._express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
+            self._dispatch.express.fail(message, UCode.PERMISSION_DENIED, what, self.endpoint, is_withheld=True)
 
-    def _refuse(self, route: Route, message: Carried, size: int) -> None:
+    def _refuse(self, verdict: Verdict, message: EncodedMessage, size: int) -> None:
         """It is too large, or one too many; of the latter only callers are told, and no letter is written."""
-        if size > route.bytes_max:
+        if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
-            route.account.dropped += 1
-            what = f"a payload has at most {route.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
-            self._express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
+            verdict.account.dropped += 1
+            what = f"a payload has at most {verdict.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
+            self._dispatch.express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
             return
-        attributes = attributes_of(message)
+        attributes = message.stamp.attributes
         self.endpoint.dropped["over_quota"] += 1
-        self._refuse_unread(route.account, attributes.source.authority_name)
+        self._refuse_unread(verdict.account, attributes.source.authority_name)
         if attributes.type == attrs.REQUEST:
-            what = f"authority {route.account.authority} sends more than its quota: send slower"
-            self._express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
+            what = f"authority {verdict.account.authority} sends more than its quota: send slower"
+            self._dispatch.express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
 
     def _refuse_unread(self, account: Account, authority: str) -> None:
         """Until the next turn of the ledger its messages need not even be read. `authority`: as the network names
@@ -308,50 +276,46 @@ class Ingress:
             count, refused[authority] = refused[authority], 0
             self.endpoint.received += count
             self.endpoint.dropped["over_quota"] += count
-            if self._ledger.refused(account, count):
+            if self._dispatch.ledger.refused(account, count):
                 del refused[authority], self._refused[authority]
 
     # Where it goes
 
-    def forget_routes(self) -> None:
+    def forget_verdicts(self) -> None:
         """Decide anew: something has changed that `View.version` does not tell."""
-        self._routes.clear()
+        self._verdicts.clear()
 
-    def forget_streams(self, target: Log, streams: frozenset[int]) -> None:
-        """`target` knows these numbers no more: what comes next for one of them is decided anew, and what found no room
+    def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
+        """`log` knows these numbers no more: what comes next for one of them is decided anew, and what found no room
         before."""
-        gone = [
-            key
-            for key, route in self._routes.items()
-            if (route.stream in streams and route.log is target) or route.found_no_room
-        ]
-        for key in gone:
-            del self._routes[key]
+        for address, verdict in list(self._verdicts.items()):
+            if (verdict.stream in streams and verdict.log is log) or verdict.found_no_room:
+                del self._verdicts[address]
 
-    def _resolve(self, key: Any, message: Carried, version: Version) -> Route:
-        if len(self._routes) >= ROUTES_CACHED_MAX:
-            self._routes.clear()
-        attributes = attributes_of(message)  # not decoded: the message is kept for as long as the tail of the log
+    def _judge(self, message: EncodedMessage, version: Version) -> Verdict:
+        attributes = message.stamp.attributes  # not decoded: the message is kept for as long as the tail of the log
         source, sink = self._inside(attributes)
         try:
-            route = self._decide(attributes, source, sink, version)
+            verdict = self._decide(attributes, source, sink, version)
         except TopicsFullError as error:  # the others must not suffer
             self._tell_full(error)
-            route = Route(version, Lane.DROP, reason=error.reason, found_no_room=True)
-        route.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
-        route.source = source.SerializeToString()
-        route.account = self._ledger.account(source.authority_name, "" if self._trusted else self.endpoint.name)
-        if not self._trusted and not route.is_answer:  # a page of history is an answer, and may be an envelope larger
-            route.bytes_max = self._bytes_max
+            verdict = Verdict(version, Destination.NOWHERE, reason=error.reason, found_no_room=True)
+        verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
+        verdict.source = source.SerializeToString()
+        verdict.account = self._dispatch.ledger.account(
+            source.authority_name, "" if self._trusted else self.endpoint.name
+        )
+        # a page of history is an answer, and may be an envelope larger
+        if not self._trusted and not verdict.is_answer:
+            verdict.bytes_max = self._dispatch.message_bytes_max
         readdressed = None
         if source != attributes.source or (sink is not None and sink != attributes.sink):
             readdressed = Readdressed(source, sink)
-            route.inside = readdressed.of
-        names = self.endpoint.names
-        if names is not None and not self._trusted and carried_by(attributes) is not None:
-            route.inside = functools.partial(names.arrived, readdressed)
-        self._routes[key] = route
-        return route
+            verdict.inside = readdressed.of
+        if self._names is not None and may_carry_addresses(attributes):
+            verdict.inside = functools.partial(self._names.arrived, readdressed)
+        self._verdicts[message.stamp.address] = verdict
+        return verdict
 
     def _tell_full(self, error: TopicsFullError) -> None:
         """Once a minute: with a flood of topics a line each would cost more than all else."""
@@ -363,54 +327,55 @@ class Ingress:
     def _inside(self, attributes: UAttributes) -> tuple[UUri, UUri | None]:
         """Source and sink as they are called inside: with authority, and by the names of this gateway."""
         addresses = [attributes.source, *([attributes.sink] if attributes.HasField("sink") else [])]
-        names = None if self._trusted else self.endpoint.names
         inside = []
         for address in addresses:
             copy = UUri()
             copy.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
-            if names is not None:
-                copy.authority_name = names.inward(copy.authority_name)
+            if self._names is not None:
+                copy.authority_name = self._names.inward(copy.authority_name)
             inside.append(copy)
         return inside[0], inside[1] if len(inside) > 1 else None
 
-    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None, version: Version) -> Route:
+    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None, version: Version) -> Verdict:
         if not source.authority_name or (sink is not None and not sink.authority_name):
-            return Route(version, Lane.DROP, reason="no_authority")
-        names = None if self._trusted else self.endpoint.names
+            return Verdict(version, Destination.NOWHERE, reason="no_authority")
+        names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
-            return Route(version, Lane.DROP, reason="inside_name")  # every vehicle has one: it may mean any of them
-        if not self._trusted and self._endpoints.owner(source.authority_name) is not self.endpoint:
+            return Verdict(
+                version, Destination.NOWHERE, reason="inside_name"
+            )  # every vehicle has one: it may mean any of them
+        if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
             log.warning(
                 "dropped: the source's authority is not of this network",
                 endpoint=self.endpoint.name,
                 source=uris.format(source),
             )
-            return Route(version, Lane.DROP, reason="spoofed")
+            return Verdict(version, Destination.NOWHERE, reason="spoofed")
         if sink is not None:
             return self._decide_addressed(attributes.type, source, sink, version)
         return self._decide_published(source, version)
 
-    def _decide_addressed(self, type: int, source: UUri, sink: UUri, version: Version) -> Route:
-        if self._hosted.owns(sink):
-            return Route(version, Lane.HOSTED)
-        peer = self._endpoints.owner(sink.authority_name)
+    def _decide_addressed(self, type: int, source: UUri, sink: UUri, version: Version) -> Verdict:
+        if self._dispatch.hosted.owns(sink):
+            return Verdict(version, Destination.HOSTED)
+        peer = self._dispatch.endpoints.owner(sink.authority_name)
         if peer is None or peer is self.endpoint:
-            return Route(version, Lane.DROP)  # traffic within one network
-        rule = self._rules.between(self.endpoint.name, peer.name)
+            return Verdict(version, Destination.NOWHERE)  # traffic within one network
+        rule = self._dispatch.rules.between(self.endpoint.name, peer.name)
         address = sink if type == attrs.REQUEST else source
         if not self._trusted and (rule is None or not rule.allows(address)):
-            return Route(version, Lane.DROP, reason="denied")
+            return Verdict(version, Destination.NOWHERE, reason="denied")
         if type in (attrs.REQUEST, attrs.RESPONSE):
-            return Route(version, Lane.EXPRESS, peer=peer)
-        target = self._logs.of(source)
-        return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, sink))
+            return Verdict(version, Destination.EXPRESS, peer=peer)
+        target = self._dispatch.logs.of(source)
+        return Verdict(version, Destination.LOG, log=target, stream=target.stream_id(source, sink))
 
-    def _decide_published(self, source: UUri, version: Version) -> Route:
-        target = self._logs.of(source)
-        if self._view.decide(source, None, target) or self._logs.is_recorded(source):
-            is_named = self._view.names(source) or self._logs.names(source)
-            return Route(version, Lane.LOG, log=target, stream=target.stream_id(source, None, wanted=is_named))
-        return Route(version, Lane.DROP)  # nobody wants it
+    def _decide_published(self, source: UUri, version: Version) -> Verdict:
+        target = self._dispatch.logs.of(source)
+        if self._dispatch.view.decide(source, None, target) or self._dispatch.logs.is_recorded(source):
+            is_named = self._dispatch.view.names(source) or self._dispatch.logs.names(source)
+            return Verdict(version, Destination.LOG, log=target, stream=target.stream_id(source, None, wanted=is_named))
+        return Verdict(version, Destination.NOWHERE)  # nobody wants it
 
     # What to listen to
 
@@ -447,16 +412,16 @@ class Ingress:
         sinks = [uris.pattern(authority) for authority in self._sink_authorities()]
         known = {sink.authority_name for sink in sinks}
         if uris.WILDCARD_AUTHORITY not in known:
-            sinks += [filter for filter in self._hosted.sinks() if filter.authority_name not in known]
+            sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
         wanted: dict[Any, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
         if Capability.PUBLISH_WITHOUT_SINK not in self.endpoint.transport.capabilities:
             return wanted  # publishes carry the streamer's sink here
         sources: list[UUri] = []
-        for pattern in [uris.ANY] if all_publishes else self._logs.record:
+        for pattern in [uris.ANY] if all_publishes else self._dispatch.logs.record:
             sources += self._at_home(pattern)
         wide = [source for source in sources if uris.has_wildcard(source)]
         for topic in topics:
-            if self._view.leaves(self.endpoint, topic):
+            if self._dispatch.view.leaves(self.endpoint, topic):
                 sources.append(topic)
         for source in sources:
             if not any(
@@ -467,7 +432,7 @@ class Ingress:
         return wanted
 
     def _sink_authorities(self) -> set[str]:
-        peers = [self._endpoints[name] for name in self._rules.egresses(self.endpoint.name)]
+        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self.endpoint.name)]
         authorities = {authority for peer in peers for authority in peer.authorities}
         return {uris.WILDCARD_AUTHORITY} if any(map(uris.is_pattern, authorities)) else authorities
 
@@ -481,17 +446,8 @@ class Ingress:
         return [
             uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
             for authority in authorities
-            if self._endpoints.owner(authority) is self.endpoint
+            if self._dispatch.endpoints.owner(authority) is self.endpoint
         ]
-
-
-def _key(attributes: UAttributes) -> tuple[int, bytes, bytes | None]:
-    sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
-    return attributes.type, attributes.source.SerializeToString(), sink
-
-
-def _id(message: Carried) -> bytes:
-    return message.id_key if type(message) is EncodedMessage else message.attributes.id.SerializeToString()
 
 
 async def _all(pending: list[Awaitable[Any]]) -> None:

@@ -1,9 +1,8 @@
 """What each source authority sends: counted for the operator, and held to its quota while the streamer is behind.
 
-ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind? --> dropped "over_quota";
-                                                                                                      |    until the next turn the
-                                                                                                      |    transport may refuse them unread
-Pressure: how much of its time the loop's thread is busy, or waits for a processor -------------------'
+ingress, per message: account.messages, .bytes, .left -= its units --below 0--> Ledger.is_over: refilled? behind?
+Pressure: how busy the loop's thread is, or how long it waits for a processor ----------------------------^ |
+                   dropped "over_quota"; until the next turn the transport may refuse them unread <---------'
 run: a slice of the accounts a turn -> rates -> top() for metrics, the admin port, `up-streamer vehicles`
 
 An account is found once per route, not per message. Authorities that the configuration names have no quota: who wrote
@@ -17,6 +16,7 @@ import asyncio
 import heapq
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final
 
 import structlog
@@ -42,35 +42,27 @@ def units_of(payload_bytes: int) -> int:
     return 1 + payload_bytes // UNIT_BYTES
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Account:
-    """One authority's. `ingress` counts in it; `left` are the units that it may still send."""
+    """One authority's. `ingress` counts in it."""
 
-    __slots__ = (
-        "authority",
-        "bytes",
-        "dropped",
-        "endpoint",
-        "held_until",
-        "is_limited",
-        "left",
-        "messages",
-        "rate",
-        "refilled",
-        "sampled",
-        "seen_ms",
-        "settled",
-        "told",
-    )
+    authority: str
+    endpoint: str
+    left: int  # units that it may still send
+    is_limited: bool
+    refilled: float  # loop time
+    messages: int = 0
+    bytes: int = 0
+    dropped: int = 0
+    held_until: float = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
+    rate: float = 0.0  # messages a second, lately
+    sampled: tuple[int, float] = (0, 0.0)  # messages, loop time
+    settled: tuple[int, int, int] = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
+    told: float = 0.0  # loop time
+    seen_ms: int = 0  # Unix milliseconds; in steps of ten seconds
 
-    def __init__(self, authority: str, endpoint: str, left: int, is_limited: bool, now: float) -> None:
-        self.authority, self.endpoint, self.left, self.is_limited = authority, endpoint, left, is_limited
-        self.messages = self.bytes = self.dropped = 0
-        self.held_until = 0.0  # loop time; until then its quota counts, also once the streamer has caught up
-        self.rate = 0.0  # messages a second, lately
-        self.sampled = (0, now)  # messages, loop time
-        self.settled = (0, 0, 0)  # messages, bytes, dropped: what metrics know of
-        self.refilled = self.told = now
-        self.seen_ms = 0  # Unix milliseconds; in steps of ten seconds
+    def __post_init__(self) -> None:
+        self.told, self.sampled = self.refilled, (0, self.refilled)
 
     def __repr__(self) -> str:
         return f"Account({self.authority} on {self.endpoint}, messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s)"
@@ -143,8 +135,8 @@ class Ledger:
         self._rising: list[Account] = []  # the top of the slices so far
         # all that is not, or was not then, at the top; never falls
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)
-        self.on_evicted: Callable[[], None] = lambda: None  # whoever holds an account has to ask for it again
-        self.on_turn: Callable[[], None] = lambda: None  # so often, those who were refused may send again
+        self._evicted_callbacks: list[Callable[[], None]] = []
+        self._turn_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
         return f"Ledger(accounts={len(self._accounts)}, busy={self._pressure.share:.2f})"
@@ -159,6 +151,14 @@ class Ledger:
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
+
+    def on_evicted(self, callback: Callable[[], None]) -> None:
+        """Accounts were given up: whoever holds one has to ask for it again."""
+        self._evicted_callbacks.append(callback)
+
+    def on_turn(self, callback: Callable[[], None]) -> None:
+        """At each turn; those who were refused may send again then."""
+        self._turn_callbacks.append(callback)
 
     def account(self, authority: str, endpoint: str) -> Account:
         found = self._accounts.get((authority, endpoint))
@@ -179,7 +179,8 @@ class Ledger:
         self._snapshot, self._place = [], 0
         self._top = [one for one in self._top if (one.authority, one.endpoint) in self._accounts]
         self._rising = []
-        self.on_evicted()
+        for callback in self._evicted_callbacks:
+            callback()
 
     def is_over(self, account: Account) -> bool:
         """`account.left` is below 0: may the message pass all the same? True, and counted, if not."""
@@ -227,7 +228,8 @@ class Ledger:
             await asyncio.sleep(TURN_S)
             now = self._now()
             self._pressure.look(now)
-            self.on_turn()
+            for callback in self._turn_callbacks:
+                callback()
             self.sample(now)
 
     def sample(self, now: float) -> None:

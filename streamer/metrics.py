@@ -66,7 +66,7 @@ class StreamerCollector(Collector):
             for name, count in getattr(endpoint.transport, "mended", {}).items():
                 mended.add_metric([endpoint.name, name], count)
             connected.add_metric([endpoint.name], int(self._streamer.is_connected(endpoint)))
-            express.add_metric([endpoint.name], len(self._streamer.express.lanes[endpoint.name]))
+            express.add_metric([endpoint.name], len(self._streamer.express.queues[endpoint.name]))
             faults.add_metric([endpoint.name], endpoint.faults)
             troubles.add_metric([endpoint.name], len(endpoint.troubles))
         yield from (received, forwarded, dropped, mended, connected, express, faults, troubles, twins)

@@ -21,10 +21,11 @@ from google.protobuf.message_factory import GetMessageClass
 
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
-from uprotocol.encoded import Carried, EncodedMessage, Readdressed, Stamp, decoded
+from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.uoptions_pb2 import method_id, notification_topic, publish_topic, service_id, service_version_major
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -33,7 +34,7 @@ from uprotocol.v1.uri_pb2 import UUri
 ANSWERS_MAX: Final = 16_384  # of which the request is remembered: some seconds of a busy cloud gateway
 TWINS_MAX: Final = 1_000  # authorities that are told of; more of them say nothing new
 TWINS_TOLD_S: Final = 3_600.0  # after the last second answer
-STREAMS_CACHED_MAX: Final = 32_768  # stamps of what leaves; the cache starts anew when it is full
+ADDRESSES_MAX: Final = 32_768  # of what leaves
 DEPTH_MAX: Final = 4  # of messages within messages: a page of history with dead letters in it has two
 
 log = structlog.get_logger()
@@ -72,10 +73,10 @@ CARRIED: Final[dict[Key, type[Message]]] = {
 
 
 class Leaving(NamedTuple):
-    """What becomes of the messages of one stream."""
+    """What becomes of the messages of one address."""
 
     readdressed: Readdressed | None
-    is_core: bool  # they are a platform service's
+    may_carry_addresses: bool
 
 
 class Names:
@@ -83,7 +84,7 @@ class Names:
 
     def __init__(self, suffix: str, is_inside: Callable[[str], bool]) -> None:
         self._end, self.is_inside = f".{suffix}", is_inside
-        self._leaving: dict[Stamp, Leaving] = {}
+        self._leaving: Cache[bytes, Leaving] = Cache(ADDRESSES_MAX)
 
     def __repr__(self) -> str:
         return f"Names(*{self._end})"
@@ -99,22 +100,18 @@ class Names:
         """`address` as who is outside writes it."""
         return _renamed(address, self.outward)
 
-    def leave(self, message: Carried) -> Carried:
+    def leave(self, message: EncodedMessage) -> EncodedMessage:
         """`message` as it goes out."""
-        if type(message) is not EncodedMessage:
-            return _translated(_readdressed(message.attributes, self.outward), message, self.outward)
-        stamp = message.stamp
-        leaving = self._leaving.get(stamp)
+        leaving = self._leaving.get(message.stamp.address)
         if leaving is None:
-            if len(self._leaving) >= STREAMS_CACHED_MAX:
-                self._leaving.clear()
-            leaving = Leaving(_readdressed(stamp.attributes, self.outward), carried_by(stamp.attributes) is not None)
-            self._leaving[stamp] = leaving
-        if leaving.is_core:
+            attributes = message.stamp.attributes
+            leaving = Leaving(_readdressed(attributes, self.outward), may_carry_addresses(attributes))
+            self._leaving[message.stamp.address] = leaving
+        if leaving.may_carry_addresses:
             return _translated(leaving.readdressed, message, self.outward)
         return message if leaving.readdressed is None else leaving.readdressed.of(message)
 
-    def arrived(self, readdressed: Readdressed | None, message: Carried) -> Carried:
+    def arrived(self, readdressed: Readdressed | None, message: EncodedMessage) -> EncodedMessage:
         """`message`, which has come from outside, as it is inside; `readdressed` gives it its addresses."""
         return _translated(readdressed, message, self.inward)
 
@@ -136,33 +133,30 @@ def _renamed(address: UUri, rename: Rename) -> UUri:
     return copy
 
 
-def carried_by(attributes: UAttributes) -> type[Message] | None:
-    """What the payload is if it is a core service's."""
+def may_carry_addresses(attributes: UAttributes) -> bool:
+    """True if it is a core service's, by type and addresses alone."""
+    return _kind(attributes) is not None
+
+
+def _kind(attributes: UAttributes) -> type[Message] | None:
+    """What the payload is if it is a core service's and no UStatus."""
     is_response = attributes.type == attrs.RESPONSE
     address = attributes.sink if attributes.type == attrs.REQUEST else attributes.source
-    if is_response and attributes.commstatus:
-        return None  # a UStatus
     return CARRIED.get((address.ue_id & 0xFFFF, address.ue_version_major, address.resource_id, is_response))
 
 
-def _translated(readdressed: Readdressed | None, message: Carried, rename: Rename, depth: int = 0) -> Carried:
-    attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
-    kind = carried_by(attributes)
+def _translated(readdressed: Readdressed | None, message: EncodedMessage, rename: Rename) -> EncodedMessage:
     if readdressed is not None:
         message = readdressed.of(message)
-    if kind is None or not message.payload or depth >= DEPTH_MAX:
-        return message
-    payload = _payload(kind, attributes.payload_format, message.payload, rename, depth)
-    if payload == message.payload:
-        return message
-    copy = UMessage()
-    copy.CopyFrom(decoded(message))
-    copy.payload = payload
-    return copy
+    payload = _payload(message.stamp.attributes, message.payload, rename, 0)
+    return message if payload == message.payload else EncodedMessage(message.encoded, payload, message.stamp)
 
 
-def _payload(kind: type[Message], format: int, payload: bytes, rename: Rename, depth: int) -> bytes:
+def _payload(attributes: UAttributes, payload: bytes, rename: Rename, depth: int) -> bytes:
     """The payload under other names; as it is, if it is not what it should be: that is for its receiver to say."""
+    kind, format = _kind(attributes), attributes.payload_format
+    if kind is None or attributes.commstatus or not payload or depth >= DEPTH_MAX:
+        return payload
     message, wrapper = kind(), AnyMessage()
     wrapped = format in (
         UPayloadFormat.UPAYLOAD_FORMAT_UNSPECIFIED,
@@ -219,7 +213,19 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
 
 
 def _inner(message: UMessage, rename: Rename, depth: int) -> UMessage:
-    return decoded(_translated(_readdressed(message.attributes, rename), message, rename, depth + 1))
+    """A message within a payload: itself, or a copy with other names."""
+    attributes = message.attributes
+    payload = _payload(attributes, message.payload, rename, depth + 1)
+    readdressed = _readdressed(attributes, rename)
+    if readdressed is None and payload == message.payload:
+        return message
+    copy = UMessage()
+    copy.CopyFrom(message)
+    if payload != message.payload:
+        copy.payload = payload
+    if readdressed is not None:
+        readdressed.put(copy.attributes)
+    return copy
 
 
 class Twins:

@@ -125,13 +125,7 @@ class View:
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
         """True iff `topic` is published at `origin` and wanted by somebody on another network."""
-        if self._endpoints.owner(topic.authority_name) is not origin:
-            return False
-        for authority in self._interest.wants(topic):
-            peer = self._endpoints.owner(authority)
-            if peer is not None and self._passes(origin, peer, topic):
-                return True
-        return False
+        return self._endpoints.owner(topic.authority_name) is origin and bool(self._subscribed(origin, topic, 0))
 
     def _passes(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
         if peer is origin:

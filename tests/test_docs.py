@@ -115,11 +115,11 @@ MIB, KIB = 1 << 20, 1 << 10
 NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "more than # records behind", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
     ("architecture", "10 ms per # records", 1, ["streamer.flow:HELD_RECORDS"]),
-    ("architecture", "can't send again, for up to # s", 1, ["streamer.held:HOLD_S"]),
+    ("architecture", "can't send again, for up to # s", 1, ["streamer.flow:HOLD_S"]),
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
-    ("configuration", "for up to # s before something is dropped", 1, ["streamer.held:HOLD_S"]),
+    ("configuration", "for up to # s before something is dropped", 1, ["streamer.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("history", "without a record for # minutes", 60, ["history.streams:FORGET_AFTER_S"]),
     ("history", "looked for every # s", 1, ["history.log:SWEEP_S"]),

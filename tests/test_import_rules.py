@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 UPROTOCOL_LAYERS = (
-    ("status",),
+    ("status", "cache", "pacing"),
     ("uri", "uuid"),
     ("attributes",),
     ("message", "permissions", "encoded"),

@@ -1,9 +1,9 @@
 """Filter -> listeners: the table that every push transport keeps.
 
-register_listener -> add    -> Filter that is new to the network, or None
+register_listener -> add     -> Filter that is new to the network, or None
 arrived batch     -> deliver -> validate, drop what expired, match, call each listener once per batch
                                  '-> a traceparent that is none is taken off, and costs the message nothing else
-unregister        -> remove -> Filter that nobody needs any more, or None
+unregister        -> remove  -> Filter that nobody needs any more, or None
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -20,9 +20,10 @@ from google.protobuf.message import DecodeError
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import Carried, EncodedMessage, Stamp, decoded, shared_suffix, suffix
+from uprotocol.cache import Cache
+from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, shared_suffix, suffix
 from uprotocol.status import UStatusError
-from uprotocol.transport import UListener, validate_filters
+from uprotocol.transport import UBatchListener, UListener, validate_filters
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -33,7 +34,7 @@ LISTENERS_MAX: Final = 100_000
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
-# (source, sink) pairs whose listeners are known; the cache starts anew when it is full
+# (type, source, sink), and stamps, whose listeners are known
 ROUTES_CACHED_MAX: Final = 32_768
 
 log = structlog.get_logger()
@@ -79,7 +80,8 @@ class _Known(NamedTuple):
     stamp: Stamp
 
 
-_Shares = dict[int, tuple[UListener, list[Carried]]]  # by the identity of the listener
+M = TypeVar("M", UMessage, EncodedMessage)
+_Shares = dict[int, tuple[UListener, list[M]]]  # by the identity of the listener
 
 
 class ListenerTable:
@@ -102,8 +104,9 @@ class ListenerTable:
         self._now_ms = now_ms
         self._table: dict[Filter, list[UListener]] = {}
         self._size = 0
-        self._routes: dict[Any, _Found | None] = {}  # by type, source, sink
-        self._stamped: dict[bytes, _Known] = {}  # the same and more, by the encoded attributes without the id
+        self._routes: Cache[Any, _Found | None] = Cache(ROUTES_CACHED_MAX)  # by type, source, sink
+        # the same and more, by the suffix of the encoded attributes
+        self._stamped: Cache[bytes, _Known] = Cache(ROUTES_CACHED_MAX)
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
         self._told: set[bytes] = set()  # sources of what was mended
@@ -165,25 +168,19 @@ class ListenerTable:
         is dropped and counted. The awaitable, if any, completes when every listener has taken its share; it raises if
         one has not.
         """
-        shares: _Shares = {}
+        shares: _Shares[UMessage] = {}
         now = self._now_ms()
         for message in messages:
-            found = self._valid(message)
+            found = self._sound(message, now)
             if found is None:
                 continue
-            attributes = message.attributes
-            if attributes.ttl and attrs.is_expired(attributes, now):
-                self.dropped["expired"] += 1
-            elif attributes.payload_format and not message.HasField("payload"):
-                self.dropped["invalid"] += 1
-            else:
-                for listener in _each_once(found) if only is None else _of(found, only):
-                    share = shares.get(id(listener))
-                    if share is None:
-                        shares[id(listener)] = (listener, [message])
-                    else:
-                        share[1].append(message)
-        return self._hand_over(shares)
+            for listener in _each_once(found) if only is None else _of(found, only):
+                share = shares.get(id(listener))
+                if share is None:
+                    shares[id(listener)] = (listener, [message])
+                else:
+                    share[1].append(message)
+        return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
     def deliver_encoded(
         self, arrived: Iterable[tuple[Filter | None, bytes, bytes]], complete: Complete | None = None
@@ -197,22 +194,27 @@ class ListenerTable:
         for all.
 
         A payload is there if it has bytes or a format (A-19). Messages of a stream that is known are not parsed unless
-        a listener wants
-        that: one with a true `takes_encoded` gets them as EncodedMessage. The same message twice in a row, for
-        overlapping filters, reaches a listener of both once.
+        a listener wants that, which an EncodedListener does not. The same message twice in a row, for overlapping
+        filters, reaches a listener of both once.
         """
-        shares: _Shares = {}
+        shares: _Shares[EncodedMessage] = {}
         now, stamped = self._now_ms(), self._stamped
-        last: Carried | None = None
+        last: EncodedMessage | None = None
         last_encoded = last_payload = b""
-        # by which filters `last` has come: another one means the same message, one of them a new one
-        reached: list[Filter | None] = []
+        # filters that have brought `last`: when one of them brings the same again, it was sent once more
+        brought_by: list[Filter | None] = []
         known: _Known | None = None
         for place, (filter, payload, encoded) in enumerate(arrived):
-            if last is None or known is None or encoded != last_encoded or payload != last_payload or filter in reached:
-                last, last_encoded, last_payload, reached = None, encoded, payload, []
-                mark = suffix(encoded)
-                known = stamped.get(mark) if mark is not None else None
+            if (
+                last is None
+                or known is None
+                or encoded != last_encoded
+                or payload != last_payload
+                or filter in brought_by
+            ):
+                last, last_encoded, last_payload, brought_by = None, encoded, payload, []
+                rest = suffix(encoded)
+                known = stamped.get(rest) if rest is not None else None
                 if known is not None:
                     last = EncodedMessage(encoded, payload, known.stamp)
                     if known.stamp.ttl and last.is_expired(now):
@@ -220,21 +222,29 @@ class ListenerTable:
                         last = None
                         continue
                 else:
-                    known, last = self._meet(encoded, payload, now, place, complete)
-                    if known is None or last is None:
+                    first = self._parse_first(encoded, payload, now, place, complete)
+                    if first is None:
                         continue
-            reached.append(filter)
+                    known, last = first
+            brought_by.append(filter)
             for listener in known.by_filter.get(id(filter), _NOBODY):
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [last])
                 elif share[1][-1] is not last:
                     share[1].append(last)
-        return self._hand_over(shares)
+        return _in_hand(
+            [
+                self._guarded(listener, listener.on_receive_encoded, messages)
+                if isinstance(listener, EncodedListener)
+                else self._call(listener, [message.decoded() for message in messages])
+                for listener, messages in shares.values()
+            ]
+        )
 
-    def _meet(
+    def _parse_first(
         self, encoded: bytes, payload: bytes, now: int, place: int, complete: Complete | None
-    ) -> tuple[_Known | None, Carried | None]:
+    ) -> tuple[_Known, EncodedMessage] | None:
         """A message whose stamp is not known: parse and validate it; remember the stamp if others will have it.
 
         One without authorities is completed first: what two hosts send without naming themselves is not one stream.
@@ -244,47 +254,38 @@ class ListenerTable:
             message.attributes.ParseFromString(encoded)
         except DecodeError:
             self.dropped["malformed"] += 1
-            return None, None
+            return None
         if complete is not None and attrs.lacks_authority(message.attributes):
             complete(place, message.attributes)
             encoded = message.attributes.SerializeToString()
         if payload or message.attributes.payload_format:
             message.payload = payload
-        mark = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
-        found = self._valid(message)
+        rest = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
+        found = self._sound(message, now)
         if found is None:
-            return None, None
-        if attrs.is_expired(message.attributes, now):
-            self.dropped["expired"] += 1
-            return None, None
+            return None
         by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
-        known = _Known(by_filter, Stamp(message.attributes, mark or b""))
-        if mark is None:
-            return known, message
-        if len(self._stamped) >= ROUTES_CACHED_MAX:
-            self._stamped.clear()
-        self._stamped[mark] = known
+        if rest is None:
+            alone = EncodedMessage.of(message)
+            return _Known(by_filter, alone.stamp), alone
+        known = self._stamped[rest] = _Known(by_filter, Stamp(message.attributes, rest))
         return known, EncodedMessage(encoded, payload, known.stamp)
 
-    def _hand_over(self, shares: _Shares) -> Awaitable[None] | None:
-        pending: list[Awaitable[None]] = []
-        for listener, messages in shares.values():
-            pending.extend(self._call(listener, messages))
-        if not pending:
-            return None
-        return pending[0] if len(pending) == 1 else all_of(pending)
-
-    def _valid(self, message: UMessage) -> _Found | None:
-        """The filters that match; None, and counted, if the message is invalid."""
-        found = self._matching(message)
+    def _sound(self, message: UMessage, now_ms: int) -> _Found | None:
+        """The filters that match; None, and counted, if the message is invalid or has expired."""
+        attributes, found = message.attributes, self._matching(message)
         if found is not None:
             try:
-                attrs.validate_rest(message.attributes)
+                attrs.validate_rest(attributes)
             except UStatusError:
-                if not self._mend(message.attributes):
+                if not self._mend(attributes):
                     found = None
-        if found is None:
+        if found is not None and attributes.ttl and attrs.is_expired(attributes, now_ms):
+            self.dropped["expired"] += 1
+            return None
+        if found is None or (attributes.payload_format and not message.HasField("payload")):
             self.dropped["invalid"] += 1
+            return None
         return found
 
     def _mend(self, attributes: UAttributes) -> bool:
@@ -318,15 +319,7 @@ class ListenerTable:
 
     def accepts(self, message: UMessage) -> bool:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
-        if self._valid(message) is None:
-            return False
-        if message.attributes.payload_format and not message.HasField("payload"):
-            self.dropped["invalid"] += 1
-            return False
-        if attrs.is_expired(message.attributes, self._now_ms()):
-            self.dropped["expired"] += 1
-            return False
-        return True
+        return self._sound(message, self._now_ms()) is not None
 
     def _matching(self, message: UMessage) -> _Found | None:
         attributes = message.attributes
@@ -337,8 +330,6 @@ class ListenerTable:
 
     def _resolve(self, route: Any, message: UMessage) -> _Found | None:
         """Which filters match this (type, source, sink); None if no valid message can have it."""
-        if len(self._routes) >= ROUTES_CACHED_MAX:
-            self._routes.clear()
         attributes = message.attributes
         sink = attributes.sink if attributes.HasField("sink") else None
         try:
@@ -352,30 +343,31 @@ class ListenerTable:
         self._routes[route] = found
         return found
 
-    def _call(self, listener: UListener, carried: list[Carried]) -> list[Awaitable[None]]:
-        messages: list[Any] = (
-            carried if getattr(listener, "takes_encoded", False) else [decoded(message) for message in carried]
-        )
-        batch = getattr(listener, "on_receive_batch", None)
-        calls = (
-            [lambda: batch(messages)] if batch is not None else [lambda m=m: listener.on_receive(m) for m in messages]
-        )
-        pending = []
-        for call in calls:
-            try:
-                result = call()
-            except Exception:
-                self.failures += 1
-                if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
-                    log.exception(
-                        "a listener failed; its message counts as taken",
-                        listener=repr(listener),
-                        failures=self.failures,
-                    )
-            else:
-                if result is not None:
-                    pending.append(result)
-        return pending
+    def _call(self, listener: UListener, messages: list[UMessage]) -> Awaitable[None] | None:
+        if isinstance(listener, (EncodedListener, UBatchListener)):
+            return self._guarded(listener, listener.on_receive_batch, messages)
+        return _in_hand([self._guarded(listener, listener.on_receive, message) for message in messages])
+
+    def _guarded(
+        self, listener: UListener, call: Callable[[Any], Awaitable[None] | None], what: Any
+    ) -> Awaitable[None] | None:
+        try:
+            return call(what)
+        except Exception:
+            self.failures += 1
+            if self.failures & (self.failures - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
+                log.exception(
+                    "a listener failed; its message counts as taken", listener=repr(listener), failures=self.failures
+                )
+            return None
+
+
+def _in_hand(answers: list[Awaitable[None] | None]) -> Awaitable[None] | None:
+    """What is done when all of them are; None: it is done."""
+    pending = [answer for answer in answers if answer is not None]
+    if not pending:
+        return None
+    return pending[0] if len(pending) == 1 else all_of(pending)
 
 
 def _each_once(found: _Found) -> Iterable[UListener]:

@@ -59,9 +59,10 @@ RULES: Final[dict[int, _Rule]] = {
 }
 
 
-def priority(attributes: UAttributes) -> UPriority.ValueType:
-    """The priority class, CS1 where none is set (dsn~up-attributes-priority~1)."""
-    return attributes.priority or _CS1
+def priority(attributes: UAttributes) -> int:
+    """The priority class (CS0 is 1), CS1 where none is set (dsn~up-attributes-priority~1); one of a later specification
+    counts as the highest that we know."""
+    return min(attributes.priority or PRIORITY_DEFAULT, PRIORITY_MAX)
 
 
 def is_expired(attributes: UAttributes, now_ms: int) -> bool:

@@ -1,24 +1,32 @@
 """A message as it crosses a dispatcher: addressed, counted, stored and sent on without being parsed.
 
-encoded UAttributes = 0A 12 09 msb 11 lsb | stamp          EncodedMessage(encoded, payload, Stamp)
+encoded UAttributes = 0A 12 09 msb 11 lsb | suffix         EncodedMessage(encoded, payload, Stamp)
                       the id: 20 bytes    | all the rest   .attributes and .decoded() parse it when somebody looks
 
-Messages of one stream share the stamp, so what is known of one (valid, its route, its priority) is known of all.
-Parsing, validating and building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
+Messages of one stream share the suffix, and with it the Stamp: what is known of one (valid, its route, its priority)
+is known of all. Parsing, validating and building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
+
+Inside the dispatcher every message is an EncodedMessage. What a transport brings as UMessages becomes one at the border
+(EncodedListener); a transport without Capability.ENCODED is sent UMessages again.
 """
 
 from __future__ import annotations
 
+import abc
+import struct
+from collections.abc import Awaitable, Sequence
 from typing import Final
 
+from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
-from uprotocol.attributes import PRIORITY_DEFAULT, PRIORITY_MAX
+from uprotocol.cache import Cache
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb first
 _ID_SIZE: Final = 20
+_ID: Final = struct.Struct("<3sQBQ")
 _FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
 STAMPS_MAX: Final = 32_768  # streams whose stamp is known, some 1 KB each
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
@@ -36,9 +44,8 @@ def suffix(encoded: bytes) -> bytes | None:
         or encoded[11] != 0x11
         or encoded[4] >> 4 != 7
         or encoded[19] >> 6 != 2
+        or encoded[10] >= _FAR_OFF
     ):
-        return None
-    if encoded[10] >= _FAR_OFF:
         return None
     return encoded[_ID_SIZE:]
 
@@ -49,33 +56,45 @@ def shared_suffix(encoded: bytes, attributes: UAttributes) -> bytes | None:
     To protobuf a second id behind the first one counts, or half of it. Whoever reads by hand would take the message for
     another one.
     """
-    mark = suffix(encoded)
-    if mark is None or not is_shared(attributes) or UAttributes.FromString(mark).HasField("id"):
+    found = suffix(encoded)
+    if found is None or not is_shared(attributes) or UAttributes.FromString(found).HasField("id"):
         return None
-    return mark
+    return found
 
 
 class Stamp:
     """All attributes of a message but its id. Compared by identity: whoever makes stamps keeps one for each suffix.
 
-    It holds bytes, and no protobuf message: one that is kept keeps the whole message alive that it was part of, payload
-    included.
+    It holds bytes and numbers, and no protobuf message: one that is kept keeps the whole message alive that it was part
+    of, payload included.
     """
 
-    __slots__ = ("lane", "payload_format", "suffix", "ttl", "type")
+    __slots__ = ("address", "is_shared", "payload_format", "priority", "suffix", "ttl", "type")
 
     def __init__(self, attributes: UAttributes, suffix: bytes | None = None) -> None:
         """`suffix`, if the caller has it: what follows the id in the serialised `attributes`."""
         self.suffix = _without_id(attributes) if suffix is None else suffix
         self.type = attributes.type
-        self.lane = lane(attributes)
+        self.address = _address(attributes)
+        self.priority = attrs.priority(attributes)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
+        self.is_shared = is_shared(attributes)
 
     @property
     def attributes(self) -> UAttributes:
         """Parsed anew each time; without an id."""
         return UAttributes.FromString(self.suffix)
+
+
+def _address(attributes: UAttributes) -> bytes:
+    """Type, source and sink: what decides where a message goes, as a key."""
+    address = UAttributes(type=attributes.type)
+    if attributes.HasField("source"):
+        address.source.CopyFrom(attributes.source)
+    if attributes.HasField("sink"):
+        address.sink.CopyFrom(attributes.sink)
+    return address.SerializeToString()
 
 
 def _without_id(attributes: UAttributes) -> bytes:
@@ -90,11 +109,6 @@ def is_shared(attributes: UAttributes) -> bool:
     return not (attributes.traceparent or attributes.token or attributes.HasField("reqid"))
 
 
-def lane(attributes: UAttributes) -> int:
-    """The priority class as a number (CS0 is 1); one of a later specification counts as the highest that we know."""
-    return min(attributes.priority or PRIORITY_DEFAULT, PRIORITY_MAX)
-
-
 class EncodedMessage:
     """Reads like a valid UMessage whose payload is there if it has bytes or a format. Never changed once made.
 
@@ -103,9 +117,27 @@ class EncodedMessage:
 
     __slots__ = ("_decoded", "encoded", "payload", "stamp")
 
-    def __init__(self, encoded: bytes, payload: bytes, stamp: Stamp) -> None:
+    def __init__(self, encoded: bytes, payload: bytes, stamp: Stamp, decoded: UMessage | None = None) -> None:
+        """`decoded`, if it is to be kept: the same message."""
         self.encoded, self.payload, self.stamp = encoded, payload, stamp
-        self._decoded: UMessage | None = None
+        self._decoded = decoded
+
+    @classmethod
+    def of(cls, message: UMessage) -> EncodedMessage:
+        """`message`, which must not change afterwards. Streams that share a suffix get the same stamp each time."""
+        attributes = message.attributes
+        encoded = attributes.SerializeToString()
+        is_plain = encoded.startswith(_BEGIN) and encoded[11:12] == b"\x11"
+        if not is_plain:  # no valid id, or one with fields that we don't know
+            encoded = _ID.pack(_BEGIN, attributes.id.msb, 0x11, attributes.id.lsb) + _without_id(attributes)
+        rest, payload = encoded[_ID_SIZE:], message.payload
+        stamp = _STAMPS.get(rest)
+        if stamp is None:
+            stamp = Stamp(attributes, rest)
+            if stamp.is_shared:
+                _STAMPS[rest] = stamp
+        is_plain = is_plain and message.HasField("payload") == (bool(payload) or stamp.payload_format != 0)
+        return cls(encoded, payload, stamp, None if is_plain else message)
 
     def __repr__(self) -> str:
         return f"EncodedMessage(id={self.id_bytes.hex()}, payload={len(self.payload)} bytes)"
@@ -126,6 +158,11 @@ class EncodedMessage:
         """The time in the id, Unix milliseconds."""
         return int.from_bytes(self.encoded[5:11], "little")
 
+    @property
+    def expires_ms(self) -> int | None:
+        """Last Unix millisecond of its life; None: it never expires."""
+        return self.created_ms + self.stamp.ttl if self.stamp.ttl else None
+
     def is_expired(self, now_ms: int) -> bool:
         return self.stamp.ttl > 0 and now_ms > self.created_ms + self.stamp.ttl
 
@@ -134,12 +171,16 @@ class EncodedMessage:
         return self.decoded().attributes
 
     def HasField(self, name: str) -> bool:
-        return name == "attributes" or bool(self.payload) or self.stamp.payload_format != 0
+        if name == "attributes" or self.payload or self.stamp.payload_format:
+            return True
+        return self._decoded is not None and self._decoded.HasField("payload")
 
     def ByteSize(self) -> int:
         return len(self.encoded) + len(self.payload) + 8
 
     def SerializeToString(self) -> bytes:
+        if self._decoded is not None:  # it may have what only protobuf reads in it
+            return self._decoded.SerializeToString()
         encoded, payload = self.encoded, self.payload
         if payload or self.stamp.payload_format:
             return b"\x0a%b%b\x12%b%b" % (_varint(len(encoded)), encoded, _varint(len(payload)), payload)
@@ -156,42 +197,67 @@ class EncodedMessage:
         return self._decoded
 
 
+_STAMPS: Final[Cache[bytes, Stamp]] = Cache(STAMPS_MAX)  # of `EncodedMessage.of`
+
+
+class EncodedListener(abc.ABC):
+    """A listener that wants EncodedMessages, all that arrived together in one call.
+
+    To a transport that has UMessages it is a listener like any other (uprotocol.transport.UBatchListener).
+    """
+
+    @abc.abstractmethod
+    def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None: ...
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        return self.on_receive_encoded([EncodedMessage.of(message) for message in messages])
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        return self.on_receive_batch([message])
+
+
 Carried = UMessage | EncodedMessage
-"""What a dispatcher carries: they read alike."""
+"""What transports with Capability.ENCODED are sent, and logs keep: they read alike."""
 
 
 def decoded(message: Carried) -> UMessage:
     return message.decoded() if type(message) is EncodedMessage else message  # type: ignore[return-value]
 
 
-class Readdressed:
-    """Gives the messages of one stream other addresses, without parsing each: what follows the id is worked out
-    once."""
+READDRESSED_MAX: Final = 256  # stamps of one address: it may have as many as there are priorities and lifetimes
 
-    __slots__ = ("_sink", "_source", "_stamp", "_suffix")
+
+class Readdressed:
+    """Gives messages other addresses without parsing each: what follows the id is worked out once for each stamp."""
+
+    __slots__ = ("_sink", "_source", "_stamps")
 
     def __init__(self, source: UUri, sink: UUri | None) -> None:
+        """`sink` None: they have none afterwards."""
         self._source, self._sink = source, sink
-        self._stamp: Stamp | None = None
-        self._suffix = b""
+        self._stamps: Cache[Stamp, Stamp] = Cache(READDRESSED_MAX)
 
-    def of(self, message: Carried) -> Carried:
+    def of(self, message: EncodedMessage) -> EncodedMessage:
         """A copy of `message`, which keeps its id."""
-        if type(message) is not EncodedMessage:
-            copy = UMessage()
-            copy.CopyFrom(message)  # type: ignore[arg-type]
-            self._put(copy.attributes)
-            return copy
-        if self._stamp is None:
-            attributes = message.stamp.attributes
-            self._put(attributes)
-            self._stamp = Stamp(attributes)
-            self._suffix = self._stamp.suffix
-        return EncodedMessage(message.encoded[:_ID_SIZE] + self._suffix, message.payload, self._stamp)
+        stamp = self._stamps.get(message.stamp)
+        if stamp is None:
+            stamp = self._restamped(message.stamp)
+        return EncodedMessage(message.encoded[:_ID_SIZE] + stamp.suffix, message.payload, stamp)
 
-    def _put(self, attributes: UAttributes) -> None:
+    def _restamped(self, stamp: Stamp) -> Stamp:
+        attributes = stamp.attributes
+        self.put(attributes)
+        made = Stamp(attributes)
+        if stamp.is_shared:
+            self._stamps[stamp] = made
+        return made
+
+    def put(self, attributes: UAttributes) -> None:
+        """The addresses into `attributes`."""
         attributes.source.CopyFrom(self._source)
-        if self._sink is not None:
+        if self._sink is None:
+            attributes.ClearField("sink")
+        else:
             attributes.sink.CopyFrom(self._sink)
 
 
@@ -199,11 +265,10 @@ class Stamps:
     """Reads serialised UMessages back; one stamp for each suffix. A cache: it starts anew when it is full."""
 
     def __init__(self) -> None:
-        self._known: dict[bytes, Stamp] = {}
+        self._known: Cache[bytes, Stamp] = Cache(STAMPS_MAX)
 
-    def read(self, data: bytes) -> Carried:
-        """The message in `data`, a UMessage as this module or protobuf writes it; an EncodedMessage where that says the
-        same.
+    def read(self, data: bytes) -> EncodedMessage:
+        """The message in `data`, a UMessage as this module or protobuf writes it.
 
         Raises google.protobuf.message.DecodeError.
         """
@@ -212,27 +277,24 @@ class Stamps:
         if 0 < end < len(data):
             payload_begin, payload_end = _field(data, end, _PAYLOAD)
             if payload_end != len(data):
-                return UMessage.FromString(data)
+                return _kept(UMessage.FromString(data))
             payload = data[payload_begin:]
         stamp = self._known.get(encoded[_ID_SIZE:])
         if stamp is None or suffix(encoded) is None:
-            stamp = self._meet(encoded, data)
-            if stamp is None:
-                return UMessage.FromString(data)
+            message = UMessage.FromString(data)
+            rest = shared_suffix(encoded, message.attributes)
+            if rest is None:
+                return _kept(message)
+            stamp = self._known[rest] = Stamp(message.attributes, rest)
         if not payload and (end < len(data)) != (stamp.payload_format != 0):
-            return UMessage.FromString(data)  # an empty payload without a format, which an EncodedMessage can't say
+            return _kept(UMessage.FromString(data))  # an empty payload without a format
         return EncodedMessage(encoded, payload, stamp)
 
-    def _meet(self, encoded: bytes, data: bytes) -> Stamp | None:
-        """A new stamp; None if the message has none that others may share."""
-        message = UMessage.FromString(data)
-        mark = shared_suffix(encoded, message.attributes)
-        if mark is None:
-            return None
-        if len(self._known) >= STAMPS_MAX:
-            self._known.clear()
-        stamp = self._known[mark] = Stamp(message.attributes, mark)
-        return stamp
+
+def _kept(message: UMessage) -> EncodedMessage:
+    """`message` with all that it has, also what only protobuf reads in it."""
+    made = EncodedMessage.of(message)
+    return EncodedMessage(made.encoded, made.payload, made.stamp, message)
 
 
 def _field(data: bytes, at: int, tag: int) -> tuple[int, int]:

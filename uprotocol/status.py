@@ -5,7 +5,8 @@ world's error -> UStatusError(code, message) -> UStatus on the wire     (service
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from google.protobuf.any_pb2 import Any
 
@@ -37,6 +38,28 @@ def nobody_listens(message: str) -> UStatus:
 def is_nobody_listening(status: UStatus) -> bool:
     """True for a status that `nobody_listens` has made."""
     return status.code == UCode.UNAVAILABLE and _NOT_FOUND in status.details
+
+
+T = TypeVar("T")
+
+
+class Settled(NamedTuple, Generic[T]):
+    """What has become of a batch; each with its status if that is not OK."""
+
+    sent: list[T]
+    again: list[tuple[T, UStatus]]  # may be tried again
+    refused: list[tuple[T, UStatus]]  # never will be taken
+
+
+def settle(items: Iterable[T], statuses: Sequence[UStatus]) -> Settled[T]:
+    """Sort the `items` that were sent by what they were answered."""
+    settled: Settled[T] = Settled([], [], [])
+    for item, status in zip(items, statuses, strict=True):
+        if status is OK or not status.code:
+            settled.sent.append(item)
+        else:
+            (settled.again if status.code in RETRYABLE else settled.refused).append((item, status))
+    return settled
 
 
 class UStatusError(Exception):

@@ -36,6 +36,8 @@ class Capability(enum.Flag):
     WILDCARD_SOURCE = enum.auto()  # (FFFF, none) and other source patterns without sink; else INVALID_ARGUMENT
     # else a publish needs the streamer's sink (MQTT off-vehicle); without it INVALID_ARGUMENT
     PUBLISH_WITHOUT_SINK = enum.auto()
+    # `send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them
+    ENCODED = enum.auto()
 
 
 @runtime_checkable
@@ -50,7 +52,9 @@ class UListener(Protocol):
 
 
 @runtime_checkable
-class UBatchListener(UListener, Protocol):
+class UBatchListener(Protocol):
+    """What a listener may have beside `on_receive`."""
+
     def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
 
 
@@ -90,8 +94,6 @@ class UTransport(abc.ABC):
     """
 
     capabilities: Capability = Capability.NONE
-    takes_encoded: bool = False
-    """`send_batch` also takes EncodedMessages (uprotocol.encoded), and sends them on without parsing them."""
     only_listens: bool = False
     """Others come to it, and it goes to nobody: that nobody is there just now is no trouble."""
     message_bytes_max: int = MESSAGE_BYTES_MAX

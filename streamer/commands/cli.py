@@ -36,9 +36,10 @@ from storage import logs
 from streamer import config as configs
 from streamer import control, dead_letter
 from streamer import paused as pauses
-from streamer.app import Streamer, endpoints_of, make_transport, serve
+from streamer.app import Streamer, serve
 from streamer.commands import client, cursors, files
 from streamer.notify import ServiceManager
+from streamer.parts import endpoints_of, make_transport
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UPayload

@@ -19,6 +19,7 @@ from streamer.egress import Pump
 from streamer.endpoint import Endpoint
 from streamer.view import Decision, Leg, Target
 from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff
 from uprotocol.status import OK
@@ -35,7 +36,6 @@ class Network:
     """Takes what is of no stuck topic."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = False
     connected = True
 
     def __init__(self) -> None:
@@ -77,10 +77,10 @@ def of(topic: UUri, messages: Sequence[UMessage]) -> list[bytes]:
     return [message.payload for message in messages if message.attributes.source == topic]
 
 
-def made(topic: UUri, number: int) -> UMessage:
+def made(topic: UUri, number: int) -> EncodedMessage:
     message = UMessageBuilder.publish(topic).build()
     message.payload = b"%d" % number
-    return message
+    return EncodedMessage.of(message)
 
 
 async def pumping() -> tuple[Log, Network, Pump, asyncio.Task[None]]:

@@ -21,6 +21,7 @@ from streamer.view import Decision, Leg, Target
 from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff
 from uprotocol.transport import Capability
@@ -41,7 +42,6 @@ class Network:
     """A transport that takes, refuses or is away as drawn; `taken` is what has left, in order."""
 
     capabilities = Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = False
     connected = False
 
     def __init__(self, draw: random.Random, *, away: float, refused: float) -> None:
@@ -138,7 +138,9 @@ async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     running = asyncio.create_task(pump.run())
     for begin in range(0, count, 100):
         part = messages[begin : begin + 100]
-        await log.append([log.stream_id(message.attributes.source, None) for message in part], part)
+        await log.append(
+            [log.stream_id(message.attributes.source, None) for message in part], list(map(EncodedMessage.of, part))
+        )
     async with asyncio.timeout(30):
         while pump.cursor < count:
             assert not running.done()
@@ -192,7 +194,7 @@ async def _thin(steps: list[int], period_ms: int, jump: int, back_ms: int) -> No
         message.attributes.id.msb = time_ms << 16 | 0x7000
         messages.append(message)
     stream = log.stream_id(TOPICS[0], None)
-    await log.append([stream] * len(messages), messages)
+    await log.append([stream] * len(messages), list(map(EncodedMessage.of, messages)))
     running = asyncio.create_task(pump.run())
     async with asyncio.timeout(30):
         while pump.cursor < len(messages):  # noqa: ASYNC110 - the pump tells nobody
@@ -300,8 +302,8 @@ async def test_large_messages_are_not_all_read_ahead(make_world: Any, publish: A
         message.payload = large
         await vehicle.send(message)
     await world.until(lambda: world.streamer.logs.durable.newest_seq == 40 and pump.retries)
-    assert pump._waiting_bytes <= WINDOW_BYTES_MAX + (8 << 20)
+    assert pump._queue.bytes <= WINDOW_BYTES_MAX + (8 << 20)
     hearer = await world.hear(await world.node("cloud", "cloud"), uris.parse("//vehicle1/8001/1/8001"))
     world.streamer.endpoints["cloud"].transport.reconnect()
     await hearer.expect(40)
-    assert pump._waiting_bytes == 0
+    assert pump._queue.bytes == 0

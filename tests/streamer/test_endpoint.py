@@ -11,6 +11,7 @@ import pytest
 
 from streamer.endpoint import Endpoint
 from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import OK, UStatusError
 from uprotocol.transport import Capability, UTransport
@@ -46,8 +47,8 @@ class Faulty(UTransport):
         return [OK] * len(messages)
 
 
-def messages(*payloads: str) -> list[UMessage]:
-    return [UMessageBuilder.publish(TOPIC).build_from_upayload(None) if not one else _text(one) for one in payloads]
+def messages(*payloads: str) -> list[EncodedMessage]:
+    return [EncodedMessage.of(_text(one)) for one in payloads]
 
 
 def _text(payload: str) -> UMessage:

@@ -4,6 +4,7 @@ only."""
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -20,18 +21,17 @@ class Peer:
     def __init__(self, lag: float, active: bool = True) -> None:
         self.lag, self.active = lag, active
 
-    def is_active(self, since: float) -> bool:
-        return self.active
+    @property
+    def active_at(self) -> float:
+        return math.inf if self.active else -math.inf
 
 
 def append(flow: Flow, records: int, passed: list[int], number: int) -> asyncio.Future[int]:
     """`passed` gets `number` when it was let in."""
 
-    def let_in() -> asyncio.Future[int]:
+    def let_in(answer: asyncio.Future[int]) -> None:
         passed.append(number)
-        done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        done.set_result(number)
-        return done
+        answer.set_result(number)
 
     return flow.append(records, let_in)
 
@@ -40,31 +40,36 @@ async def test_the_fastest_active_peer_decides() -> None:
     flow = Flow()
     assert flow.is_open
     slow, fast, stuck = Peer(3.0), Peer(0.5), Peer(9.0, active=False)
-    flow.followers = [slow, fast, stuck]
+    for one in (slow, fast, stuck):
+        flow.follow(one)
     assert flow.is_open
     fast.lag = 1.5
     assert not flow.is_open
-    opened = flow.opened()
+    waiting = append(flow, 1, [], 1)
+    await asyncio.sleep(0)
     flow.moved()
-    assert not opened.done()
+    await asyncio.sleep(0)
+    assert not waiting.done()
     fast.lag = 0.9
     flow.moved()
-    assert opened.done()
-    flow.followers = [stuck]
+    assert await asyncio.wait_for(waiting, ACTIVE_S / 2) == 1
+    flow = Flow()
+    flow.follow(stuck)
     assert flow.is_open, "a peer that takes nothing holds up nobody"
 
 
 async def test_a_peer_that_falls_silent_lets_go() -> None:
     flow, peer = Flow(), Peer(2.0)
-    flow.followers = [peer]
-    opened = flow.opened()
+    flow.follow(peer)
+    waiting = append(flow, 1, [], 1)
     peer.active = False
-    await asyncio.wait_for(opened, 10 * ACTIVE_S)
+    assert not waiting.done()
+    await asyncio.wait_for(waiting, 10 * ACTIVE_S)
 
 
 async def test_a_batch_waits_its_turn_behind_those_that_came_before() -> None:
     flow, peer, passed = Flow(), Peer(2.0), list[int]()
-    flow.followers = [peer]
+    flow.follow(peer)
 
     waiting = [append(flow, 1, passed, 1), append(flow, 1, passed, 2)]
     peer.lag = 0.5
@@ -77,12 +82,10 @@ async def test_a_batch_waits_its_turn_behind_those_that_came_before() -> None:
 
 async def test_what_the_log_refuses_is_told_to_whoever_waited() -> None:
     flow, peer = Flow(), Peer(2.0)
-    flow.followers = [peer]
+    flow.follow(peer)
 
-    def refuse() -> asyncio.Future[int]:
-        refused: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        refused.set_exception(UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full"))
-        return refused
+    def refuse(answer: asyncio.Future[int]) -> None:
+        answer.set_exception(UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full"))
 
     waiting, behind = flow.append(1, refuse), append(flow, 1, [], 2)
     peer.lag = 0.5
@@ -96,7 +99,7 @@ async def test_what_the_log_refuses_is_told_to_whoever_waited() -> None:
 async def test_a_durable_log_holds_its_senders_for_a_moment_at_a_time(batch: int) -> None:
     patience_s = 0.001
     flow, peer, passed = Flow(patience_s), Peer(2.0), list[int]()
-    flow.followers = [peer]  # lags for ever
+    flow.follow(peer)  # lags for ever
     batches = 4 * HELD_RECORDS // batch + 1
 
     loop = asyncio.get_running_loop()

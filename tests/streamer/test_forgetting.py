@@ -46,7 +46,7 @@ async def test_a_topic_that_was_forgotten_is_decided_and_delivered_anew(
     await world.until(lambda: not pump.backlog)
     assert forget(log) == 1
     assert not log.knows_stream(old)
-    assert old not in {route.stream for route in ingress._routes.values()}
+    assert old not in {verdict.stream for verdict in ingress._verdicts.values()}
     assert old not in pump._plans
     await vehicle.send(publish(SPEED, "2"))
     await heard.expect(2)

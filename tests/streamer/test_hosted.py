@@ -131,7 +131,7 @@ async def test_a_service_inside_is_told_when_its_call_cannot_leave(make_world: M
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
         method = uris.parse("//cloud/9001/1/1")
         first = asyncio.create_task(client.invoke_method(method, UPayload(), CallOptions(timeout_ms=500)))
-        await world.until(lambda: len(world.streamer.express.lanes["cloud"]) == 1)
+        await world.until(lambda: len(world.streamer.express.queues["cloud"]) == 1)
         with pytest.raises(UStatusError) as caught:
             await client.invoke_method(method, UPayload())
         assert caught.value.code == UCode.RESOURCE_EXHAUSTED

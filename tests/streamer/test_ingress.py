@@ -13,7 +13,7 @@ import pytest
 
 from history.log import Log
 from history.store import Store
-from streamer import ingress as ingresses
+from streamer import flow as flows
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -96,7 +96,7 @@ async def test_what_arrives_before_a_failed_batch_comes_again_waits_for_it(
 async def test_nothing_waits_for_ever_for_what_never_comes_again(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ingresses, "COMES_AGAIN_S", 0.0)
+    monkeypatch.setattr(flows, "REDELIVERY_S", 0.0)
     world = await make_world(subscriptions=SUBSCRIBED)
     cloud = await world.node("cloud", "cloud")
     heard = await world.hear(cloud, SPEED)
@@ -112,7 +112,7 @@ async def test_a_second_copy_is_safe_only_when_the_first_one_is(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two batches fail one after the other; both come again before the second failure is known."""
-    monkeypatch.setattr(ingresses, "COMES_AGAIN_S", 0.0)
+    monkeypatch.setattr(flows, "REDELIVERY_S", 0.0)
     world = await make_world(subscriptions=SUBSCRIBED)
     ingress, log = world.streamer.ingresses["vehicle"], world.streamer.logs.durable
     appends: list[asyncio.Future[int]] = []

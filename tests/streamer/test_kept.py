@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from history.log import Log
-from streamer import held as held_
-from streamer.held import Held
+from streamer import flow as flows
+from streamer.flow import Appender, Flow
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -177,13 +177,18 @@ class Refusing:
 FULL = UStatusError(UCode.RESOURCE_EXHAUSTED, "the disk is full")
 
 
+def holding(log: Any) -> Any:
+    """Of a network that can't send again."""
+    return Appender(log, Flow(), lambda batch: None, holds=True)
+
+
 async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_takes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_, "RETRY_S", 0.001)
+    monkeypatch.setattr(flows, "RETRY_S", 0.001)
     log: Any = Refusing()
     log.error = FULL
-    held = Held(log)
+    held = holding(log)
     first = held.append([1], ["a"])
     await asyncio.sleep(0.01)
     second, third = held.append([1], ["b"]), held.append([1], ["c"])
@@ -198,27 +203,27 @@ async def test_what_a_network_cant_send_again_is_held_in_order_until_the_log_tak
 async def test_what_is_held_is_refused_in_the_end_and_nothing_more_is_held_until_the_log_has_recovered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held_, "RETRY_S", 0.001)
-    monkeypatch.setattr(held_, "HOLD_S", 0.02)
+    monkeypatch.setattr(flows, "RETRY_S", 0.001)
+    monkeypatch.setattr(flows, "HOLD_S", 0.02)
     log: Any = Refusing()
     log.error = FULL
-    held = Held(log)
+    held = holding(log)
     answers = await asyncio.gather(held.append([1], ["a"]), held.append([1], ["b"]), return_exceptions=True)
     assert answers == [FULL, FULL]
-    monkeypatch.setattr(held_, "HOLD_S", 3_600)
-    held._since = asyncio.get_running_loop().time() - 3_601
+    monkeypatch.setattr(flows, "HOLD_S", 3_600)
+    held._refusing_since = asyncio.get_running_loop().time() - 3_601
     with pytest.raises(UStatusError):
         await held.append([1], ["c"])
     log.error = None
     assert await held.append([1], ["d"]) == 1
-    assert held._since is None
+    assert held._refusing_since is None
 
 
 async def test_what_is_wrong_for_good_is_not_held() -> None:
     log: Any = Refusing()
     log.error = UStatusError(UCode.INTERNAL, "a fault")
     with pytest.raises(UStatusError, match="a fault"):
-        await Held(log).append([1], ["a"])
+        await holding(log).append([1], ["a"])
 
 
 async def test_zenoh_like_networks_wait_for_a_disk_that_is_full_for_a_moment(

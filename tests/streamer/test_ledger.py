@@ -142,7 +142,7 @@ def test_accounts_are_bounded_and_nothing_counted_is_lost() -> None:
     clock = Clock()
     book = ledger(clock, accounts_max=100)
     evictions: list[int] = []
-    book.on_evicted = lambda: evictions.append(len(book))
+    book.on_evicted(lambda: evictions.append(len(book)))
     for number in range(1_000):
         send(book, book.account(f"vin{number}", "fleet"), 3, payload_bytes=10)
         clock.pass_(0.01)

@@ -11,15 +11,15 @@ from google.protobuf import message_factory
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamer.app import endpoints_of
 from streamer.config import Config, loads
 from streamer.names import CARRIED, Names
+from streamer.parts import endpoints_of
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
-from uprotocol.encoded import Readdressed
+from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -513,14 +513,14 @@ def test_whatever_the_platform_services_carry_comes_back_as_it_went(key: Any, ad
         builder = UMessageBuilder.request(
             uris.parse("//ecu1/8001/1/0"), uris.uri("cloud", entity, major, resource), 1000
         )
-    message = builder.build_from_upayload(payload)
+    message = EncodedMessage.of(builder.build_from_upayload(payload))
     gone = INSIDE.leave(message)
     assert gone.attributes.source.authority_name == "ecu1.vin1"
     if address.authority_name == "mcu1":
         assert gone.payload.count(b".vin1") == carried.SerializeToString().count(address.authority_name.encode())
     back = INSIDE.arrived(Readdressed(message.attributes.source, message.attributes.sink), gone)
     assert back.attributes == message.attributes
-    assert UPayload.of(back).unpack(CARRIED[key]) == carried
+    assert UPayload.of(back.decoded()).unpack(CARRIED[key]) == carried
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xff\xff\xff", b"\x0a\x7fshort"])
@@ -528,12 +528,12 @@ def test_a_payload_that_is_no_such_thing_passes_as_it_is(payload: bytes) -> None
     message = UMessageBuilder.request(
         uris.parse("//ecu1/8001/1/0"), uris.parse("//cloud/0/3/1"), 1000
     ).build_from_upayload(UPayload(payload, 2))
-    assert INSIDE.leave(message).payload == payload
+    assert INSIDE.leave(EncodedMessage.of(message)).payload == payload
 
 
 def test_a_page_with_a_record_that_is_no_message_passes_as_it_is() -> None:
     page = ustreamer_pb2.PollResponse(batches=[ustreamer_pb2.RecordBatch(message=[b"\xff\xff\xff"])])
     response = UMessageBuilder.response(uris.parse("//ecu1/4/1/2"), APP, UMessageBuilder.new_id()).with_ttl(1000)
-    message = response.build_from_upayload(UPayload(page.SerializeToString(), 2))
+    message = EncodedMessage.of(response.build_from_upayload(UPayload(page.SerializeToString(), 2)))
     gone = INSIDE.leave(message)
     assert (gone.attributes.source.authority_name, gone.payload) == ("ecu1.vin1", message.payload)

@@ -30,6 +30,7 @@ from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.pacing import Backoff
 from uprotocol.status import OK, UStatusError
@@ -80,7 +81,7 @@ def kept(world: Any) -> int:
 
 async def quiet(world: Any) -> None:
     """Until each pump has been through all that there is."""
-    await world.until(lambda: all(not pump.backlog and not pump._waiting for pump in world.streamer.pumps))
+    await world.until(lambda: all(not pump.backlog and not pump._queue for pump in world.streamer.pumps))
 
 
 async def code_of(work: Any) -> int:
@@ -134,7 +135,7 @@ async def test_what_was_read_ahead_of_a_peer_that_is_away_waits_too(make_world: 
     for number in range(50):
         await vehicle.send_batch([publish(SPEED, str(number)), publish(DOOR, str(number))])
     (pump,) = [pump for pump in world.streamer.pumps if pump.peer.name == "cloud" and pump.log.durable]
-    await world.until(lambda: pump._waiting == 100)
+    await world.until(lambda: len(pump._queue) == 100)
     await world.streamer.paused.pause(SPEED, "cloud")
     transport.reconnect()
     await door.expect(50)
@@ -426,7 +427,6 @@ async def test_a_streamer_that_runs_without_its_socket_is_not_worked_around(make
 class Network:
     """Takes, or is away, as drawn; complains of what is paused when a batch begins."""
 
-    takes_encoded = False
     connected = True
 
     def __init__(self, draw: random.Random, away: float, *, needs_sink: bool) -> None:
@@ -516,11 +516,11 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
                     for m in batch
                 ]
                 sent += batch
-                await log.append(streams, batch)
+                await log.append(streams, [EncodedMessage.of(m) for m in batch])
     for pause in list(paused):
         await paused.resume(uris.parse(pause.topic), pause.peer)
     async with asyncio.timeout(60):
-        while pump.backlog or pump._waiting or pump.aside or len(pump.parking):  # noqa: ASYNC110 - nobody tells of it
+        while pump.backlog or len(pump._queue) or pump.aside or len(pump.parking):  # noqa: ASYNC110 - nobody tells of it
             await asyncio.sleep(0.001)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)

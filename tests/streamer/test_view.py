@@ -92,7 +92,7 @@ def test_made_up_authorities_do_not_grow_the_cache(monkeypatch: pytest.MonkeyPat
         owner = endpoints.owner(f"v{number}")
         assert owner is not None
         assert owner.name == "c"
-        assert len(endpoints._cache) <= 10
+        assert len(endpoints._owners) <= 10
     assert endpoints.owner("a1") is endpoints["a"]
 
 

@@ -96,7 +96,7 @@ def malformed() -> list[bytes]:
 
 
 class TestDds(TransportConformance):
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
     settle_s = 0.1
 
     tag = uuid.uuid4().hex

@@ -24,7 +24,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 pytestmark = pytest.mark.broker
 
-BASE = Capability.PUSH | Capability.ACK | Capability.PERSISTENT_SESSION
+BASE = Capability.PUSH | Capability.ENCODED | Capability.ACK | Capability.PERSISTENT_SESSION
 
 
 def raw_publish(broker: Broker, packets: list[Packet], qos: int = 1) -> None:

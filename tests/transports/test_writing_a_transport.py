@@ -166,7 +166,6 @@ def test_the_table_of_methods_is_that_of_the_class() -> None:
     told = rows("| method | async? | what it does | what it raises or answers |") - {"create", "dropped", "mended"}
     there = {name for name in vars(UTransport) if not name.startswith("_")} - {
         "capabilities",
-        "takes_encoded",
         "only_listens",
     }
     assert told == there

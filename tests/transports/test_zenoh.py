@@ -37,7 +37,7 @@ class TestZenoh(TransportConformance):
     """beta connects to alpha through a proxy that can be cut; what our transport would not send comes from a session of
     Zenoh's own."""
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
     discovery = True
     routes_streamed_publish = False
     flood_messages = 50_000  # a receiver holds 32,768

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given
 from hypothesis import strategies as st
 
+from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, lane, shared_suffix, suffix
+from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -45,7 +48,7 @@ def test_it_reads_like_the_message(
     assert encoded.id_key == message.attributes.id.SerializeToString()
     assert encoded.id_bytes == uuids.to_bytes(message.attributes.id)
     assert encoded.created_ms == uuids.time_ms(message.attributes.id)
-    assert encoded.stamp.lane == lane(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
+    assert encoded.stamp.priority == attrs.priority(message.attributes) == (priority or UPriority.UPRIORITY_CS1)
     assert encoded.is_expired(encoded.created_ms + ttl + 1) == (ttl > 0)
     assert not encoded.is_expired(encoded.created_ms + ttl)
 
@@ -67,7 +70,9 @@ def test_what_was_written_is_read_back(payload: bytes | None, format: UPayloadFo
         read = STAMPS.read(message.SerializeToString())
         assert decoded(read) == message
         assert read.HasField("payload") == message.HasField("payload")
-        assert (type(read) is UMessage) == (alone or (payload == b"" and not format))
+        assert type(read) is EncodedMessage
+        assert UMessage.FromString(read.SerializeToString()) == message
+        assert read.stamp.is_shared == (not alone)
 
 
 @given(st.binary(max_size=60))
@@ -93,7 +98,7 @@ def test_messages_of_a_stream_share_the_suffix() -> None:
 
 
 def test_an_unknown_priority_is_the_highest() -> None:
-    assert lane(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
+    assert attrs.priority(UAttributes(priority=99)) == UPriority.UPRIORITY_CS6  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -127,3 +132,40 @@ def test_a_stamp_keeps_no_message_alive() -> None:
         assert stamp.attributes.source == TOPIC
         assert stamp.attributes.ttl == 7
         assert not stamp.attributes.HasField("id")
+
+
+def test_messages_of_a_stream_get_one_stamp_at_the_border() -> None:
+    one, two = (EncodedMessage.of(UMessageBuilder.publish(TOPIC).build()) for _ in range(2))
+    assert one.stamp is two.stamp
+    traced = UMessageBuilder.publish(TOPIC).with_traceparent("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    alone = EncodedMessage.of(traced.build())
+    assert not alone.stamp.is_shared
+    assert alone.stamp.address == one.stamp.address
+
+
+@given(st.binary(max_size=60))
+def test_anything_is_encoded_with_its_id_in_front_and_nothing_is_lost(data: bytes) -> None:
+    try:
+        message = UMessage.FromString(data)
+    except DecodeError:
+        return
+    encoded = EncodedMessage.of(message)
+    id = message.attributes.id
+    assert encoded.id_bytes == id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")
+    assert encoded.payload == message.payload
+    assert UAttributes.FromString(encoded.encoded).source == message.attributes.source
+    assert encoded.decoded().attributes.id == id
+
+
+def test_a_listener_of_encoded_messages_is_one_of_messages_too() -> None:
+    class Heard(EncodedListener):
+        def __init__(self) -> None:
+            self.messages: list[EncodedMessage] = []
+
+        def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> None:
+            self.messages += messages
+
+    heard, message = Heard(), UMessageBuilder.publish(TOPIC).build()
+    assert heard.on_receive(message) is None
+    assert heard.on_receive_batch([message, message]) is None
+    assert [one.decoded() for one in heard.messages] == [message] * 3

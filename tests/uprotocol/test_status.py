@@ -7,7 +7,7 @@ import pickle
 import pytest
 from google.protobuf.any_pb2 import Any
 
-from uprotocol.status import OK, UStatusError, code_name, invalid
+from uprotocol.status import OK, UStatusError, code_name, invalid, settle
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -49,3 +49,14 @@ def test_a_code_of_a_later_specification_has_a_name_too() -> None:
     assert code_name(3) == "INVALID_ARGUMENT"
     assert code_name(99) == "99"
     assert "99" in repr(UStatusError.from_status(UStatus.FromString(b"\x08\x63")))
+
+
+def test_a_batch_is_sorted_by_what_it_was_answered() -> None:
+    codes = [UCode.OK, UCode.UNAVAILABLE, UCode.INVALID_ARGUMENT, UCode.DEADLINE_EXCEEDED, UCode.OK]
+    statuses = [UStatus(code=code) for code in codes]
+    settled = settle("abcde", statuses)
+    assert settled.sent == ["a", "e"]
+    assert settled.again == [("b", statuses[1]), ("d", statuses[3])]
+    assert settled.refused == [("c", statuses[2])]
+    with pytest.raises(ValueError, match="shorter"):
+        settle("ab", [OK])

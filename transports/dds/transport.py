@@ -95,8 +95,7 @@ class DdsTransport(TransportBase):
     with us, while they do. Connected while open: DDS has no connection to lose, and nobody may be there at all.
     """
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = True
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
 
     def __init__(self, config: DdsConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)

@@ -57,7 +57,7 @@ log = structlog.get_logger()
 def capabilities(config: Mqtt5Config) -> Capability:
     """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing
     is kept."""
-    found = Capability.PUSH
+    found = Capability.PUSH | Capability.ENCODED
     if config.mode is Mode.IN_VEHICLE:
         found |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
     if config.session_expiry_s:
@@ -72,8 +72,6 @@ class Mqtt5Transport(TransportBase):
     the broker mostly keeps from us, and counts nowhere. `broker_dropped` are those that it threw away for want of room,
     at most; `session_lost` counts sessions, and what was lost with one nobody knows.
     """
-
-    takes_encoded = True
 
     def __init__(
         self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random

@@ -56,8 +56,7 @@ class ZenohTransport(TransportBase):
     """One Zenoh session. Connected while at least one peer or router is linked: without one nobody would take what we
     send."""
 
-    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-    takes_encoded = True
+    capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK | Capability.ENCODED
 
     def __init__(self, config: ZenohConfig, local: LocalUriProvider) -> None:
         super().__init__(config, local)

@@ -1,0 +1,207 @@
+"""The parts that the configuration describes by itself. Nothing runs yet; app.py ties them together.
+
+Config -> transports_of -> endpoints_of -> usubscription_of -> interest_sources_of
+       -> logs_of: the files, opened, and the ids lately taken
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import structlog
+
+from history.log import Log
+from storage.runtime import Runtime
+from streamer.access import Entry, Pattern
+from streamer.config import AccessSection, Config, EndpointSection, RuleSection, patterns
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.hosted import HostedTransport
+from streamer.ingress import IdWindow, Logs
+from streamer.limits import Limits
+from streamer.rules import Rule
+from transports import plugin as plugins
+from uprotocol import uri as uris
+from uprotocol import uuid as uuids
+from uprotocol.pacing import Backoff
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription.service import USubscriptionService
+from usubscription_client.interest import EmbeddedInterest, InterestSource, ServiceInterest
+from usubscription_client.static_file import StaticFile
+
+ENTITY: Final = 0x0004  # core.ustreamer
+VERSION: Final = 1
+RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
+
+log = structlog.get_logger()
+
+
+def transports_of(config: Config) -> dict[str, UTransport]:
+    """One for each endpoint by name; nothing is opened."""
+    return {one.name: _transport(config, one) for one in config.endpoint}
+
+
+def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
+    made = transports if transports is not None else transports_of(config)
+    return Endpoints(Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint)
+
+
+def make_transport(config: Config, section: EndpointSection) -> UTransport:
+    """The transport of an endpoint, closed. Raises UStatusError as `transports.plugin.create`."""
+    named = [authority for authority in section.authorities if not uris.is_pattern(authority)]
+    authority = config.authority if config.authority in named or not named else named[0]
+    return plugins.create(section.transport, section.settings, LocalUriProvider(authority, ENTITY, VERSION))
+
+
+def _transport(config: Config, section: EndpointSection) -> UTransport:
+    try:
+        transport = make_transport(config, section)
+        transport.message_bytes_max, transport.refused = config.limits.message_bytes_max, {}
+        return transport
+    except plugins.NotMade as error:  # that endpoint's trouble alone
+        log.error("a transport can't be made", endpoint=section.name, why=error.message)
+        return _Unmade(error.message)
+
+
+class _Unmade(UTransport):
+    """Stands for a transport whose constructor failed."""
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    connected = False
+
+    async def open(self) -> None:
+        raise UStatusError(UCode.UNAVAILABLE, self._why)
+
+    async def send_batch(self, messages: Sequence[Any]) -> list[UStatus]:
+        return [UStatus(code=UCode.UNAVAILABLE, message=self._why)] * len(messages)
+
+
+def usubscription_of(
+    config: Config, hosted: HostedTransport, runtime: Runtime, drain_ms_max: int
+) -> USubscriptionService | None:
+    """The service in this process, if one is configured."""
+    if config.usubscription_of(config.home) != "embedded":
+        return None
+    limits = limits_of(config)
+    return USubscriptionService(
+        hosted,
+        config.authority,
+        config.streamer.data_dir / "usubscription.db",
+        also=config.answers_for,
+        runtime=runtime,
+        drain_ms_max=drain_ms_max,
+        reset=config.usubscription.reset,
+        subscriptions_max=limits.subscriptions_max,
+        message_bytes_max=limits.message_bytes_max,
+    )
+
+
+def interest_sources_of(
+    config: Config,
+    hosted: HostedTransport,
+    endpoints: Endpoints,
+    embedded: USubscriptionService | None,
+    runtime: Runtime,
+) -> list[InterestSource]:
+    """Whom the streamer asks who wants what; each remembers it in a file of its own."""
+
+    def memory(authority: str) -> Path:
+        return config.streamer.data_dir / f"interest-{authority}.json"
+
+    sources: list[InterestSource] = []
+    for section in config.endpoint:
+        endpoint = endpoints[section.name]
+        match config.usubscription_of(section):
+            case "embedded":
+                assert embedded is not None
+                sources.append(EmbeddedInterest(embedded, memory(config.authority), runtime))
+            case "remote":
+                sources += [
+                    ServiceInterest(
+                        hosted.toward(endpoint),
+                        LocalUriProvider(config.authority, ENTITY, VERSION),
+                        authority,
+                        refresh_ms=int(config.usubscription.refresh_s * 1000),
+                        memory=memory(authority),
+                        runtime=runtime,
+                        lives_there=functools.partial(_lives_at, endpoints, endpoint),
+                        subscriptions_max=limits_of(config).subscriptions_max,
+                    )
+                    for authority in section.authorities
+                    if not uris.is_pattern(authority) and not uris.is_one_of(authority, config.answers_for)
+                ]
+    if config.usubscription.static_file is not None:
+        sources.append(StaticFile(config.usubscription.static_file))
+    return sources
+
+
+def _lives_at(endpoints: Endpoints, endpoint: Endpoint, authority: str) -> bool:
+    return endpoints.owner(authority) is endpoint
+
+
+async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
+    """Both logs, opened, and the ids that the durable one has taken lately. Raises UStatusError."""
+    data_dir, history, limits = config.streamer.data_dir, config.history, limits_of(config)
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"streamer.data_dir {data_dir} can't be made ({error.strerror}): choose a folder that can",
+        ) from None
+    volatile_topics = limits.volatile_topics_max if history.volatile else 1  # none is used without a pattern
+    shared: dict[str, Any] = {
+        "retention_ms": int(history.retention_hours * 3_600_000),
+        "authority_streams_max": limits.authority_topics_max,
+        "runtime": runtime,
+    }
+    durable = await Log.open(
+        data_dir / "history.db",
+        name="durable",
+        retention_bytes=history.retention_mib << 20,
+        streams_max=max(1, limits.topics_max - volatile_topics),
+        **shared,
+    )
+    try:
+        volatile = await Log.open(
+            None,
+            name="volatile",
+            retention_bytes=history.volatile_mib << 20,
+            streams_max=volatile_topics,
+            **shared,
+        )
+        window = IdWindow()
+        for stream, id in await durable.recent_ids(RECENT_IDS):
+            if durable.knows_stream(stream):  # else of records that are damaged; whoever reads them learns of it
+                source = durable.stream(stream).source.SerializeToString()
+                window.take(uuids.from_bytes(id).SerializeToString() + source)
+        return Logs(durable, volatile, patterns(history.volatile), patterns(history.record)), window
+    except BaseException:
+        await durable.close()
+        raise
+
+
+def backoff_of(config: Config, runtime: Runtime) -> Backoff:
+    return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
+
+
+def limits_of(config: Config) -> Limits:
+    return Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
+
+
+def rule_of(section: RuleSection) -> Rule:
+    return Rule(section.from_, section.to, patterns(section.allow), patterns(section.deny))
+
+
+def entry_of(section: AccessSection) -> Entry:
+    callers, allow, deny = (
+        [Pattern.parse(text) for text in texts] for texts in (section.callers, section.allow, section.deny)
+    )
+    return Entry(section.endpoint or "", callers, allow, deny)
