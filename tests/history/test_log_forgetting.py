@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from history import log as log_module
+from history import numbers
 from history import streams as streams_module
 from history.acceptor import Acceptor
 from history.damage import STREAM
@@ -72,11 +72,11 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
             while not condition():
-                if self.log._writer is None:
-                    self.log._age_ring()
+                if not self.log.durable:
+                    self.log._storage.age()
                 else:
-                    self.log._writer._next_retention = 0.0
-                    self.log._writer.flush()
+                    self.log._storage.writer._next_retention = 0.0
+                    self.log._storage.writer.flush()
                 await asyncio.sleep(0.01)
 
     def known(self) -> list[int]:
@@ -85,7 +85,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "ROOM_AGAIN_S", 0.0)
+    monkeypatch.setattr(numbers, "ROOM_AGAIN_S", 0.0)
 
 
 @pytest.fixture(params=["durable", "volatile"])

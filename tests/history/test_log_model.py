@@ -61,8 +61,8 @@ class LogMachine(RuleBasedStateMachine):
             tail_bytes=SMALL_TAIL_BYTES,
             now_ms=lambda: self.now,
         )
-        if log._writer is not None:
-            log._writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
+        if log.durable:
+            log._storage.writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
         log.on_forgotten(self._forgotten)
         return log
 
@@ -136,7 +136,7 @@ class LogMachine(RuleBasedStateMachine):
         self.run(self._retain())
 
     async def _retain(self) -> None:
-        writer = self.log._writer
+        writer = self.log._storage.writer
         assert writer is not None
         done = asyncio.Event()
         heard = writer._on_written
