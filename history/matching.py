@@ -13,7 +13,7 @@ from typing import Final, NamedTuple, Protocol
 
 from history.log import Log, Stream
 from uprotocol import uri as uris
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri

@@ -25,7 +25,7 @@ from history.matching import EVERYTHING, Access, Match, Matches, Open, Patterns,
 from history.turns import Turns
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
@@ -105,10 +105,9 @@ class HistoryService:
         self._access: Access = access if access is not None else Open()
         self._access_version = self._access.version
         self._matches = Matches(self._logs)
-        self._polls_waiting_max, self._poll_bytes_max, self._now_ms = polls_waiting_max, poll_bytes_max, now_ms
-        self._polls_waiting_each = max(1, polls_waiting_max // share)
+        self._poll_bytes_max, self._now_ms = poll_bytes_max, now_ms
         self._waiting: set[_Waiting] = set()
-        self._waiting_of: Counter[str] = Counter()  # by authority
+        self._room = Shares[str](polls_waiting_max, share=share)  # for those that wait, by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, share=share)
         self._server.responses.on_taken(self._turns.look)
         self.consumers = Consumers(self._logs, now_ms, share=share)
@@ -314,7 +313,7 @@ class HistoryService:
         refusal = self._why_not_wait(poll.caller)
         if refusal is None:
             self._waiting.add(waiting)
-            self._waiting_of[poll.caller] += 1
+            self._room.add(poll.caller, 1)
         try:
             while True:
                 waiting.woken.clear()
@@ -330,18 +329,14 @@ class HistoryService:
         finally:
             if refusal is None:
                 self._waiting.discard(waiting)
-                self._waiting_of[poll.caller] -= 1
-                self._waiting_of += Counter()
+                self._room.add(poll.caller, -1)
 
     def _why_not_wait(self, caller: str) -> UStatusError | None:
-        if len(self._waiting) >= self._polls_waiting_max:
-            return UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later"
-            )
-        if self._waiting_of[caller] >= self._polls_waiting_each:
-            what = f"{self._polls_waiting_each} polls of authority {caller!r} wait already: try again later"
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        return None
+        full = self._room.full(caller)
+        if full is None:
+            return None
+        whose = f" of authority {caller!r}" if full.is_of_one else ""
+        return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{full.limit} polls{whose} wait already: try again later")
 
     async def _look(self, poll: Poll, caller: UUri, response: PollResponse, seconds: float) -> bool:
         """Read on when it is this caller's turn; True if there is something to answer."""
