@@ -6,6 +6,7 @@ patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence, Set
@@ -23,6 +24,7 @@ WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
 COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
 CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
+HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
 
 Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
 
@@ -101,6 +103,9 @@ class Match:
 
     def advance(self) -> bool:
         """One step; True if every stream there is has been looked at."""
+        newest = self._log.newest_stream_id
+        if self._seen == newest:
+            return True
         step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards) + self._sight.cost))
         streams = self._log.streams_after(self._seen, step)
         for stream in streams:
@@ -111,7 +116,13 @@ class Match:
                 self.ids.add(stream.id)
             else:
                 self.withheld += 1
-        return len(streams) < step
+        if len(streams) < step:
+            self._seen = newest
+        return self._seen == newest
+
+    async def complete(self) -> None:
+        while not self.advance():  # noqa: ASYNC110 - gives way, waits for nothing
+            await asyncio.sleep(0)
 
     def forget(self, ids: Set[int]) -> None:
         self.ids -= ids
@@ -177,10 +188,12 @@ class Matches:
             match.forget(ids)
 
     def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
-        """A match for each log."""
+        """A match for each log. Raises PERMISSION_DENIED if the caller may see none of what is asked for."""
         key = (sight.key, patterns.key)
         known = self._cached.pop(key, None)
         if known is None:
+            if patterns.all_hidden_from(sight):
+                raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._make_room(caller)
             known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
             for log, match in known[1].items():

@@ -93,6 +93,11 @@ class StreamNumbers(abc.ABC):
         return self._known.after(id, count)
 
     @property
+    def newest_stream_id(self) -> int:
+        """The highest number that was ever given out; 0 if none was."""
+        return self._known.next_id - 1
+
+    @property
     def stream_count(self) -> int:
         return len(self._known.table)
 

@@ -21,7 +21,7 @@ from history import witness
 from history.asked import POLL_BYTES_MAX, Poll
 from history.consumers import Consumers, cursor_name
 from history.log import Log
-from history.matching import EVERYTHING, Access, Match, Matches, Open, Patterns, Sight, patterns_of
+from history.matching import EVERYTHING, Access, Match, Matches, Open, patterns_of
 from history.turns import Turns
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
@@ -151,25 +151,16 @@ class HistoryService:
             raise
         self.counts[what] += 1
 
-    def _sight(self, caller: UUri, patterns: Patterns) -> Sight:
-        """Raises PERMISSION_DENIED if that is none of what is asked for."""
-        sight = self._access.of(caller)
-        if patterns.all_hidden_from(sight):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED, "the rules, or [[access]], of this streamer let you read none of these topics"
-            )
-        return sight
-
     # -- Describe
 
     async def _describe(self, request: UMessage) -> DescribeResponse:
         caller = request.attributes.source
         with self._counted("describes"):
             patterns = patterns_of(UPayload.of(request).unpack(DescribeRequest).topics, caller.authority_name)
-            sight = self._sight(caller, patterns)
+            matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
         await self._turns.begin(caller.authority_name, request.attributes.ttl / 1000)
         try:
-            return await self._described(self._matches.of(patterns, sight, caller.authority_name))
+            return await self._described(matches)
         finally:
             self._turns.end(caller.authority_name)
             self._end_reply(caller.authority_name)
@@ -188,7 +179,7 @@ class HistoryService:
                     retention_bytes=log.retention_bytes,
                 )
             )
-            await _complete(matches[log])
+            await matches[log].complete()
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
                 raise UStatusError(
                     UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
@@ -226,7 +217,7 @@ class HistoryService:
 
     def _look_again(self, poll: Poll, caller: UUri) -> None:
         """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
-        sight = self._sight(caller, poll.patterns)
+        sight = self._access.of(caller)
         if poll.sight is None or poll.sight.key != sight.key:
             poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
 
@@ -287,7 +278,7 @@ class HistoryService:
         if poll.sight is EVERYTHING:
             return True
         match = self._matches.of(patterns_of((), poll.caller), poll.sight, poll.caller)[log]
-        await _complete(match)
+        await match.complete()
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
     def _hold(self, poll: Poll, response: PollResponse) -> None:
@@ -343,7 +334,7 @@ class HistoryService:
         await self._turns.begin(poll.caller, seconds)
         try:
             for match in poll.matches.values():
-                await _complete(match)
+                await match.complete()
             if not poll.places:
                 await self._begin(poll, response)
             complete = await self._read_all(poll, response)
@@ -422,11 +413,6 @@ class HistoryService:
                 hit = hits[id(match)] = chunks is None or not match.advance() or not match.ids.isdisjoint(came)
             if hit or is_old:
                 waiting.woken.set()
-
-
-async def _complete(match: Match) -> None:
-    while not match.advance():  # noqa: ASYNC110 - gives way, waits for nothing
-        await asyncio.sleep(0)
 
 
 async def _told(log: Log, seq: int, poll: Poll) -> Position:

@@ -173,10 +173,11 @@ class Streamer:
 
         self.ingresses = {endpoint.name: ingress(endpoint) for endpoint in self.endpoints}
         self.ledger.on_turn = self._gather_refused
-        self.hosted.walk = self._entry = ingress(self.home, trusted=True)
+        self._entry = ingress(self.home, trusted=True)
+        self.hosted.lead_to(self._entry)
         for one in logs:
             one.on_forgotten(functools.partial(self._forget_streams, one))
-        self.hosted.entities_changed = self._entities_changed
+        self.hosted.on_entities_changed(self._entities_changed)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(
