@@ -6,12 +6,15 @@ set_cursor, drop_cursor -> rows -> save                 retention asks (from its
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from history.load import Cursor
 from history.rows import HELD_PREFIXES
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
+
+if TYPE_CHECKING:
+    from history.writer import Writer
 
 CURSORS_MAX: Final = 50_000  # peers, their parked topics, and consumers with a name; some 300 bytes each
 NOBODY: Final = 1 << 62
@@ -25,9 +28,9 @@ class Cursors:
         log_name: str,
         rows: Mapping[str, Cursor],
         now_ms: Callable[[], int],
-        save: Callable[[str, Cursor | None], None],
+        save: Callable[[Callable[[Writer], None]], None],
     ) -> None:
-        self._log_name, self._now_ms, self._save_cursor = log_name, now_ms, save
+        self._log_name, self._now_ms, self._save = log_name, now_ms, save
         self._cursors = dict(rows)  # changed on the loop, and read by retention
 
     def cursor(self, name: str) -> int | None:
@@ -70,12 +73,12 @@ class Cursors:
         cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms)
         if cursor != known:
             self._cursors[name] = cursor
-            self._save_cursor(name, cursor)
+            self._save(lambda writer: writer.save_cursor(name, cursor))
 
     def drop_cursor(self, name: str) -> None:
         """Nothing happens if there is none."""
         if self._cursors.pop(name, None) is not None:
-            self._save_cursor(name, None)
+            self._save(lambda writer: writer.save_cursor(name, None))
 
     def drop_ended_leases(self) -> None:
         now = self._now_ms()

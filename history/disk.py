@@ -1,7 +1,7 @@
 """A durable log keeps its records here: a file, the thread that writes it, threads that read it, and its newest records
 in memory. What keeps them in memory alone has the same methods (ring.py).
 
-append, save_* -> Writer (its thread) -> on the loop: tail -> on_written
+append, save -> Writer (its thread) -> on the loop: tail -> on_written
 scan, find_id, ... -> Reader (some threads)
 """
 
@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self, TypeVar
 
 from history.chunk import Scan
 from history.cursors import Cursors
-from history.load import Cursor, Stream
 from history.reader import Limits, Reader
-from history.rows import Row
 from history.store import Store
 from history.streams import Streams
 from history.tail import Tail
@@ -108,23 +106,11 @@ class Disk:
             self.tail.push(chunk, sum(map(len, chunk.data)))
         self._on_written(written)
 
-    # What is saved with the next transaction, or within FLUSH_MS
-
-    def save_stream(self, stream: Stream) -> None:
-        """With the next transaction: before it has a record nobody misses it."""
-        self.writer.save_stream(stream)
-
-    def save_forgotten(self, ids: Iterable[int], meta: Mapping[str, Any]) -> None:
-        self.writer.save_forgotten(ids, meta)
-        self._schedule_flush()
-
-    def save_cursor(self, name: str, cursor: Cursor | None) -> None:
-        self.writer.save_cursor(name, cursor)
-        self._schedule_flush()
-
-    def save_damage(self, rows: Sequence[Row]) -> None:
-        self.writer.save_damage(rows)
-        self._schedule_flush()
+    def save(self, change: Callable[[Writer], None], *, at_once: bool = True) -> None:
+        """Beside records: with the next transaction, or within FLUSH_MS; only with one if not `at_once`."""
+        change(self.writer)
+        if at_once:
+            self._schedule_flush()
 
     def probe(self) -> None:
         """Soon try again what has failed, and write something in any case."""
@@ -138,8 +124,6 @@ class Disk:
         self._flush_due = None
         self._cursors.drop_ended_leases()
         self.writer.flush()
-
-    # What is read from the file
 
     async def scan(
         self,

@@ -79,7 +79,7 @@ class Log(StreamNumbers, Cursors):
         """Use `open`."""
         loaded = storage.loaded
         StreamNumbers.__init__(self, known, storage)
-        Cursors.__init__(self, name, loaded.cursors, now_ms, storage.save_cursor)
+        Cursors.__init__(self, name, loaded.cursors, now_ms, storage.save)
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
         self.cursors_lost = loaded.cursors_lost
@@ -312,7 +312,7 @@ class Log(StreamNumbers, Cursors):
         """A person has seen it: all of `damage` is history."""
         rows = self._ledger.acknowledge()
         if rows:
-            self._storage.save_damage(rows)
+            self._storage.save(lambda writer: writer.save_damage(rows))
 
     def knows_lost(self, incarnation: bytes) -> bool:
         """True if that log was here once, and was lost with its records."""
@@ -330,7 +330,7 @@ class Log(StreamNumbers, Cursors):
         if row is None:
             return
         self._count(damage)
-        self._storage.save_damage([row])
+        self._storage.save(lambda writer: writer.save_damage([row]))
         for callback in list(self._damage_callbacks):
             callback(damage)
 

@@ -60,7 +60,8 @@ class StreamNumbers(abc.ABC):
             self._room_due = self._loop.time() + ROOM_AGAIN_S
         known.refuse_beyond(source.authority_name, wanted=wanted)
         stream = known.add(source, sink, self._loop.time())
-        self._storage.save_stream(stream)
+        # at once is not needed: before it has a record nobody misses it
+        self._storage.save(lambda writer: writer.save_stream(stream), at_once=False)
         return stream.id
 
     def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
@@ -145,7 +146,8 @@ class StreamNumbers(abc.ABC):
         doomed = [stream for stream in candidates if stream.id not in used]
         ids = frozenset(stream.id for stream in doomed)
         if ids:
-            self._storage.save_forgotten(ids, known.remove(doomed))
+            meta = known.remove(doomed)
+            self._storage.save(lambda writer: writer.save_forgotten(ids, meta))
             for callback in list(self._forgotten_callbacks):
                 callback(ids)
         return len(ids)

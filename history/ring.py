@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from history.chunk import Chunk, Scan, message_id, message_ids
 from history.cursors import Cursors
-from history.load import Cursor, Extent, Loaded, Stream
+from history.load import Loaded
 from history.passed import Allowance, Passed
 from history.reader import Limits
-from history.rows import Row
 from history.streams import Streams
 from history.tail import Tail
-from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Written
+from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written
 
 
 class Ring:
@@ -33,7 +31,7 @@ class Ring:
         self.tail = Tail(0, retention_bytes)
         self._streams, self._now_ms = known.table, now_ms
         self._numbering = Numbering(0, known.table)
-        self._extent: Extent = self.loaded.extent
+        self._extent = self.loaded.extent
         self._allowance = Allowance()
         self._aging: asyncio.TimerHandle | None = None
 
@@ -94,19 +92,11 @@ class Ring:
             written.passed.append(Passed(after, gone[-1].last_seq + 1, self._allowance.take(gone, after)))
         self._on_written(written)
 
-    # Nothing of this outlives the process
+    def save(self, change: Callable[[Writer], None], *, at_once: bool = True) -> None:
+        """Nothing here outlives the process."""
 
-    def save_stream(self, stream: Stream) -> None: ...
-
-    def save_forgotten(self, ids: Iterable[int], meta: Mapping[str, Any]) -> None: ...
-
-    def save_cursor(self, name: str, cursor: Cursor | None) -> None: ...
-
-    def save_damage(self, rows: Sequence[Row]) -> None: ...
-
-    def probe(self) -> None: ...
-
-    # What is read
+    def probe(self) -> None:
+        """Nothing here fails."""
 
     async def scan(self, after: int, until: int, wanted: object, limits: Limits, holes: object) -> Scan:
         raise AssertionError("what isn't in the tail is nowhere")

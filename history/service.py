@@ -221,13 +221,6 @@ class HistoryService:
         if poll.sight is None or poll.sight.key != sight.key:
             poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
 
-    async def _begin(self, poll: Poll, response: PollResponse) -> None:
-        """Where each log is read from, and the consumer's cursor."""
-        self._count_withheld(poll.matches)
-        await self._place(poll, response)
-        response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
-        self._hold(poll, response)
-
     async def _place(self, poll: Poll, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
         for incarnation, seq in poll.positions.items():
@@ -336,10 +329,13 @@ class HistoryService:
             for match in poll.matches.values():
                 await match.complete()
             if not poll.places:
-                await self._begin(poll, response)
+                self._count_withheld(poll.matches)
+                await self._place(poll, response)
+                response.begin.extend(await _told(poll))
+                self._hold(poll, response)
             complete = await self._read_all(poll, response)
             del response.next[:]
-            response.next.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
+            response.next.extend(await _told(poll))
         finally:
             self._turns.end(poll.caller)
             self._end_reply(poll.caller)
@@ -415,11 +411,14 @@ class HistoryService:
                 waiting.woken.set()
 
 
-async def _told(log: Log, seq: int, poll: Poll) -> Position:
-    """A place, with the record there as its witness: what the caller has brought, else from the log."""
-    digest = poll.known.get(log.incarnation, {}).get(seq)
-    witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
-    return Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable)
+async def _told(poll: Poll) -> list[Position]:
+    """Where it is in each log, with the record there as its witness: what the caller has brought, else from the log."""
+    places = []
+    for log, seq in poll.places.items():
+        digest = poll.known.get(log.incarnation, {}).get(seq)
+        witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
+        places.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
+    return places
 
 
 def _gap(reason: Gap.Reason.ValueType, log: Log, after: int, before: int) -> Gap:

@@ -167,8 +167,9 @@ class HostedTransport(UTransport):
         if self.owns(attributes.sink):
             taken = self.deliver([message], inside=True)
         else:
-            network = self._endpoints.owner(attributes.sink.authority_name)
-            if network is not None and network is self._network(attributes.source):
+            network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
+            at = self._home if source == self.authority else self._endpoints.owner(source)
+            if network is not None and network is at:  # where the sender is, too: no walk
                 await network.send(message)
                 return
             assert self._ingress is not None, "who sends has been led to the networks"
@@ -177,9 +178,6 @@ class HostedTransport(UTransport):
                 await self._home.send(message)
         if taken is not None:
             await taken
-
-    def _network(self, source: UUri) -> Endpoint | None:
-        return self._home if source.authority_name == self.authority else self._endpoints.owner(source.authority_name)
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
