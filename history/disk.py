@@ -18,7 +18,6 @@ from history.chunk import Scan
 from history.cursors import Cursors
 from history.reader import Limits, Reader
 from history.store import Store
-from history.streams import Streams
 from history.tail import Tail
 from history.writer import Append, Retention, Writer, Written
 from storage.faults import is_damage
@@ -60,7 +59,6 @@ class Disk:
     async def open(
         cls,
         path: Path,
-        known: Streams,
         *,
         name: str,
         retention_bytes: int,
@@ -68,14 +66,11 @@ class Disk:
         now_ms: Callable[[], int],
         runtime: Runtime,
     ) -> Self:
-        """Open the file, and fill `known` with the streams in it. Raises UStatusError, as Log.open."""
+        """Raises UStatusError, as Log.open."""
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
-        loop = asyncio.get_running_loop()
         try:
-            store = await loop.run_in_executor(executor, Store.open, path, runtime, now_ms, retention_bytes)
-            loaded = store.loaded
-            await loop.run_in_executor(
-                executor, known.load, loaded.streams, loaded.next_stream, loaded.forgotten, loop.time()
+            store = await asyncio.get_running_loop().run_in_executor(
+                executor, Store.open, path, runtime, now_ms, retention_bytes
             )
         except BaseException:
             executor.shutdown(wait=False)
@@ -133,22 +128,23 @@ class Disk:
         limits: Limits,
         holes: Sequence[tuple[int, int]],
     ) -> Scan:
-        """See Reader.scan. Raises UStatusError, as all of these: UNAVAILABLE, DATA_LOSS."""
-        found = await self._in_executor(self._reader.scan, after, until, wanted, limits, holes)
+        """See Reader.scan. Raises UStatusError, as all that follow."""
+        found = await self.run(self._reader.scan, after, until, wanted, limits, holes)
         if found.is_index_wrong:
             self.writer.distrust_index()
         return found
 
     async def find_id(self, id: bytes) -> int | None:
-        return await self._in_executor(self._reader.find_id, id)
+        return await self.run(self._reader.find_id, id)
 
     async def first_after_time(self, time_ms: int) -> int | None:
-        return await self._in_executor(self._reader.first_after_time, time_ms)
+        return await self.run(self._reader.first_after_time, time_ms)
 
     async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        return await self._in_executor(self._reader.recent_ids, count)
+        return await self.run(self._reader.recent_ids, count)
 
-    async def _in_executor(self, call: Callable[..., T], *arguments: object) -> T:
+    async def run(self, call: Callable[..., T], *arguments: object) -> T:
+        """In a thread. Raises UStatusError: UNAVAILABLE, DATA_LOSS."""
         if self._closed:
             raise UStatusError(UCode.UNAVAILABLE, f"the log {self._name} is closed")
         try:

@@ -24,7 +24,6 @@ from history.cursors import Cursors
 from history.damage import Damage
 from history.disk import Disk
 from history.load import Cursor, Stream
-from history.numbers import StreamNumbers
 from history.passed import Passed
 from history.reader import Limits
 from history.ring import Ring
@@ -58,7 +57,7 @@ _REASONS: Final = {  # what `dropped` counts
 log = structlog.get_logger()
 
 
-class Log(StreamNumbers, Cursors):
+class Log(Streams, Cursors):
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
     Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for
@@ -71,14 +70,16 @@ class Log(StreamNumbers, Cursors):
         self,
         name: str,
         storage: Disk | Ring,
-        known: Streams,
         retention_ms: int,
         retention_bytes: int,
+        streams_max: int,
+        authority_streams_max: int | None,
+        forget_after_s: float | None,
         now_ms: Callable[[], int],
     ) -> None:
         """Use `open`."""
         loaded = storage.loaded
-        StreamNumbers.__init__(self, known, storage)
+        Streams.__init__(self, storage, streams_max, authority_streams_max, forget_after_s)
         Cursors.__init__(self, name, loaded.cursors, now_ms, storage.save)
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
@@ -97,11 +98,10 @@ class Log(StreamNumbers, Cursors):
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
         # Elsewhere: the tail (the loop, in the storage's methods), the cursors (the loop; retention reads them, from its
-        # thread), and the streams in `_known.table` (the loop; their seqs are moved by the thread that commits)
+        # thread), and the streams in `_table` (the loop; their seqs are moved by the thread that commits)
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
-        storage.start(self, retention_ms, self._on_written)
 
     @classmethod
     async def open(
@@ -132,23 +132,23 @@ class Log(StreamNumbers, Cursors):
         assert min(retention_ms, retention_bytes) > 0, "a log keeps something"
         assert streams_max > 0, "a log knows something"
         now_ms = now_ms or runtime.now_ms
-        known = Streams(
-            streams_max, streams_max if authority_streams_max is None else authority_streams_max, forget_after_s
-        )
         storage: Disk | Ring
         if path is None:
-            storage = Ring(known, runtime.random_bytes(16), retention_bytes, now_ms)
+            storage = Ring(runtime.random_bytes(16), retention_bytes, now_ms)
         else:
             storage = await Disk.open(
                 Path(path),
-                known,
                 name=name,
                 retention_bytes=retention_bytes,
                 tail_bytes=tail_bytes,
                 now_ms=now_ms,
                 runtime=runtime,
             )
-        return cls(name, storage, known, retention_ms, retention_bytes, now_ms)
+        limits = (streams_max, authority_streams_max, forget_after_s)
+        made = cls(name, storage, retention_ms, retention_bytes, *limits, now_ms)
+        await storage.run(made._load)
+        storage.start(made, retention_ms, made._on_written)
+        return made
 
     async def close(self) -> None:
         """Write what is queued, and close. May be called twice."""
@@ -221,7 +221,7 @@ class Log(StreamNumbers, Cursors):
         assert len(streams) == len(messages) > 0, "a batch has messages, and each its stream"
         done: asyncio.Future[int] = self._loop.create_future()
         try:
-            streams = self._numbered_anew(streams, messages) if self._known.forgotten_total else streams
+            streams = self._numbered_anew(streams, messages) if self.streams_forgotten else streams
             self._require_room(len(messages))
         except UStatusError as error:
             done.set_exception(error)
@@ -407,7 +407,7 @@ class Log(StreamNumbers, Cursors):
         if max(after, self.floor_seq) >= self._tail.after:
             found = self._scan_tail(max(after, self.floor_seq), until, streams, limits)
         else:
-            table = self._known.table
+            table = self._table
             wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
             found = await self._storage.scan(after, until, wanted, limits, self._holes)
             if found.is_index_wrong:

@@ -15,7 +15,6 @@ from history.cursors import Cursors
 from history.load import Loaded
 from history.passed import Allowance, Passed
 from history.reader import Limits
-from history.streams import Streams
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written
 
@@ -25,12 +24,11 @@ class Ring:
 
     durable = False
 
-    def __init__(self, known: Streams, incarnation: bytes, retention_bytes: int, now_ms: Callable[[], int]) -> None:
+    def __init__(self, incarnation: bytes, retention_bytes: int, now_ms: Callable[[], int]) -> None:
         self.loaded = Loaded(incarnation)
-        known.load(self.loaded.streams, 1, {}, 0.0)
         self.tail = Tail(0, retention_bytes)
-        self._streams, self._now_ms = known.table, now_ms
-        self._numbering = Numbering(0, known.table)
+        self._now_ms = now_ms
+        self._numbering = Numbering(0, self.loaded.streams)
         self._extent = self.loaded.extent
         self._allowance = Allowance()
         self._aging: asyncio.TimerHandle | None = None
@@ -63,7 +61,7 @@ class Ring:
         ids = chunk.streams
         newest = dict(zip(ids, range(len(ids)), strict=True))
         for id, count in Counter(ids).items():
-            stream, place = self._streams[id], newest[id]
+            stream, place = self.loaded.streams[id], newest[id]
             first_seq = 0 if stream.records else chunk.seqs[ids.index(id)]
             stream.grow(first_seq, chunk.seqs[place], count, message_id(chunk.messages[place]), chunk.time_ms)
 
@@ -97,6 +95,9 @@ class Ring:
 
     def probe(self) -> None:
         """Nothing here fails."""
+
+    async def run(self, call: Callable[[], None]) -> None:
+        call()
 
     async def scan(self, after: int, until: int, wanted: object, limits: Limits, holes: object) -> Scan:
         raise AssertionError("what isn't in the tail is nowhere")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from history import numbers
+from history import streams
 from history import streams as streams_module
 from history.acceptor import Acceptor
 from history.damage import STREAM
@@ -85,7 +85,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numbers, "ROOM_AGAIN_S", 0.0)
+    monkeypatch.setattr(streams, "ROOM_AGAIN_S", 0.0)
 
 
 @pytest.fixture(params=["durable", "volatile"])

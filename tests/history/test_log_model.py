@@ -171,10 +171,10 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _forget(self) -> None:
         log = self.log
-        log._known.forget_after_s = 0.0
+        log.forget_after_s = 0.0
         log._forget()
         assert {topic for topic in self.ids if self.newest.get(topic, 0) <= log.floor_seq} == set()
-        log._known.forget_after_s = 1e9
+        log.forget_after_s = 1e9
 
     @invariant()
     def agree(self) -> None:
