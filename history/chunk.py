@@ -1,7 +1,7 @@
 """A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
 
-UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages
-                        in the writer thread                     in a reader thread; messages are parsed only if asked for
+UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
+                        in the writer's thread                          in a reader's thread
 """
 
 from __future__ import annotations

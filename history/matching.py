@@ -1,7 +1,7 @@
 """Which streams of a log a set of topic patterns means to one who may not see all. Cached, and grown step by step as
 streams come.
 
-patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time, the loop is not held up --> ids
+patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time --> ids
 """
 
 from __future__ import annotations

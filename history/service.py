@@ -23,6 +23,7 @@ from history.consumers import Consumers, cursor_name
 from history.log import Log
 from history.matching import EVERYTHING, Access, Match, Matches, Open, patterns_of
 from history.turns import Turns
+from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
@@ -241,7 +242,7 @@ class HistoryService:
                 differs, agreed = bounds
                 # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be
                 # told apart.
-                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, differs, agreed + 1))
+                response.gaps.append(gap_of(Gap.REASON_CORRUPTION, log.incarnation, differs, agreed + 1))
                 poll.places[log] = agreed
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
                 poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
@@ -262,7 +263,7 @@ class HistoryService:
         else:
             return log.floor_seq
         if seq <= log.floor_seq and log.floor_seq:
-            response.gaps.append(_gap(Gap.REASON_RETENTION, log, 0, log.floor_seq + 1))
+            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
         return max(seq, log.floor_seq)
 
     async def _sees_record(self, log: Log, seq: int, poll: Poll) -> bool:
@@ -368,7 +369,9 @@ class HistoryService:
                 poll.places[log] = min(max(found.covered, place), end)
                 if place < found.floor_seq:
                     self._note_retention(poll.matches[log], log, place, found.floor_seq, response)
-                response.gaps.extend(_gap(Gap.REASON_CORRUPTION, log, after, before) for after, before in found.gaps)
+                response.gaps.extend(
+                    gap_of(Gap.REASON_CORRUPTION, log.incarnation, after, before) for after, before in found.gaps
+                )
                 for chunk in found.chunks:
                     batch.seq.extend(chunk.seqs)
                     batch.prev_seq.extend(chunk.prev_seqs)
@@ -390,7 +393,7 @@ class HistoryService:
         if match.forgotten_seq > place or any(
             stream.newest_seq > place and stream.first_seq <= floor for stream in streams
         ):
-            response.gaps.append(_gap(Gap.REASON_RETENTION, log, place, floor + 1))
+            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, floor + 1))
 
     def _appended(self, log: Log) -> None:
         """Wake those for whom something came."""
@@ -419,10 +422,6 @@ async def _told(poll: Poll) -> list[Position]:
         witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
         places.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
     return places
-
-
-def _gap(reason: Gap.Reason.ValueType, log: Log, after: int, before: int) -> Gap:
-    return Gap(reason=reason, incarnation=log.incarnation, after_seq=after, before_seq=before)
 
 
 def _topic_state(log: Log, id: int) -> TopicState:

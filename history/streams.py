@@ -1,6 +1,6 @@
 """Which streams a log knows: who may have how many, and which of them are forgotten.
 
-stream_id --new--> room for one more? -> a number -> records come, retention passes them -> empty for a while -> forgotten
+stream_id --new--> room for one? -> a number -> records come, retention passes them -> empty for a while -> forgotten
                     '-- no: an empty one goes at once, else TopicsFullError
 
 `_due` holds each stream under a seq that its newest record has reached or passed. So where the lowest of them is beyond

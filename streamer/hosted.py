@@ -2,7 +2,7 @@
 
     service -> send -> another hosted service | home network | express lane or log of another endpoint
     ingress (of any endpoint) -> deliver -> service
-                                    '-> a method that there is not: UNIMPLEMENTED (UNAVAILABLE while services come and go)
+                                    '-> no such method: UNIMPLEMENTED (UNAVAILABLE while services come and go)
 
 A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other
 networks reach it by the ordinary walk, and nothing else in the streamer treats it specially.

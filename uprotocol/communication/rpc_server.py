@@ -44,9 +44,9 @@ class InMemoryRpcServer(RpcServer):
     A handler answers with a UPayload, a protobuf message, or None (an empty payload). It may raise UStatusError, which
     the caller gets; anything else it raises is logged, and the caller gets INTERNAL. `check`, if given, sees every
     request first and may refuse it. That a request is valid is for the transport to see to, and is not looked at again:
-    beside a transport that delivers anything, let `check` be `uprotocol.message.validate`. One authority has at most one part in `share` of what may run, and of the responses
-    that wait for the network. `dropped` counts requests that are expired, or refused and unanswerable, and responses
-    that the network did not take.
+    beside a transport that delivers anything, let `check` be `uprotocol.message.validate`. One authority has at most
+    one part in `share` of what may run, and of the responses that wait for the network. `dropped` counts requests that
+    are expired, or refused and unanswerable, and responses that the network did not take.
     """
 
     def __init__(
