@@ -12,7 +12,7 @@ damage      damage.py       what is known to be lost     gaps.py   told on a top
 
 the service service.py      core.ustreamer: Describe, Poll                        asked.py     what a Poll asks for
             matching.py     which streams are meant, and may be seen              turns.py     whose poll reads next
-            consumers.py    whose a consumer's name is                            witness.py   proof of where a reader was
+            consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
 its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing
 """

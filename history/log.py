@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, Self
 
@@ -23,7 +22,7 @@ from history.chunk import Chunk, Scan
 from history.cursors import Cursors
 from history.damage import Damage
 from history.disk import Disk
-from history.load import Cursor, Stream
+from history.load import Cursor, Extent, Stream
 from history.passed import Passed
 from history.reader import Limits
 from history.ring import Ring
@@ -84,21 +83,21 @@ class Log(Streams, Cursors):
         self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
         self.cursors_lost = loaded.cursors_lost
+        self.holes = list(loaded.holes)  # (after, before): what was committed once, and lost with a damaged file
         self.dropped: Counter[str] = Counter()
         self._tail, self._ledger = storage.tail, loaded.ledger
         # All that changes, and who changes it. The loop alone, where nobody else is named:
         self.healthy = True  # the last transaction got through
         self._closed = False
-        self._extent = replace(loaded.extent)  # replaced whole by what the storage reports
-        self._holes = list(loaded.holes)  # (after, before): never changes
+        self._measure(loaded.extent)
         self._appending: set[Append] = set()  # handed to the storage, not yet reported by it
         self._queued = 0  # messages of those
         self._grown: asyncio.Future[None] | None = None  # who waits for more
         self._append_callbacks: list[Callable[[], None]] = []
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
-        # Elsewhere: the tail (the loop, in the storage's methods); the cursors (the loop; retention reads them, from its
-        # own thread); the streams in `_table` (the loop; their seqs are moved by the thread that commits)
+        # Elsewhere: the tail (the loop, in the storage's methods); the cursors (the loop; retention reads them, from the
+        # writer's thread); the streams in `_table` (the loop; their seqs are moved by the writer's thread)
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
@@ -150,6 +149,15 @@ class Log(Streams, Cursors):
         storage.start(made, retention_ms, made._on_written)
         return made
 
+    def _measure(self, extent: Extent) -> None:
+        """What the storage has said last."""
+        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
+        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
+        self.floor_seq = extent.floor_seq
+        self.stored_bytes = extent.stored_bytes  # of the records there are
+        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
+        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
+
     async def close(self) -> None:
         """Write what is queued, and close. May be called twice."""
         if not self._closed:
@@ -168,42 +176,6 @@ class Log(Streams, Cursors):
         state = "closed" if self._closed else "healthy" if self.healthy else "not healthy"
         kind = "durable" if self.durable else "volatile"
         return f"Log({self.name}, {kind}, {state}, {self.oldest_seq}..{self.newest_seq})"
-
-    # -- state
-
-    @property
-    def oldest_seq(self) -> int:
-        """Of the records there are; 0 if there is none."""
-        return self._extent.oldest_seq
-
-    @property
-    def newest_seq(self) -> int:
-        """The highest seq that was ever given out; 0 if there never was a record."""
-        return self._extent.newest_seq
-
-    @property
-    def floor_seq(self) -> int:
-        return self._extent.floor_seq
-
-    @property
-    def holes(self) -> list[tuple[int, int]]:
-        """(after, before): what was committed once, and lost with a damaged file."""
-        return self._holes
-
-    @property
-    def stored_bytes(self) -> int:
-        """Of the records there are."""
-        return self._extent.stored_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """What all files of the log really take, the write-ahead log included; sampled every second. 0: volatile."""
-        return self._extent.disk_bytes
-
-    @property
-    def disk_free_bytes(self) -> int:
-        """What is left on the disk of the log; sampled every second. 0: volatile."""
-        return self._extent.disk_free_bytes
 
     @property
     def _is_writable(self) -> bool:
@@ -250,7 +222,7 @@ class Log(Streams, Cursors):
                 callback(passed)
         for number in written.acknowledged:
             self._ledger.acknowledge_one(number)
-        self._extent = written.extent
+        self._measure(written.extent)
         batch = written.batch
         if batch is None:
             return
@@ -409,13 +381,13 @@ class Log(Streams, Cursors):
         else:
             table = self._table
             wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
-            found = await self._storage.scan(after, until, wanted, limits, self._holes)
+            found = await self._storage.scan(after, until, wanted, limits, self.holes)
             if found.is_index_wrong:
                 self._note(kinds.INDEX, "the index of streams is made anew at the next start")
             for low, high, why in found.damaged:
                 self._note(kinds.RECORDS, why, low, high)
         found.gaps.extend(
-            (max(after, low), high) for low, high in self._holes if low < found.covered and after < high - 1
+            (max(after, low), high) for low, high in self.holes if low < found.covered and after < high - 1
         )
         return found
 

@@ -55,6 +55,9 @@ class TopicsFullError(UStatusError):
 class Streams(abc.ABC):
     """The part of a log that is about streams; on the loop."""
 
+    floor_seq: int
+    """Records up to here were deleted by retention; 0: none ever was."""
+
     def __init__(
         self,
         storage: Disk | Ring,
@@ -70,7 +73,7 @@ class Streams(abc.ABC):
         self._storage, self._loop = storage, asyncio.get_running_loop()
         # in the order of their numbers; shared with the storage, which moves their seqs when it has committed
         self._table = storage.loaded.streams
-        self._next_id = storage.loaded.next_stream
+        self.newest_stream_id = storage.loaded.next_stream - 1  # the highest number that was ever given out
         # by source authority: up to which seq there were records of forgotten streams
         self._forgotten = dict(storage.loaded.forgotten)
         self._by_address: dict[Address, Stream] = {}
@@ -94,11 +97,6 @@ class Streams(abc.ABC):
         self._due = [stream.newest_seq << 64 | id for id, stream in table.items() if stream.records]
         self._fresh = {id: now_s for id, stream in table.items() if not stream.records}
         heapq.heapify(self._due)
-
-    @property
-    @abc.abstractmethod
-    def floor_seq(self) -> int:
-        """Records up to here were deleted by retention; 0 if none ever was."""
 
     @property
     @abc.abstractmethod
@@ -126,8 +124,8 @@ class Streams(abc.ABC):
             self._room_due = self._loop.time() + ROOM_AGAIN_S
         self._refuse_beyond(source.authority_name, wanted=wanted)
         address = address_of(source, sink)
-        stream = Stream(self._next_id, *((address, None) if isinstance(address, bytes) else address))
-        self._next_id += 1
+        self.newest_stream_id += 1
+        stream = Stream(self.newest_stream_id, *((address, None) if isinstance(address, bytes) else address))
         self._table[stream.id] = self._by_address[address] = stream
         self._ids.append(stream.id)
         self._counts[source.authority_name] += 1
@@ -171,11 +169,6 @@ class Streams(abc.ABC):
                 found.append(stream)
             place += 1
         return found
-
-    @property
-    def newest_stream_id(self) -> int:
-        """The highest number that was ever given out; 0 if none was."""
-        return self._next_id - 1
 
     @property
     def stream_count(self) -> int:

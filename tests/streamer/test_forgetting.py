@@ -129,7 +129,7 @@ async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world:
     assert world.streamer.topics_of("vehicle1") == share + 1
     assert world.streamer.dead_letters.total == 0
     log = world.streamer.logs.durable
-    log._extent.floor_seq = log.newest_seq  # retention has passed them
+    log.floor_seq = log.newest_seq  # retention has passed them
     assert forget(log) > 0
     before = log.newest_seq
     await vehicle.send(publish(made_up[-1], "again"))
