@@ -96,8 +96,8 @@ class Log(Streams, Cursors):
         self._append_callbacks: list[Callable[[], None]] = []
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
-        # Elsewhere: the tail (the loop, in the storage's methods); the cursors (the loop; retention reads them, from the
-        # writer's thread); the streams in `_table` (the loop; their seqs are moved by the writer's thread)
+        # Elsewhere: the tail (the loop, in methods of the storage); the cursors (the loop; retention reads them, from
+        # the writer's thread); the streams in `_table` (the loop; their seqs are moved by the writer's thread)
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
