@@ -21,6 +21,7 @@ from uprotocol.v1.uri_pb2 import UUri
 
 PATTERNS_MAX: Final = 1_000  # of one request; who wants more wants a wildcard
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
+PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics that need no second look; some 4 MB when full
 COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
 CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
@@ -155,20 +156,32 @@ def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
         raise UStatusError(
             UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards"
         )
-    patterns: dict[tuple[str, int, int, int], UUri] = {}
-    for topic in topics:
-        pattern = uris.with_authority(topic, caller)
-        uris.validate(pattern)
-        if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
-            raise invalid(
-                f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF"
-            )
-        patterns[uris.key(pattern)] = pattern
-    if sum(map(uris.has_wildcard, patterns.values())) > WILDCARD_PATTERNS_MAX:
+    patterns = {one.key: one for one in (_pattern(topic.SerializeToString(), caller) for topic in topics)}
+    if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
         raise UStatusError(
             UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
         )
-    return Patterns(tuple(sorted(patterns)), tuple(patterns.values()))
+    return Patterns(tuple(sorted(patterns)), tuple(one.uri for one in patterns.values()))
+
+
+class _Pattern(NamedTuple):
+    key: tuple[str, int, int, int]
+    uri: UUri
+    is_wild: bool
+
+
+@functools.lru_cache(maxsize=PATTERNS_KNOWN_MAX)
+def _pattern(topic: bytes, caller: str) -> _Pattern:
+    """Valid ones are remembered: consumers name theirs with each poll. What raises is not, so that junk can't fill the
+    cache."""
+    given = UUri.FromString(topic)
+    pattern = uris.with_authority(given, caller)
+    uris.validate(pattern)
+    if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
+        raise invalid(
+            f"{uris.format(given)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF"
+        )
+    return _Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
 
 
 class Matches:

@@ -163,8 +163,7 @@ class HistoryService:
         try:
             return await self._described(matches)
         finally:
-            self._turns.end(caller.authority_name)
-            self._end_reply(caller.authority_name)
+            self._turns.end_with_the_step(caller.authority_name)
 
     async def _described(self, matches: dict[Log, Match]) -> DescribeResponse:
         response = DescribeResponse()
@@ -195,10 +194,6 @@ class HistoryService:
 
     def _count_withheld(self, matches: dict[Log, Match]) -> None:
         self.counts["withheld"] += any(match.withheld for match in matches.values())
-
-    def _end_reply(self, caller: str) -> None:
-        """After the step that is under way, which posts the response: from then on its bytes are counted there."""
-        asyncio.get_running_loop().call_soon(self._turns.ended, caller)
 
     # -- Poll
 
@@ -338,8 +333,7 @@ class HistoryService:
             del response.next[:]
             response.next.extend(await _told(poll))
         finally:
-            self._turns.end(poll.caller)
-            self._end_reply(poll.caller)
+            self._turns.end_with_the_step(poll.caller)
         return bool(response.batches or response.gaps or not complete)
 
     async def _read_all(self, poll: Poll, response: PollResponse) -> bool:

@@ -68,6 +68,12 @@ class Turns:
         self._seats.add(caller, -1)
         self.look()
 
+    def end_with_the_step(self, caller: str) -> None:
+        """The same, and the answer is on its way, or there is none, when the step of the loop that is under way is
+        done."""
+        self.end(caller)
+        asyncio.get_running_loop().call_soon(self.ended, caller)
+
     def ended(self, caller: str) -> None:
         """There is no answer, or it is on its way and counted there."""
         self._promised.add(caller, -1)
