@@ -226,7 +226,7 @@ class Log(Streams, Cursors):
         batch = written.batch
         if batch is None:
             return
-        self._queued -= sum(len(append.messages) for append in batch)
+        self._queued -= sum([len(append.messages) for append in batch])
         self._appending.difference_update(batch)
         if written.is_damaged:
             self._note(kinds.STRUCTURE, str(written.error))

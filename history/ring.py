@@ -42,20 +42,17 @@ class Ring:
             self._aging.cancel()
 
     def append(self, append: Append) -> None:
-        time_ms, size = self._now_ms(), len(append.messages)
-        written = Written(self._extent, [append])
+        time_ms = self._now_ms()
+        self._numbering.begin()
+        seqs, prev_seqs = self._numbering.number(append.streams)
+        whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages)
+        self._grow(whole)
+        chunks = [whole.slice(begin, begin + CHUNK_RECORDS_MAX) for begin in range(0, len(whole), CHUNK_RECORDS_MAX)]
         gone: list[Chunk] = []
-        for begin in range(0, size, CHUNK_RECORDS_MAX):
-            end = begin + CHUNK_RECORDS_MAX
-            streams, messages = append.streams[begin:end], append.messages[begin:end]
-            self._numbering.begin()
-            seqs, prev_seqs = self._numbering.number(streams)
-            chunk = Chunk(seqs, time_ms, streams, prev_seqs, None, messages)
-            self._grow(chunk)
-            written.chunks.append(chunk)
-            gone += self.tail.push(chunk, sum(message.ByteSize() for message in messages))
-        self._extent.newest_seq = self._numbering.newest_seq
-        self._tell(written, gone)
+        for chunk in chunks:
+            gone += self.tail.push(chunk, sum([message.ByteSize() for message in chunk.messages]))
+        self._extent.newest_seq = whole.last_seq
+        self._tell(Written(self._extent, [append], chunks), gone)
 
     def _grow(self, chunk: Chunk) -> None:
         ids = chunk.streams

@@ -1,9 +1,7 @@
 """Whose poll reads next: callers in turn, and none whose answers the network has not taken.
 
-poll -> begin -> waiting, by caller --a seat is free, the caller has one left, room for one more answer--> reads
-                                                                                                             |
-         its room is given back <- ended <- the answer is on its way  <-- something | nothing --> seat and room are
-                                                                                                  given back
+poll -> begin -> waiting, by caller -- a seat is free, it has one left, room for one more answer --> reads
+  its room is given back <- ended <- the answer is on its way, or there is none <- its seat is given back <- end
 """
 
 from __future__ import annotations
