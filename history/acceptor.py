@@ -1,7 +1,8 @@
 """What a reader takes of the answers of a history: each record once, in order, and nothing after one that is missing.
 
-answer -> decode -> records -> judge: does it directly follow the last one of its topic? -> Accepted(records, gaps, places)
-                       gaps -> told once -> places: where to go on in each log, what proves it, which logs gave nothing
+answer -> decode -> records -> judge: does it directly follow the last one of its topic? -> Accepted: records, gaps,
+                    gaps -> told once                                                       and places
+places: where to go on in each log, what proves it, which logs gave nothing
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from history import witness
-from history.witness import Known
+from history.witness import Known, gap_of
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollResponse, Position, RecordBatch
 from uprotocol.v1.umessage_pb2 import UMessage
 
 # whose newest record is known; the longest quiet ones are forgotten, then the position counts for them
 TOPICS_TRACKED_MAX: Final = 65_536
-REFUSED_MAX: Final = (
-    # times in a row that a record does not follow; then what is between is declared a gap, since asking again doesn't
-    # help
-    8
-)
+# times in a row that a record does not follow; then what is between is declared a gap: asking again doesn't help
+REFUSED_MAX: Final = 8
 SEQ_MAX: Final = (1 << 63) - 1  # of SQLite, and so of every log; records begin at 1
 
 
@@ -38,6 +36,12 @@ class Record:
     prev_seq: int
     time_ms: int
     message: UMessage
+
+    @property
+    def topic(self) -> tuple[bytes, bytes, bytes]:
+        """Log, source and sink: what has predecessors of its own."""
+        attributes = self.message.attributes
+        return self.incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString()
 
 
 Positions = dict[bytes, int]
@@ -133,8 +137,7 @@ class Acceptor:
 
     def judge(self, record: Record) -> Verdict:
         """Whether `record` is the next one of its topic; it counts as taken if it is."""
-        incarnation, attributes = record.incarnation, record.message.attributes
-        key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
+        incarnation, key = record.incarnation, record.topic
         last = self._newest.get(key, self._base.get(incarnation, 0))
         if record.seq <= last:
             self.dropped["duplicate"] += 1
@@ -195,14 +198,7 @@ class Acceptor:
         for place, record in enumerate(records):
             if isinstance(record, int):
                 self.dropped["unreadable"] += 1
-                accepted.gaps.append(
-                    Gap(
-                        reason=Gap.REASON_CORRUPTION,
-                        incarnation=incarnation,
-                        after_seq=record - 1,
-                        before_seq=record + 1,
-                    )
-                )
+                accepted.gaps.append(gap_of(Gap.REASON_CORRUPTION, incarnation, record - 1, record + 1))
                 self._lost_to[incarnation] = max(record, self._lost_to.get(incarnation, 0))
                 continue
             verdict = self.judge(record)
@@ -217,20 +213,13 @@ class Acceptor:
         return True
 
     def _go_back(self, record: Record, position: int, accepted: Accepted) -> None:
-        incarnation, attributes = record.incarnation, record.message.attributes
-        key = (incarnation, attributes.source.SerializeToString(), attributes.sink.SerializeToString())
-        allowed = max(self._newest.get(key, self._base[incarnation]), self._lost_to.get(incarnation, 0))
+        incarnation = record.incarnation
+        allowed = max(self._newest.get(record.topic, self._base[incarnation]), self._lost_to.get(incarnation, 0))
         self.positions[incarnation] = min(allowed, position)
         if self._refused_in_a_row >= REFUSED_MAX:
             self._refused_in_a_row = 0
-            gap = Gap(
-                reason=Gap.REASON_UNSPECIFIED,
-                incarnation=incarnation,
-                after_seq=allowed,
-                before_seq=record.prev_seq + 1,
-            )
             self._lost_to[incarnation] = record.prev_seq
-            accepted.gaps.append(gap)
+            accepted.gaps.append(gap_of(Gap.REASON_UNSPECIFIED, incarnation, allowed, record.prev_seq + 1))
 
 
 def went_back(gap: Gap) -> bool:

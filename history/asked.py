@@ -39,6 +39,7 @@ class Poll:
 
     asked: PollRequest
     owner: Owner
+    caller: str  # its authority
     patterns: Patterns
     positions: dict[bytes, int]
     known: dict[bytes, witness.Known]
@@ -52,10 +53,6 @@ class Poll:
     matches: dict[Log, Match] = field(default_factory=dict)
     sight: Sight | None = None  # of which the matches are
     places: dict[Log, int] = field(default_factory=dict)  # where each log is read on
-
-    @property
-    def caller(self) -> str:
-        return self.owner.authority
 
     def end(self, log: Log) -> int:
         return min(log.newest_seq, self.until.get(log.incarnation, log.newest_seq))
@@ -79,10 +76,12 @@ def checked(asked: PollRequest, attributes: UAttributes, poll_bytes_max: int, no
         _require_time(asked.after_time.seconds, asked.after_time.nanos)
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
+    caller = attributes.source.authority_name
     return Poll(
         asked,
         Owner.of(attributes.source),
-        patterns_of(asked.topics, attributes.source.authority_name),
+        caller,
+        patterns_of(asked.topics, caller),
         _positions(asked.positions),
         witness.checked(asked.positions),
         _positions(asked.until),

@@ -1,7 +1,7 @@
 """A chunk: the records of one commit, as columns. The unit of storage, of reading and of retention.
 
-UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages
-                        in the writer thread                     in a reader thread; messages are parsed only if asked for
+UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
+                        in the writer's thread                          in a reader's thread
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Chunk:
     Never changed once made.
     """
 
-    __slots__ = ("_data", "_messages", "_stream_set", "prev_seqs", "seqs", "streams", "time_ms")
+    __slots__ = (
+        *("_data", "_messages", "_stream_set", "first_seq", "last_seq", "prev_seqs", "seqs", "streams", "time_ms"),
+    )
 
     def __init__(
         self,
@@ -43,7 +45,8 @@ class Chunk:
             "a chunk has records, and every column one entry for each"
         )
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
-        self.seqs, self.time_ms, self.streams, self.prev_seqs = seqs, time_ms, streams, prev_seqs
+        self.seqs, self.first_seq, self.last_seq = seqs, seqs[0], seqs[-1]
+        self.time_ms, self.streams, self.prev_seqs = time_ms, streams, prev_seqs
         self._data, self._messages = data, messages
         self._stream_set: frozenset[int] | None = None
 
@@ -52,14 +55,6 @@ class Chunk:
 
     def __len__(self) -> int:
         return len(self.streams)
-
-    @property
-    def first_seq(self) -> int:
-        return self.seqs[0]
-
-    @property
-    def last_seq(self) -> int:
-        return self.seqs[-1]
 
     @property
     def data(self) -> list[bytes]:

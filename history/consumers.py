@@ -9,12 +9,11 @@ retention.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -80,12 +79,11 @@ class Consumers:
         share: int = CALLERS_SHARE,
     ) -> None:
         self._logs, self._now_ms = logs, now_ms
-        self._names_max, self._names_each = names_max, max(1, names_max // share)
         self._home = next((log for log in logs if log.durable), logs[0]) if logs else None
         self._owners: dict[str, Owner] = {}
         self._used_ms: dict[str, int] = {}
-        self._by_authority: Counter[str] = Counter()
-        self._by_owner: Counter[Owner] = Counter()
+        self._by_authority = Shares[str](names_max, share=share)
+        self._by_owner = Shares[Owner](self._by_authority.each_pieces_max, share=OWNERS_SHARE)
 
     def __repr__(self) -> str:
         return f"Consumers({len(self._owners)} names)"
@@ -134,17 +132,15 @@ class Consumers:
     def _bind(self, consumer: str, owner: Owner) -> None:
         if consumer in self._owners:  # long unused
             self._forget(consumer)
-        each = max(1, self._names_each // OWNERS_SHARE)
-        if self._by_owner[owner] >= each:
-            self._make_room(lambda other: other == owner, f"{each} consumers of {owner}")
-        if self._by_authority[owner.authority] >= self._names_each:
-            self._make_room(
-                lambda other: other.authority == owner.authority,
-                f"{self._names_each} consumers of authority {owner.authority!r}",
-            )
-        if len(self._owners) >= self._names_max:
-            most, _ = self._by_authority.most_common(1)[0]
-            self._make_room(lambda other: other.authority == most, f"{self._names_max} consumers")
+        names, of_owner = self._by_authority, self._by_owner
+        if of_owner.pieces_of(owner) >= of_owner.each_pieces_max:
+            self._make_room(lambda other: other == owner, f"{of_owner.each_pieces_max} consumers of {owner}")
+        if names.pieces_of(owner.authority) >= names.each_pieces_max:
+            which = f"{names.each_pieces_max} consumers of authority {owner.authority!r}"
+            self._make_room(lambda other: other.authority == owner.authority, which)
+        if names.pieces >= names.pieces_max:
+            most = names.most()
+            self._make_room(lambda other: other.authority == most, f"{names.pieces_max} consumers")
         self._know(consumer, owner, self._now_ms())
         self._save(consumer, owner)
 
@@ -168,8 +164,8 @@ class Consumers:
 
     def _know(self, consumer: str, owner: Owner, used_ms: int) -> None:
         self._owners[consumer], self._used_ms[consumer] = owner, used_ms
-        self._by_authority[owner.authority] += 1
-        self._by_owner[owner] += 1
+        self._by_authority.add(owner.authority, 1)
+        self._by_owner.add(owner, 1)
 
     def _save(self, consumer: str, owner: Owner) -> None:
         assert self._home is not None, "no cursor without a log"
@@ -179,10 +175,8 @@ class Consumers:
     def _forget(self, consumer: str) -> None:
         owner = self._owners.pop(consumer)
         del self._used_ms[consumer]
-        self._by_authority[owner.authority] -= 1
-        self._by_owner[owner] -= 1
-        self._by_authority += Counter()  # without those that have none
-        self._by_owner += Counter()
+        self._by_authority.add(owner.authority, -1)
+        self._by_owner.add(owner, -1)
         for log in self._logs:
             log.drop_cursor(owner.row_name(consumer))
 

@@ -1,8 +1,8 @@
 """Listeners fed from a history: what was published since a point, and what comes, once and in order.
 
 subscribe_since(topic, since, listener) -> describe: does the history answer?
-   -> catch up: polls of its own, each handed over before the next   <------- fell out: listener too slow, gap, a record missing
-       -> at the end: join -> one long poll for all topics -> by topic: inbox of each listener -> listener, batch by batch
+   -> catch up: polls of its own, each handed over before the next   <--- fell out: too slow, a gap, a record missing
+       -> at the end: join -> one long poll for all topics -> by topic: inbox of each listener -> listener, in batches
 
 It is what `USubscriptionClient(..., history=feed).subscribe(topic, listener, since=...)` needs: the subscription makes
 the messages flow, the history brings them without a gap. Each listener has an Acceptor of its own, so there is no seam
@@ -26,6 +26,7 @@ from history.matching import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
 from history.subscriber import HistoryClient, Poller
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.cache import Cache
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import UListener
@@ -113,7 +114,7 @@ class _Shared:
         self._places = Places()
         self._feeds: dict[_Feed, None] = {}
         self._joining: dict[_Feed, None] = {}
-        self._wanting: dict[Any, list[_Feed]] = {}  # by source, as they come
+        self._wanting = Cache[Any, list[_Feed]](SOURCES_MAX)  # by source, as they come
         self._task: asyncio.Task[None] | None = None
         self._polling: asyncio.Task[PollResponse | None] | None = None
         self._waits_until = 0.0  # the poll that is under way
@@ -220,14 +221,11 @@ class _Shared:
         key = uris.key(source)
         found = self._wanting.get(key)
         if found is None:
-            if len(self._wanting) >= SOURCES_MAX:
-                self._wanting.clear()
-            found = [
+            found = self._wanting[key] = [
                 feed
                 for feed in self._feeds
                 if (uris.matches(feed.topic, source) if feed.is_wildcard else feed.key == key)
             ]
-            self._wanting[key] = found
         return found
 
     def _scatter(self) -> None:

@@ -1,11 +1,12 @@
 """Which streams of a log a set of topic patterns means to one who may not see all. Cached, and grown step by step as
 streams come.
 
-patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time, the loop is not held up --> ids
+patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time --> ids
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence, Set
@@ -13,16 +14,18 @@ from typing import Final, NamedTuple, Protocol
 
 from history.log import Log, Stream
 from uprotocol import uri as uris
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 PATTERNS_MAX: Final = 1_000  # of one request; who wants more wants a wildcard
 WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
+PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics that need no second look; some 4 MB when full
 COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
 CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
+HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
 
 Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
 
@@ -101,6 +104,9 @@ class Match:
 
     def advance(self) -> bool:
         """One step; True if every stream there is has been looked at."""
+        newest = self._log.newest_stream_id
+        if self._seen == newest:
+            return True
         step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards) + self._sight.cost))
         streams = self._log.streams_after(self._seen, step)
         for stream in streams:
@@ -111,7 +117,13 @@ class Match:
                 self.ids.add(stream.id)
             else:
                 self.withheld += 1
-        return len(streams) < step
+        if len(streams) < step:
+            self._seen = newest
+        return self._seen == newest
+
+    async def complete(self) -> None:
+        while not self.advance():  # noqa: ASYNC110 - gives way, waits for nothing
+            await asyncio.sleep(0)
 
     def forget(self, ids: Set[int]) -> None:
         self.ids -= ids
@@ -144,20 +156,32 @@ def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
         raise UStatusError(
             UCode.RESOURCE_EXHAUSTED, f"{len(topics)} topics are more than {PATTERNS_MAX}: use wildcards"
         )
-    patterns: dict[tuple[str, int, int, int], UUri] = {}
-    for topic in topics:
-        pattern = uris.with_authority(topic, caller)
-        uris.validate(pattern)
-        if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
-            raise invalid(
-                f"{uris.format(topic)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF"
-            )
-        patterns[uris.key(pattern)] = pattern
-    if sum(map(uris.has_wildcard, patterns.values())) > WILDCARD_PATTERNS_MAX:
+    patterns = {one.key: one for one in (_pattern(topic.SerializeToString(), caller) for topic in topics)}
+    if sum(one.is_wild for one in patterns.values()) > WILDCARD_PATTERNS_MAX:
         raise UStatusError(
             UCode.RESOURCE_EXHAUSTED, f"at most {WILDCARD_PATTERNS_MAX} of the topics may have wildcards"
         )
-    return Patterns(tuple(sorted(patterns)), tuple(patterns.values()))
+    return Patterns(tuple(sorted(patterns)), tuple(one.uri for one in patterns.values()))
+
+
+class _Pattern(NamedTuple):
+    key: tuple[str, int, int, int]
+    uri: UUri
+    is_wild: bool
+
+
+@functools.lru_cache(maxsize=PATTERNS_KNOWN_MAX)
+def _pattern(topic: bytes, caller: str) -> _Pattern:
+    """Valid ones are remembered: consumers name theirs with each poll. What raises is not, so that junk can't fill the
+    cache."""
+    given = UUri.FromString(topic)
+    pattern = uris.with_authority(given, caller)
+    uris.validate(pattern)
+    if not uris.is_topic(pattern) and pattern.resource_id != uris.WILDCARD_RESOURCE:
+        raise invalid(
+            f"{uris.format(given)} can't be a topic: expected a resource of 8000 to FFFE, or the wildcard FFFF"
+        )
+    return _Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
 
 
 class Matches:
@@ -177,10 +201,12 @@ class Matches:
             match.forget(ids)
 
     def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
-        """A match for each log."""
+        """A match for each log. Raises PERMISSION_DENIED if the caller may see none of what is asked for."""
         key = (sight.key, patterns.key)
         known = self._cached.pop(key, None)
         if known is None:
+            if patterns.all_hidden_from(sight):
+                raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._make_room(caller)
             known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
             for log, match in known[1].items():

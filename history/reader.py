@@ -1,6 +1,6 @@
 """Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
 
-(after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan(chunks, covered, gaps)
+(after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
         if not is_damage(error):
             raise
         # The table itself can't be walked; its index on time still names every chunk.
-        query = "SELECT first_seq, NULL FROM chunk INDEXED BY chunk_time WHERE first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
+        query = query.replace("streams FROM chunk", "NULL FROM chunk INDEXED BY chunk_time")
         rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is None:

@@ -21,11 +21,12 @@ from history import witness
 from history.asked import POLL_BYTES_MAX, Poll
 from history.consumers import Consumers, cursor_name
 from history.log import Log
-from history.matching import EVERYTHING, Access, Match, Matches, Open, Patterns, Sight, patterns_of
+from history.matching import EVERYTHING, Access, Match, Matches, Open, patterns_of
 from history.turns import Turns
+from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
@@ -105,10 +106,9 @@ class HistoryService:
         self._access: Access = access if access is not None else Open()
         self._access_version = self._access.version
         self._matches = Matches(self._logs)
-        self._polls_waiting_max, self._poll_bytes_max, self._now_ms = polls_waiting_max, poll_bytes_max, now_ms
-        self._polls_waiting_each = max(1, polls_waiting_max // share)
+        self._poll_bytes_max, self._now_ms = poll_bytes_max, now_ms
         self._waiting: set[_Waiting] = set()
-        self._waiting_of: Counter[str] = Counter()  # by authority
+        self._room = Shares[str](polls_waiting_max, share=share)  # for those that wait, by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, share=share)
         self._server.responses.on_taken(self._turns.look)
         self.consumers = Consumers(self._logs, now_ms, share=share)
@@ -152,28 +152,18 @@ class HistoryService:
             raise
         self.counts[what] += 1
 
-    def _sight(self, caller: UUri, patterns: Patterns) -> Sight:
-        """Raises PERMISSION_DENIED if that is none of what is asked for."""
-        sight = self._access.of(caller)
-        if patterns.all_hidden_from(sight):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED, "the rules, or [[access]], of this streamer let you read none of these topics"
-            )
-        return sight
-
     # -- Describe
 
     async def _describe(self, request: UMessage) -> DescribeResponse:
         caller = request.attributes.source
         with self._counted("describes"):
             patterns = patterns_of(UPayload.of(request).unpack(DescribeRequest).topics, caller.authority_name)
-            sight = self._sight(caller, patterns)
+            matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
         await self._turns.begin(caller.authority_name, request.attributes.ttl / 1000)
         try:
-            return await self._described(self._matches.of(patterns, sight, caller.authority_name))
+            return await self._described(matches)
         finally:
-            self._turns.end(caller.authority_name)
-            self._end_reply(caller.authority_name)
+            self._turns.end_with_the_step(caller.authority_name)
 
     async def _described(self, matches: dict[Log, Match]) -> DescribeResponse:
         response = DescribeResponse()
@@ -189,7 +179,7 @@ class HistoryService:
                     retention_bytes=log.retention_bytes,
                 )
             )
-            await _complete(matches[log])
+            await matches[log].complete()
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
                 raise UStatusError(
                     UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
@@ -204,10 +194,6 @@ class HistoryService:
 
     def _count_withheld(self, matches: dict[Log, Match]) -> None:
         self.counts["withheld"] += any(match.withheld for match in matches.values())
-
-    def _end_reply(self, caller: str) -> None:
-        """After the step that is under way, which posts the response: from then on its bytes are counted there."""
-        asyncio.get_running_loop().call_soon(self._turns.ended, caller)
 
     # -- Poll
 
@@ -227,16 +213,9 @@ class HistoryService:
 
     def _look_again(self, poll: Poll, caller: UUri) -> None:
         """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
-        sight = self._sight(caller, poll.patterns)
+        sight = self._access.of(caller)
         if poll.sight is None or poll.sight.key != sight.key:
             poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
-
-    async def _begin(self, poll: Poll, response: PollResponse) -> None:
-        """Where each log is read from, and the consumer's cursor."""
-        self._count_withheld(poll.matches)
-        await self._place(poll, response)
-        response.begin.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
-        self._hold(poll, response)
 
     async def _place(self, poll: Poll, response: PollResponse) -> None:
         """Where to read each log on, and what of it is gone already."""
@@ -258,7 +237,7 @@ class HistoryService:
                 differs, agreed = bounds
                 # The file is no longer what it was (restored from a copy, say): what it has now from there on can't be
                 # told apart.
-                response.gaps.append(_gap(Gap.REASON_CORRUPTION, log, differs, agreed + 1))
+                response.gaps.append(gap_of(Gap.REASON_CORRUPTION, log.incarnation, differs, agreed + 1))
                 poll.places[log] = agreed
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
                 poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
@@ -279,7 +258,7 @@ class HistoryService:
         else:
             return log.floor_seq
         if seq <= log.floor_seq and log.floor_seq:
-            response.gaps.append(_gap(Gap.REASON_RETENTION, log, 0, log.floor_seq + 1))
+            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
         return max(seq, log.floor_seq)
 
     async def _sees_record(self, log: Log, seq: int, poll: Poll) -> bool:
@@ -288,7 +267,7 @@ class HistoryService:
         if poll.sight is EVERYTHING:
             return True
         match = self._matches.of(patterns_of((), poll.caller), poll.sight, poll.caller)[log]
-        await _complete(match)
+        await match.complete()
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
     def _hold(self, poll: Poll, response: PollResponse) -> None:
@@ -314,7 +293,7 @@ class HistoryService:
         refusal = self._why_not_wait(poll.caller)
         if refusal is None:
             self._waiting.add(waiting)
-            self._waiting_of[poll.caller] += 1
+            self._room.add(poll.caller, 1)
         try:
             while True:
                 waiting.woken.clear()
@@ -330,33 +309,31 @@ class HistoryService:
         finally:
             if refusal is None:
                 self._waiting.discard(waiting)
-                self._waiting_of[poll.caller] -= 1
-                self._waiting_of += Counter()
+                self._room.add(poll.caller, -1)
 
     def _why_not_wait(self, caller: str) -> UStatusError | None:
-        if len(self._waiting) >= self._polls_waiting_max:
-            return UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{self._polls_waiting_max} polls wait already: try again later"
-            )
-        if self._waiting_of[caller] >= self._polls_waiting_each:
-            what = f"{self._polls_waiting_each} polls of authority {caller!r} wait already: try again later"
-            return UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        return None
+        full = self._room.full(caller)
+        if full is None:
+            return None
+        whose = f" of authority {caller!r}" if full.is_of_one else ""
+        return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{full.limit} polls{whose} wait already: try again later")
 
     async def _look(self, poll: Poll, caller: UUri, response: PollResponse, seconds: float) -> bool:
         """Read on when it is this caller's turn; True if there is something to answer."""
         await self._turns.begin(poll.caller, seconds)
         try:
             for match in poll.matches.values():
-                await _complete(match)
+                await match.complete()
             if not poll.places:
-                await self._begin(poll, response)
+                self._count_withheld(poll.matches)
+                await self._place(poll, response)
+                response.begin.extend(await _told(poll))
+                self._hold(poll, response)
             complete = await self._read_all(poll, response)
             del response.next[:]
-            response.next.extend([await _told(log, seq, poll) for log, seq in poll.places.items()])
+            response.next.extend(await _told(poll))
         finally:
-            self._turns.end(poll.caller)
-            self._end_reply(poll.caller)
+            self._turns.end_with_the_step(poll.caller)
         return bool(response.batches or response.gaps or not complete)
 
     async def _read_all(self, poll: Poll, response: PollResponse) -> bool:
@@ -386,7 +363,9 @@ class HistoryService:
                 poll.places[log] = min(max(found.covered, place), end)
                 if place < found.floor_seq:
                     self._note_retention(poll.matches[log], log, place, found.floor_seq, response)
-                response.gaps.extend(_gap(Gap.REASON_CORRUPTION, log, after, before) for after, before in found.gaps)
+                response.gaps.extend(
+                    gap_of(Gap.REASON_CORRUPTION, log.incarnation, after, before) for after, before in found.gaps
+                )
                 for chunk in found.chunks:
                     batch.seq.extend(chunk.seqs)
                     batch.prev_seq.extend(chunk.prev_seqs)
@@ -408,7 +387,7 @@ class HistoryService:
         if match.forgotten_seq > place or any(
             stream.newest_seq > place and stream.first_seq <= floor for stream in streams
         ):
-            response.gaps.append(_gap(Gap.REASON_RETENTION, log, place, floor + 1))
+            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, floor + 1))
 
     def _appended(self, log: Log) -> None:
         """Wake those for whom something came."""
@@ -429,20 +408,14 @@ class HistoryService:
                 waiting.woken.set()
 
 
-async def _complete(match: Match) -> None:
-    while not match.advance():  # noqa: ASYNC110 - gives way, waits for nothing
-        await asyncio.sleep(0)
-
-
-async def _told(log: Log, seq: int, poll: Poll) -> Position:
-    """A place, with the record there as its witness: what the caller has brought, else from the log."""
-    digest = poll.known.get(log.incarnation, {}).get(seq)
-    witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
-    return Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable)
-
-
-def _gap(reason: Gap.Reason.ValueType, log: Log, after: int, before: int) -> Gap:
-    return Gap(reason=reason, incarnation=log.incarnation, after_seq=after, before_seq=before)
+async def _told(poll: Poll) -> list[Position]:
+    """Where it is in each log, with the record there as its witness: what the caller has brought, else from the log."""
+    places = []
+    for log, seq in poll.places.items():
+        digest = poll.known.get(log.incarnation, {}).get(seq)
+        witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
+        places.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
+    return places
 
 
 def _topic_state(log: Log, id: int) -> TopicState:

@@ -31,6 +31,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     Position,
 )
 from uprotocol.message import M, UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -101,8 +102,7 @@ class Poller:
     ) -> None:
         self._client, self._on_connected = client, on_connected
         self._wait_ms_max = wait_ms_max
-        self._rng = rng if rng is not None else random.Random()
-        self._backoff_ms = BACKOFF_MS_MIN
+        self._backoff = Backoff(BACKOFF_MS_MIN, BACKOFF_MS_MAX, rng if rng is not None else random.Random())
         self.wait_ms = min(wait_ms_max, max(WAIT_MS_MIN, wait_ms_max // 8))
         self.connected = False
 
@@ -120,7 +120,7 @@ class Poller:
             self._tell(False, error)
             await self.pause()
             return None
-        self._backoff_ms = BACKOFF_MS_MIN
+        self._backoff.reset()
         self._tell(True)
         if not response.batches and not response.gaps and not response.more and request.wait_ms:
             if (loop.time() - began) * 1000 < request.wait_ms / 4:
@@ -129,9 +129,8 @@ class Poller:
         return response
 
     async def pause(self) -> None:
-        """Each longer than the one before, until there is an answer."""
-        await asyncio.sleep(self._backoff_ms * self._rng.uniform(0.5, 1.0) / 1000)
-        self._backoff_ms = min(self._backoff_ms * 2, BACKOFF_MS_MAX)
+        """Ever longer, until there is an answer."""
+        await self._backoff.wait()
 
     def _tell(self, connected: bool, error: UStatusError | None = None) -> None:
         if connected == self.connected:
@@ -259,7 +258,8 @@ class GaplessSubscriber:
 
     def __repr__(self) -> str:
         state = "connected" if self.connected else "not connected"
-        return f"GaplessSubscriber({state}, gaps={self.gaps}, taken={ {key.hex()[:8]: seq for key, seq in self._taken.positions.items()} })"
+        taken = {key.hex()[:8]: seq for key, seq in self._taken.positions.items()}
+        return f"GaplessSubscriber({state}, gaps={self.gaps}, {taken=})"
 
     @property
     def connected(self) -> bool:
@@ -403,12 +403,9 @@ class GaplessSubscriber:
         request.MergeFrom(self._request)
         request.positions.extend(self._acceptor.places.request())
         if request.consumer:
-            request.acked.extend(_positions((self._taken if self._file is None else self._saved).positions))
+            acked = (self._taken if self._file is None else self._saved).positions
+            request.acked.extend(Position(incarnation=incarnation, seq=seq) for incarnation, seq in acked.items())
         return request
-
-
-def _positions(positions: Positions) -> list[Position]:
-    return [Position(incarnation=incarnation, seq=seq) for incarnation, seq in positions.items()]
 
 
 __all__ = ["CursorFile", "GaplessSubscriber", "HistoryClient", "Places", "Poller", "Positions", "Record"]

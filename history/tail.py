@@ -8,8 +8,11 @@ push -> [ gone | oldest ... newest ] -> read(after): a slice
 from __future__ import annotations
 
 from bisect import bisect_right
+from typing import Final
 
 from history.chunk import Chunk
+
+RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
 
 
 class Tail:
@@ -27,8 +30,9 @@ class Tail:
     def __len__(self) -> int:
         return len(self.chunks) - self._gone
 
-    def push(self, chunk: Chunk, bytes: int) -> list[Chunk]:
+    def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
         """Returns what has to go for it."""
+        bytes = 2 * message_bytes + RECORD_MEMORY_BYTES * len(chunk)  # as objects, and as they are on disk
         self.chunks.append(chunk)
         self._last_seqs.append(chunk.last_seq)
         self._sizes.append(bytes)

@@ -1,18 +1,17 @@
 """Whose poll reads next: callers in turn, and none whose answers the network has not taken.
 
-poll -> begin -> waiting, by caller --a seat is free, the caller has one left, and room for one more answer--> reads
-                                                                                                               |
-           its room is given back <- ended <- the answer is on its way  <-- something | nothing --> seat and room are given back
+poll -> begin -> waiting, by caller -- a seat is free, it has one left, room for one more answer --> reads
+  its room is given back <- ended <- the answer is on its way, or there is none <- its seat is given back <- end
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from uprotocol.communication.responses import CALLERS_SHARE
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -32,16 +31,18 @@ class Turns:
         self, reply_bytes: int, has_room: HasRoom, *, seats_max: int = SEATS_MAX, share: int = CALLERS_SHARE
     ) -> None:
         self._reply_bytes, self._has_room = reply_bytes, has_room
-        self._seats_max, self._seats_each = seats_max, max(1, seats_max // share)
+        self._seats = Shares[str](seats_max, share=share)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by caller, in the order in which it is their turn
-        self._seated: Counter[str] = Counter()
-        self._promised: Counter[str] = Counter()  # answers that are being made, or are made and not yet on their way
+        self._promised = Shares[str]()  # answers that are being made, or are made and not yet on their way
 
     def __repr__(self) -> str:
-        return f"Turns(seated={self._seated.total()}, waiting={sum(map(len, self._waiting.values()))})"
+        return f"Turns(seated={self._seats.pieces}, waiting={sum(map(len, self._waiting.values()))})"
 
     async def begin(self, caller: str, seconds: float) -> None:
         """Wait for a seat, and room for an answer. Raises RESOURCE_EXHAUSTED after `seconds`."""
+        if caller not in self._waiting and self._may_begin(caller):
+            self._seat(caller)
+            return
         seat: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(caller, deque()).append(seat)
         self.look()
@@ -62,39 +63,42 @@ class Turns:
 
     def end(self, caller: str) -> None:
         """Give the seat back; the room for the answer stays promised."""
-        self._seated[caller] -= 1
-        self._seated += Counter()  # without those that have none
+        self._seats.add(caller, -1)
         self.look()
+
+    def end_with_the_step(self, caller: str) -> None:
+        """The same, and the answer is on its way, or there is none, when the step of the loop that is under way is
+        done."""
+        self.end(caller)
+        asyncio.get_running_loop().call_soon(self.ended, caller)
 
     def ended(self, caller: str) -> None:
         """There is no answer, or it is on its way and counted there."""
-        self._promised[caller] -= 1
-        self._promised += Counter()
+        self._promised.add(caller, -1)
         self.look()
 
     def look(self) -> None:
         """Let those begin who can. To be called, too, whenever there may be more room."""
         for caller in list(self._waiting):
-            while self._may_begin(caller):
+            while caller in self._waiting and self._may_begin(caller):
                 seat = self._waiting[caller].popleft()
                 self._drop_empty(caller)
                 if not seat.done():
-                    self._seated[caller] += 1
-                    self._promised[caller] += 1
+                    self._seat(caller)
                     seat.set_result(None)
                     break  # the next one has its turn
-            if caller in self._waiting and self._seated[caller]:
+            if caller in self._waiting and self._seats.pieces_of(caller):
                 self._waiting[caller] = self._waiting.pop(caller)  # behind the others
 
     def _may_begin(self, caller: str) -> bool:
-        return (
-            caller in self._waiting
-            and self._seated.total() < self._seats_max
-            and self._seated[caller] < self._seats_each
-            and self._has_room(
-                caller, *(self._reply_bytes * part for part in (1, self._promised[caller], self._promised.total()))
-            )
-        )
+        if self._seats.full(caller) is not None:
+            return False
+        promised = self._reply_bytes * self._promised.pieces_of(caller)
+        return self._has_room(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
+
+    def _seat(self, caller: str) -> None:
+        self._seats.add(caller, 1)
+        self._promised.add(caller, 1)
 
     def _drop_empty(self, caller: str) -> None:
         if not self._waiting[caller]:

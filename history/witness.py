@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from history.chunk import message_id
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Position, Witness
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, Position, Witness
 from uprotocol.status import invalid
 
 if TYPE_CHECKING:
@@ -29,6 +29,11 @@ KNOWN_MAX: Final = 33  # distances of 0, 1, 2, 4, ... 2^31 records
 
 Known = dict[int, bytes]
 """Records of one log: seq and digest."""
+
+
+def gap_of(reason: Gap.Reason.ValueType, incarnation: bytes, after: int, before: int = 0) -> Gap:
+    """The records in (after, before) of that log can't be read."""
+    return Gap(reason=reason, incarnation=incarnation, after_seq=after, before_seq=before)
 
 
 # -- reader

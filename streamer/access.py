@@ -18,6 +18,7 @@ from history.matching import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rules
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
 from uprotocol.v1.uri_pb2 import UUri
 
 SIGHTS_CACHED_MAX: Final = 65_536  # callers whose sight is known; starts anew when it is full
@@ -122,7 +123,7 @@ class Access:
         is_inside: Callable[[], bool] = lambda: False,
     ) -> None:
         self._endpoints, self._rules, self._entries, self._is_inside = endpoints, rules, entries, is_inside
-        self._cached: dict[tuple[str, int, int], _Sight] = {}
+        self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
 
     def __repr__(self) -> str:
@@ -135,9 +136,9 @@ class Access:
     def of(self, caller: UUri) -> Sight:
         if self._is_inside():
             return EVERYTHING
-        if self._cached_version != self.version or len(self._cached) >= SIGHTS_CACHED_MAX:
+        if self._cached_version != self._rules.version:
             self._cached.clear()
-            self._cached_version = self.version
+            self._cached_version = self._rules.version
         key = (caller.authority_name, caller.ue_id, caller.ue_version_major)
         sight = self._cached.get(key)
         if sight is None:

@@ -129,8 +129,9 @@ class Streamer:
             config.limits.message_bytes_max,
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
-        self.hosted.walk = self._entry = Ingress(self.home, dispatch, trusted=True)
-        self.hosted.entities_changed = self._entities_changed
+        self._entry = Ingress(self.home, dispatch, trusted=True)
+        self.hosted.lead_to(self._entry)
+        self.hosted.on_entities_changed(self._entities_changed)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(

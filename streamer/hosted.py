@@ -2,27 +2,32 @@
 
     service -> send -> another hosted service | home network | express lane or log of another endpoint
     ingress (of any endpoint) -> deliver -> service
-                                    '-> a method that there is not: UNIMPLEMENTED (UNAVAILABLE while services come and go)
+                                    '-> no such method: UNIMPLEMENTED (UNAVAILABLE while services come and go)
 
 A hosted entity (core.ustreamer, the embedded core.usubscription) lives under the streamer's own authority, so other
 networks reach it by the ordinary walk, and nothing else in the streamer treats it specially.
+
+No message is checked here: what arrives was found valid by the transport that it came through, what services send is
+valid since they made it with a UMessageBuilder, or as the response to a valid request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Final, Protocol
 
+import structlog
+
 from streamer.endpoint import Endpoint, Endpoints
-from transports.listeners import ListenerTable
+from transports.listeners import all_of
 from uprotocol import attributes as attrs
-from uprotocol import message as messages_
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
 from uprotocol.status import FINAL, OK, UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, UListener, UTransport
+from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -30,6 +35,9 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 
 USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
 
+log = structlog.get_logger()
+
+_NOBODY: Final[Mapping[Hashable, tuple[UUri, UListener]]] = {}
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 
 
@@ -39,34 +47,43 @@ def is_inside() -> bool:
     return _inside.get()
 
 
-class Walk(Protocol):
-    """Where messages of hosted services enter the walk (streamer.ingress.Ingress has it)."""
+class Ingress(Protocol):
+    """Where messages of hosted services begin the ordinary walk (streamer.ingress.Ingress)."""
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
 
 
+def _key(sink: UUri) -> tuple[int, int, int]:
+    """Entity, version and resource; the authority is ours."""
+    return sink.ue_id, sink.ue_version_major, sink.resource_id
+
+
 class HostedTransport(UTransport):
-    """The networks as seen by services inside the streamer. `walk` and `entities_changed` are set by the composition
-    root."""
+    """The networks as seen by services inside the streamer. They listen to one method or reply address each, or to all
+    that is for their entity."""
 
     capabilities = Capability.PUSH | Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-
-    walk: Walk
-    entities_changed: Callable[[], Awaitable[None]]
 
     def __init__(self, home: Endpoint, endpoints: Endpoints, authority: str, also: Iterable[str] = ()) -> None:
         """`also`: other authorities, or families of them, for which the uSubscription in this process answers."""
         self._home, self._endpoints, self.authority, self._also = home, endpoints, authority, frozenset(also)
-        self._table = ListenerTable(authority)
-        self._entities: dict[int, int] = {}  # ue_id -> registrations
+        # by the key of the sink -> by source filter and identity
+        self._listeners: dict[tuple[int, int, int], dict[Hashable, tuple[UUri, UListener]]] = {}
+        self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
+        self._ingress: Ingress | None = None
+        self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
+
+    def lead_to(self, ingress: Ingress) -> None:
+        """What services send to the networks goes there; before that nothing can be sent."""
+        self._ingress = ingress
+
+    def on_entities_changed(self, callback: Callable[[], Awaitable[None]]) -> None:
+        """It is awaited whenever `sinks` has changed, before the registration is done."""
+        self._on_entities_changed = callback
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        return self._table.dropped
 
     def sinks(self) -> list[UUri]:
         """Filters of what is for services in this process; a family of authorities needs one for all of them."""
@@ -84,16 +101,29 @@ class HostedTransport(UTransport):
         )
 
     def deliver(self, messages: Sequence[UMessage], *, inside: bool = False) -> Awaitable[None] | None:
-        """What has come for hosted services, from a network unless it is from `inside`."""
+        """What has come for hosted services, from a network unless it is from `inside`. The awaitable, if any,
+        completes when all have taken their share."""
+        shares: dict[int, tuple[UListener, list[UMessage]]] = {}
+        for message in messages:
+            listeners = self._wanting(message.attributes)
+            for listener in listeners:
+                shares.setdefault(id(listener), (listener, []))[1].append(message)
+            if not listeners and message.attributes.type == attrs.REQUEST:
+                self.unserved.answer(message.attributes)
         # told anew each time: whoever calls may itself have been called from somewhere else
         token = _inside.set(inside)
         try:
-            for message in messages:
-                if message.attributes.type == attrs.REQUEST and not self._table.wants(message):
-                    self.unserved.answer(message.attributes)
-            return self._table.deliver(messages)
+            pending = [taken for listener, share in shares.values() for taken in _call(listener, share)]
         finally:
             _inside.reset(token)
+        return all_of(pending) if pending else None
+
+    def _wanting(self, attributes: UAttributes) -> list[UListener]:
+        entity, version, resource = _key(attributes.sink)
+        found = self._listeners.get((entity, version, resource), _NOBODY)
+        whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
+        source = attributes.source
+        return [one for wanted, one in (*found.values(), *whole.values()) if uris.matches(wanted, source)]
 
     @property
     def connected(self) -> bool:
@@ -121,8 +151,7 @@ class HostedTransport(UTransport):
                 statuses.append(stopped[destination])
                 continue
             try:
-                messages_.validate(message)
-                if attrs.is_expired(message.attributes, uuids.now_ms()):
+                if attrs.is_expired(attributes, uuids.now_ms()):
                     raise UStatusError(UCode.DEADLINE_EXCEEDED, "the message has expired before it was sent")
                 await self._send(message)
             except UStatusError as error:
@@ -135,23 +164,20 @@ class HostedTransport(UTransport):
 
     async def _send(self, message: UMessage) -> None:
         attributes = message.attributes
-        if not attributes.HasField("sink"):
-            taken = self.walk.on_receive_batch([message])
-            await self._home.send(message)
-        elif self.owns(attributes.sink):
+        if self.owns(attributes.sink):
             taken = self.deliver([message], inside=True)
-        elif (
-            network := self._endpoints.owner(attributes.sink.authority_name)
-        ) is not None and network is self._network(attributes.source):
-            await network.send(message)
-            return
         else:
-            taken = self.walk.on_receive_batch([message])
+            network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
+            at = self._home if source == self.authority else self._endpoints.owner(source)
+            if network is not None and network is at:  # where the sender is, too: no walk
+                await network.send(message)
+                return
+            assert self._ingress is not None, "who sends has been led to the networks"
+            taken = self._ingress.on_receive_batch([message])
+            if not attributes.HasField("sink"):
+                await self._home.send(message)
         if taken is not None:
             await taken
-
-    def _network(self, source: UUri) -> Endpoint | None:
-        return self._home if source.authority_name == self.authority else self._endpoints.owner(source.authority_name)
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -159,13 +185,11 @@ class HostedTransport(UTransport):
         if sink_filter is None:
             await self._home.register_listener(source_filter, listener)
             return
-        if self._table.add(source_filter, sink_filter, listener) is None:
-            return
+        validate_filters(source_filter, sink_filter)
+        source = uris.with_authority(source_filter, self.authority)
+        self._listeners.setdefault(_key(sink_filter), {})[uris.key(source), id(listener)] = (source, listener)
         self.unserved.served(sink_filter)
-        count = self._entities.get(sink_filter.ue_id, 0)
-        self._entities[sink_filter.ue_id] = count + 1
-        if count == 0:
-            await self.entities_changed()
+        await self._look_at_entities()
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -173,12 +197,30 @@ class HostedTransport(UTransport):
         if sink_filter is None:
             await self._home.unregister_listener(source_filter, listener)
             return
-        if self._table.remove(source_filter, sink_filter, listener) is None:
-            return
-        self._entities[sink_filter.ue_id] -= 1
-        if self._entities[sink_filter.ue_id] == 0:
-            del self._entities[sink_filter.ue_id]
-            await self.entities_changed()
+        source = uris.with_authority(source_filter, self.authority)
+        if self._listeners.get(_key(sink_filter), {}).pop((uris.key(source), id(listener)), None) is None:
+            raise UStatusError(UCode.NOT_FOUND, "no such listener: it was never registered, or is gone already")
+        await self._look_at_entities()
+
+    async def _look_at_entities(self) -> None:
+        entities = dict.fromkeys(key[0] for key, listeners in self._listeners.items() if listeners)
+        if entities.keys() != self._entities.keys():
+            self._entities = entities
+            if self._on_entities_changed is not None:
+                await self._on_entities_changed()
+
+
+def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:
+    """What it fails at counts as taken."""
+    try:
+        if isinstance(listener, UBatchListener):
+            taken = [listener.on_receive_batch(messages)]
+        else:
+            taken = [listener.on_receive(message) for message in messages]
+    except Exception:
+        log.exception("a service inside failed; its messages count as taken", messages=len(messages))
+        return []
+    return [one for one in taken if one is not None]
 
 
 class _Toward(UTransport):

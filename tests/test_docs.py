@@ -122,7 +122,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("history", "without a record for # minutes", 60, ["history.streams:FORGET_AFTER_S"]),
-    ("history", "looked for every # s", 1, ["history.log:SWEEP_S"]),
+    ("history", "looked for every # s", 1, ["history.streams:SWEEP_S"]),
     ("history", "An eighth of the room (1/#)", 1, ["history.streams:RESERVE_SHARE"]),
     ("history", "at most # topics by default", 1, ["history.streams:STREAMS_MAX"]),
     ("history", "of at most # authorities", 1, ["history.streams:AUTHORITIES_MAX"]),

@@ -71,7 +71,7 @@ async def test_a_name_is_its_owners_over_restarts_and_instances_of_a_uentity_are
         assert code_of(lambda: named.require("job", Owner.of(OTHER))) == UCode.PERMISSION_DENIED
         assert code_of(lambda: named.hold("job", Owner("edge", 0x20), log, 0, 1)) == UCode.PERMISSION_DENIED
         named.hold("job", Owner.of(uris.uri("cloud", 0x7_0020, 1)), log, 0, 1)
-        assert log._cursors.keep_after() >= 0
+        assert log.keep_after() >= 0
         assert named.release("job") == owner
         assert code_of(lambda: named.release("job")) == UCode.NOT_FOUND
         named.hold("job", Owner.of(OTHER), log, 0, 1)
@@ -97,7 +97,7 @@ async def test_an_owner_holds_no_retention_and_is_forgotten_when_the_name_is_lon
         named = Consumers([log], clock)
         named.hold("job", Owner.of(SPARK), log, 0, 1_000)
         clock.ms += 1_001
-        assert log._cursors.keep_after() > 1 << 60
+        assert log.keep_after() > 1 << 60
         clock.ms += consumers.BOUND_MS + consumers.TOUCH_MS
         named.hold("job", Owner.of(OTHER), log, 0, 1_000)
         assert list(consumers.owners(log.cursor_rows()).values()) == [Owner.of(OTHER)]
@@ -307,7 +307,7 @@ async def test_answers_that_a_network_does_not_take_cost_their_caller_its_share_
     responses = world.service._server.responses
     await until(lambda: sent)
     honest = asyncio.ensure_future(one.invoke_method(method, UPayload.pack(PollRequest(max_records=1)), options))
-    await until(lambda: responses._counts["one"])  # read and ready though the other's answers go nowhere
+    await until(lambda: responses._room.pieces_of("one"))  # read and ready though the other's answers go nowhere
     assert responses.bytes <= 2 << 20
     assert world.service.counts["records"] < 3_000
     stuck.set()

@@ -234,10 +234,10 @@ async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_f
         assert [row[2] for row in log._ledger.rows] == ["records"]
         await read_all(log)
         assert log.damage == []
-        assert log._writer is not None
+        assert log.durable
         log.drop_cursor("egress:cloud")
-        log._writer._retention.bytes = 1
-        log._writer._next_retention = 0.0
+        log._storage.writer._retention.bytes = 1
+        log._storage.writer._next_retention = 0.0
         async with asyncio.timeout(10):
             while log.floor_seq < 15:  # noqa: ASYNC110 - retention tells nobody
                 await asyncio.sleep(0.01)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from history import log as log_module
+from history import disk
 from history import reader as reader_module
 from history.log import Log, Passed
 from history.service import HistoryService
@@ -64,8 +64,11 @@ async def main():
         while True:
             numbers = range(number + 1, number + 8)
             number += 7
-            messages = [UMessageBuilder.publish(topics[n % 4]).build_from_upayload(UPayload(str(n).encode(), 4)) for n
-            in numbers] first = await log.append([ids[n % 4] for n in numbers], messages)
+            messages = [
+                UMessageBuilder.publish(topics[n % 4]).build_from_upayload(UPayload(str(n).encode(), 4))
+                for n in numbers
+            ]
+            first = await log.append([ids[n % 4] for n in numbers], messages)
             log.set_cursor("peer", first)
             print(first, numbers[0], numbers[-1], flush=True)
 
@@ -354,7 +357,7 @@ async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "PROBE_MS", 10)
+    monkeypatch.setattr(disk, "PROBE_MS", 10)
     async with await Log.open(tmp_path / "l.db", name="full") as log:
         await append(log, 0)
         commit = Store.commit
@@ -482,8 +485,8 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
     async with await Log.open(path, name="ring", retention_bytes=2_000_000, tail_bytes=1) as log:
         for _ in range(100):
             await append(log, *[0, 1] * 10, size=10_000)
-            assert log._writer is not None
-            log._writer._next_retention = 0.0
+            assert log.durable
+            log._storage.writer._next_retention = 0.0
         async with asyncio.timeout(20):
             while log.stored_bytes > 2_000_000:  # noqa: ASYNC110 - retention tells nobody
                 await asyncio.sleep(0.02)
@@ -516,7 +519,7 @@ class _Fails:
 async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_seq_behind(tmp_path: Path) -> None:
     async with await Log.open(tmp_path / "l.db", name="late", tail_bytes=1) as log:
         await append(log, 0, 1)
-        store = log._writer._store  # type: ignore[union-attr]
+        store = log._storage.writer._store
         store._opened.db = _Fails(store._opened.db)  # type: ignore[assignment, arg-type]
         log.set_cursor("peer", 2)
         with pytest.raises(UStatusError) as error:
@@ -539,7 +542,7 @@ async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> N
         for _ in range(5):
             await append(log, 0, 1)
         log.set_cursor("egress:cloud", 3)
-        writer = log._writer
+        writer = log._storage.writer
         assert writer is not None
         now += 120_000
         await append(log, 0)

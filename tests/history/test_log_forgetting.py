@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from history import log as log_module
+from history import streams
 from history import streams as streams_module
 from history.acceptor import Acceptor
 from history.damage import STREAM
@@ -52,9 +52,15 @@ class Bench:
 
     async def open(self, *, streams_max: int = 100, authority: int | None = None, forget_after_s: float = 0.01) -> Log:
         self.log = await Log.open(
-            self.path, name="test", retention_ms=AGE_MS, tail_bytes=1, streams_max=streams_max, authority_streams_max=authority,
-            forget_after_s=forget_after_s, now_ms=lambda: self.now,
-        )  # fmt: skip
+            self.path,
+            name="test",
+            retention_ms=AGE_MS,
+            tail_bytes=1,
+            streams_max=streams_max,
+            authority_streams_max=authority,
+            forget_after_s=forget_after_s,
+            now_ms=lambda: self.now,
+        )
         return self.log
 
     async def append(self, *topics: UUri) -> int:
@@ -72,11 +78,11 @@ class Bench:
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
             while not condition():
-                if self.log._writer is None:
-                    self.log._age_ring()
+                if not self.log.durable:
+                    self.log._storage.age()
                 else:
-                    self.log._writer._next_retention = 0.0
-                    self.log._writer.flush()
+                    self.log._storage.writer._next_retention = 0.0
+                    self.log._storage.writer.flush()
                 await asyncio.sleep(0.01)
 
     def known(self) -> list[int]:
@@ -85,7 +91,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "ROOM_AGAIN_S", 0.0)
+    monkeypatch.setattr(streams, "ROOM_AGAIN_S", 0.0)
 
 
 @pytest.fixture(params=["durable", "volatile"])

@@ -61,8 +61,8 @@ class LogMachine(RuleBasedStateMachine):
             tail_bytes=SMALL_TAIL_BYTES,
             now_ms=lambda: self.now,
         )
-        if log._writer is not None:
-            log._writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
+        if log.durable:
+            log._storage.writer._next_retention = NEVER  # only when a rule says so, else it runs while we compare
         log.on_forgotten(self._forgotten)
         return log
 
@@ -136,7 +136,7 @@ class LogMachine(RuleBasedStateMachine):
         self.run(self._retain())
 
     async def _retain(self) -> None:
-        writer = self.log._writer
+        writer = self.log._storage.writer
         assert writer is not None
         done = asyncio.Event()
         heard = writer._on_written
@@ -171,10 +171,10 @@ class LogMachine(RuleBasedStateMachine):
 
     async def _forget(self) -> None:
         log = self.log
-        log._known.forget_after_s = 0.0
+        log.forget_after_s = 0.0
         log._forget()
         assert {topic for topic in self.ids if self.newest.get(topic, 0) <= log.floor_seq} == set()
-        log._known.forget_after_s = 1e9
+        log.forget_after_s = 1e9
 
     @invariant()
     def agree(self) -> None:

@@ -46,21 +46,21 @@ async def until(log: Log, condition: Callable[[], bool]) -> None:
 
 async def retain(log: Log) -> None:
     """One turn of retention, to its end."""
-    if log._writer is None:
-        log._age_ring()
+    if not log.durable:
+        log._storage.age()
         return
-    heard, done = log._writer._on_written, asyncio.Event()
+    heard, done = log._storage.writer._on_written, asyncio.Event()
 
     def listen(written: object) -> None:
         heard(written)  # type: ignore[arg-type]
-        if getattr(written, "batch", 0) is None and log._writer is not None and log._writer._next_retention != 0.0:
+        if getattr(written, "batch", 0) is None and log.durable and log._storage.writer._next_retention != 0.0:
             done.set()
 
-    log._writer._on_written = listen
-    log._writer._next_retention = log._writer._next_sample = 0.0
-    log._writer.flush()
+    log._storage.writer._on_written = listen
+    log._storage.writer._next_retention = log._storage.writer._next_sample = 0.0
+    log._storage.writer.flush()
     await asyncio.wait_for(done.wait(), 30)
-    log._writer._on_written = heard
+    log._storage.writer._on_written = heard
 
 
 @pytest.fixture(params=["durable", "volatile"])
@@ -143,12 +143,13 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
         log.on_passed(told.append)
         log.set_cursor("parked:topic", 5, holds=True)
         await retain(log)
-        log._allowance.refill()
         log.retention_bytes = log._tail.bytes_max = 300_000
-        if log._writer is not None:
-            log._writer._store.allowance.refill()
-            log._writer._retention.bytes = 300_000
-            log._writer._next_sample = float("inf")
+        if not log.durable:
+            log._storage._allowance.refill()
+        else:
+            log._storage.writer._store.allowance.refill()
+            log._storage.writer._retention.bytes = 300_000
+            log._storage.writer._next_sample = float("inf")
         await append(log, 200, size=10_000)
         async with asyncio.timeout(30):
             while log.floor_seq <= 100:  # noqa: ASYNC110 - retention tells nobody

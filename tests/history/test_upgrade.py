@@ -102,8 +102,8 @@ async def test_what_an_endpoint_waited_for_is_not_aged_by_the_upgrade(old_data: 
     """The version before could not say that its cursors hold what is old."""
     folder = old_data("stopped")
     async with await open_log(folder, old_content["now_ms"] + 30 * DAY_MS) as log:
-        assert log._writer is not None
-        log._writer._next_retention = 0.0
+        assert log.durable
+        log._storage.writer._next_retention = 0.0
         log.set_cursor("egress:mcu", 32, holds=True)  # rouses the writer
         oldest = old_content["history"]["stopped"]["cursors"]["egress:cloud"]
         message = UMessageBuilder.publish(uris.parse("//vehicle1/8001/1/8000")).build_from_upayload(UPayload(b"new", 5))

@@ -24,7 +24,7 @@ RING_BYTES = 4_000  # the newest records only
 
 def forget(log: Log) -> int:
     """What would happen after some minutes."""
-    log._known.forget_after_s = 0.0
+    log.forget_after_s = 0.0
     return log._forget()
 
 
@@ -108,9 +108,9 @@ async def test_the_topics_follow_the_memory(
 ) -> None:
     world = await make_world(more=f"{volatile}[limits]\nmemory_mib = 32\n")
     logs = world.streamer.logs
-    assert (logs.durable._known.streams_max, logs.volatile._known.streams_max) == (durable_topics, volatile_topics)
+    assert (logs.durable.streams_max, logs.volatile.streams_max) == (durable_topics, volatile_topics)
     assert durable_topics + volatile_topics == Limits(32 << 20).topics_max
-    assert logs.durable._known.authority_streams_max == Limits(32 << 20).authority_topics_max
+    assert logs.durable.authority_streams_max == Limits(32 << 20).authority_topics_max
 
 
 async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world: MakeWorld, publish: Publish) -> None:
@@ -129,7 +129,7 @@ async def test_made_up_topics_leave_room_for_what_somebody_has_named(make_world:
     assert world.streamer.topics_of("vehicle1") == share + 1
     assert world.streamer.dead_letters.total == 0
     log = world.streamer.logs.durable
-    log._extent.floor_seq = log.newest_seq  # retention has passed them
+    log.floor_seq = log.newest_seq  # retention has passed them
     assert forget(log) > 0
     before = log.newest_seq
     await vehicle.send(publish(made_up[-1], "again"))

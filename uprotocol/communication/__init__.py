@@ -5,6 +5,7 @@ pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
 responses.py   Responses             the outbox of whoever serves
+shares.py      Shares                room that callers share, a part for each
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
 dsn~communication-layer-impl-error-handling~1).

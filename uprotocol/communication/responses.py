@@ -19,7 +19,8 @@ import structlog
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.message import error_response
+from uprotocol.communication.shares import CALLERS_SHARE, Shares
+from uprotocol.message import UMessageBuilder, UPayload, error_response
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -34,7 +35,6 @@ RESPONSES_BATCH_MAX: Final = 512  # beyond it the cost per message no longer fal
 BATCH_BYTES_MAX: Final = 4 << 20  # of one batch: the next callers' turn comes soon
 RESPONSE_MEMORY_BYTES: Final = 1_024  # what a response costs beside its payload
 METHODS_MAX: Final = 1_000  # that are remembered though they are not served any more
-CALLERS_SHARE: Final = 4  # one caller has at most a quarter of each limit: three others must be able to work beside it
 
 log = structlog.get_logger()
 
@@ -54,17 +54,10 @@ class Responses:
         batch_max: int = RESPONSES_BATCH_MAX,
         share: int = CALLERS_SHARE,
     ) -> None:
-        self._transport, self._waiting_max, self._bytes_max, self._batch_max = (
-            transport,
-            waiting_max,
-            bytes_max,
-            batch_max,
-        )
-        self._share = share
+        self._transport, self._batch_max = transport, batch_max
+        # by caller; what is being sent counts until the network has taken it
+        self._room = Shares[str](waiting_max, bytes_max, share)
         self._waiting: dict[str, deque[UMessage]] = {}  # by caller, in the order in which it is their turn
-        self._counts: Counter[str] = Counter()  # by caller; what is being sent counts until the network has taken it
-        self._bytes: Counter[str] = Counter()
-        self._total = self._total_bytes = 0
         self._sender: asyncio.Task[None] | None = None
         self._on_taken: Callable[[], None] | None = None
         self.dropped: Counter[str] = Counter()
@@ -75,20 +68,12 @@ class Responses:
     @property
     def bytes(self) -> int:
         """Of all that the network has not taken."""
-        return self._total_bytes
+        return self._room.bytes
 
     def has_room(self, caller: str, bytes: int, promised: int = 0, promised_to_all: int = 0) -> bool:
         """True if a response of so many bytes would be taken beside all that waits, and what is promised to it and to
-        all.
-
-        Where nothing waits and nothing is promised there is room for one, whatever its size.
-        """
-        if self._total >= self._waiting_max or self._counts[caller] >= max(1, self._waiting_max // self._share):
-            return False
-        mine, all = self._bytes[caller] + promised, self._total_bytes + promised_to_all
-        return (not mine or mine + bytes <= self._bytes_max // self._share) and (
-            not all or all + bytes <= self._bytes_max
-        )
+        all."""
+        return self._room.full(caller, bytes, promised, promised_to_all) is None
 
     def on_taken(self, callback: Callable[[], None]) -> None:
         """Call it whenever there may be room that there was not before."""
@@ -100,7 +85,7 @@ class Responses:
         if not self.has_room(caller, bytes):
             self.dropped["responses_full"] += 1
             return
-        self._count(caller, 1, bytes)
+        self._room.add(caller, 1, bytes)
         self._waiting.setdefault(caller, deque()).append(response)
         if self._sender is None:
             self._sender = asyncio.ensure_future(self._send())
@@ -177,17 +162,27 @@ class Responses:
 
     def _settle(self, gone: list[UMessage]) -> None:
         for response in gone:
-            self._count(response.attributes.sink.authority_name, -1, -_bytes(response))
+            self._room.add(response.attributes.sink.authority_name, -1, -_bytes(response))
         if gone and self._on_taken is not None:
             self._on_taken()
 
-    def _count(self, caller: str, responses: int, bytes: int) -> None:
-        self._counts[caller] += responses
-        self._bytes[caller] += bytes
-        self._total += responses
-        self._total_bytes += bytes
-        if not self._counts[caller]:
-            del self._counts[caller], self._bytes[caller]
+
+def response_to(request: UAttributes, payload: UPayload | None) -> UMessage:
+    """Addresses swapped, reqid, priority and ttl copied (spec section 3.5,
+    dsn~service-error-model-success-response~1). Valid if the request is: nothing is checked again."""
+    attributes = UAttributes(
+        type=attrs.RESPONSE,
+        id=UMessageBuilder.new_id(),
+        source=request.sink,
+        sink=request.source,
+        reqid=request.id,
+        priority=request.priority,
+        ttl=request.ttl,
+    )
+    if payload is None:
+        return UMessage(attributes=attributes)
+    attributes.payload_format = payload.format
+    return UMessage(attributes=attributes, payload=payload.data)
 
 
 class Unserved:
