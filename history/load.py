@@ -24,7 +24,19 @@ import structlog
 from history import damage as kinds
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Checked, Row, Table
+from history.rows import (
+    CHUNK_COLUMNS,
+    CURSOR,
+    DAMAGE,
+    HELD_PREFIXES,
+    HOLE,
+    META,
+    META_KEYS,
+    STREAM,
+    Checked,
+    Row,
+    Table,
+)
 from storage.mark import V1_LEAP_MAX, Marked
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -39,7 +51,6 @@ OTHERS: Final = "*"  # ... or of all those that are not named
 NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
 _AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
 _LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
-META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")
 
 log = structlog.get_logger()
 
@@ -47,7 +58,7 @@ log = structlog.get_logger()
 class Stream:
     """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done.
 
-    The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
+    Those in a log's table belong to the event loop; the writer's thread grows copies of its own. The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
     """
 
     __slots__ = (
@@ -96,6 +107,12 @@ class Stream:
             self.newest_id,
             self.newest_time_ms,
         )
+
+    def copy(self) -> Stream:
+        """The same numbers, and the same bytes."""
+        made = Stream(self.id, self.source_bytes, self.sink_bytes)
+        made.grow(self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms)
+        return made
 
     def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
         self.first_seq = self.first_seq or first_seq
@@ -172,10 +189,12 @@ class Loaded:
         return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
 
-def growth_of(
-    first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int
-) -> dict[int, tuple[int, int, int, bytes, int]]:
-    """For each stream of a chunk: its first and newest seq there, how many records, the newest one's id and time."""
+Growth = tuple[int, int, int, bytes, int]
+"""Of a stream in a chunk: its first and newest seq there, how many records, the newest one's id and time."""
+
+
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, Growth]:
+    """Of each stream of a chunk."""
     newest = dict(zip(streams, range(len(streams)), strict=True))
     first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
     counts = Counter(streams)

@@ -106,7 +106,7 @@ class Log:
         self._queued = 0
         self._closed = False
         self._tail = Tail(0, TAIL_BYTES_MAX)
-        self._numbering = Numbering(0, self._known.table)  # of the ring
+        self._numbering = Numbering(0, self._newest_of)  # of the ring
         self._holes: list[tuple[int, int]] = []
         self._allowance = Allowance()  # of the ring
         self._writer: Writer | None = None
@@ -170,7 +170,6 @@ class Log:
 
     def _know(self, known: Streams) -> None:
         self._known = known
-        self._numbering = Numbering(0, known.table)
         self._sweeping = self._loop.call_later(min(SWEEP_S, known.forget_after_s), self._sweep)
 
     def _start(self, store: Store, executor: ThreadPoolExecutor, tail_bytes: int) -> None:
@@ -283,6 +282,9 @@ class Log:
     def stream(self, id: int) -> Stream:
         """One that is known; see `knows_stream`."""
         return self._known.table[id]
+
+    def _newest_of(self, id: int) -> int:
+        return self._known.table[id].newest_seq
 
     def knows_stream(self, id: int) -> bool:
         """False for a number that was forgotten, or that only damaged bytes name."""
@@ -489,6 +491,9 @@ class Log:
             log.info("the log takes messages again", log=self.name)
         if not written.chunks:
             return
+        for growths in written.growths:
+            for id, growth in growths.items():
+                self._known.table[id].grow(*growth)
         for chunk in written.chunks:
             self._push(chunk, 2 * sum(map(len, chunk.data)))
         seq = written.chunks[0].first_seq

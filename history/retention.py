@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Final
 
 from history.chunk import Chunk, CorruptChunkError
-from history.connection import PAGE_BYTES, file_bytes_max, pragma, transaction_bytes
+from history.connection import PAGE_BYTES, file_bytes_max, transaction_bytes
 from history.cursors import NOBODY
 from history.walk import chunk_at
+from storage.file import pragma
 
 CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass

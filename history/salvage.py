@@ -17,24 +17,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from history.connection import PAGE_BYTES, transaction
+from history.connection import PAGE_BYTES
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
 from history.rows import (
     CHECKED,
     CURSOR,
     DAMAGE,
+    LOG,
     META,
     SCHEMA_VERSION,
-    SCHEMAS,
     Checked,
     Table,
-    any_text,
     create,
+    has_known_schema,
     upgraded,
 )
 from history.walk import walk
 from storage.disk import Disk
+from storage.faults import remove
+from storage.file import any_text, transaction
 from storage.mark import Marked
 
 _CRC: Final = struct.Struct("<I")
@@ -67,12 +69,6 @@ def _read_head(path: Path) -> bytes | None:
     return None
 
 
-def has_known_schema(db: sqlite3.Connection) -> bool:
-    """False if what the file says of its tables is not what was written there."""
-    found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
-    return found in SCHEMAS
-
-
 def _put_head(copy: Path, head: bytes) -> None:
     """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
     page = bytearray(head)
@@ -95,8 +91,8 @@ def salvage(
     `told` is what the new file has to remember. Raises OSError and sqlite3.Error where the disk is full or fails.
     """
     copy, fresh = Path(f"{path}.copy"), Path(f"{path}.salvaging")
-    _remove(copy)
-    _remove(fresh)
+    remove(copy)
+    remove(fresh)
     try:
         for suffix in ("", "-wal"):
             if Path(f"{path}{suffix}").exists():
@@ -108,20 +104,15 @@ def salvage(
             if not _fill(found, fresh, marked, disk, random_bytes, told):
                 return None
     except BaseException:
-        _remove(fresh)
+        remove(fresh)
         raise
     finally:
-        _remove(copy)
+        remove(copy)
     whole = Path(f"{path}.salvaged")
-    _remove(whole)
+    remove(whole)
     fresh.rename(whole)
     disk.sync_folder(path.parent)
     return whole
-
-
-def _remove(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection | None:
@@ -159,9 +150,8 @@ def _fill(
         incarnation = random_bytes(16)  # up to where seqs were given out is not known: none may name two records
     db = disk.connect(fresh)
     try:
-        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute("PRAGMA synchronous = FULL")
+        for setting in (*LOG.layout, "synchronous = FULL"):
+            db.execute(f"PRAGMA {setting}")
         chunks, first_seq = _copy_chunks(old, db, told, read)
         kept = {
             "incarnation": incarnation,
@@ -193,6 +183,7 @@ def _copy_chunks(
     ledger.add(told)
     with transaction(db):
         create(db, {}, ledger.rows)
+        LOG.stamp(db)
     count = first = 0
     batch: list[tuple[Any, ...]] = []
 

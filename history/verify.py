@@ -16,10 +16,22 @@ from typing import Any, Final
 from history import damage as kinds
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import APPLICATION_ID, CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table, any_text
+from history.rows import (
+    APPLICATION_ID,
+    CHECKED,
+    CURSOR,
+    DAMAGE,
+    META,
+    META_KEYS,
+    SCHEMA_VERSION,
+    STREAM,
+    Checked,
+    Table,
+)
 from history.walk import chunk_at, walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
+from storage.file import any_text
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError, invalid
@@ -271,7 +283,7 @@ class _Verifier:
         for name, seq, *_ in self._rows[CURSOR.name].rows:
             if seq > newest:
                 self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")
-        for key in ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"):
+        for key in META_KEYS:
             if key not in self._meta:
                 self._note(META.name, detail=f"{key} is missing")
         if isinstance(self._marked, str):
