@@ -55,31 +55,46 @@ _LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
 log = structlog.get_logger()
 
 
-class Stream:
-    """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done.
+Place = tuple[int, int, int, bytes, int]
+"""How far a stream has come: its first and newest seq, how many records, the newest one's id and time."""
+NOWHERE: Final[Place] = (0, 0, 0, b"", 0)
 
-    Those in a log's table belong to the event loop; the writer's thread grows copies of its own. The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
+
+class Stream:
+    """One (source, sink): a topic, or the notifications from one topic to one sink. It belongs to the event loop, and its
+    place moves when a commit is done.
+
+    The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
     """
 
-    __slots__ = (
-        "first_seq",
-        "id",
-        "newest_id",
-        "newest_seq",
-        "newest_time_ms",
-        "records",
-        "sink_bytes",
-        "source_bytes",
-    )
+    __slots__ = ("id", "place", "sink_bytes", "source_bytes")
 
-    def __init__(self, id: int, source: bytes, sink: bytes | None) -> None:
+    def __init__(self, id: int, source: bytes, sink: bytes | None, place: Place = NOWHERE) -> None:
         self.id, self.source_bytes, self.sink_bytes = id, source, sink
-        self.first_seq = self.newest_seq = self.records = 0  # records: appended, ever
-        self.newest_id = b""
-        self.newest_time_ms = 0
+        self.place = place  # of all records ever appended; replaced as a whole, so that any thread may read it
 
     def __repr__(self) -> str:
         return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
+
+    @property
+    def first_seq(self) -> int:
+        return self.place[0]
+
+    @property
+    def newest_seq(self) -> int:
+        return self.place[1]
+
+    @property
+    def records(self) -> int:
+        return self.place[2]
+
+    @property
+    def newest_id(self) -> bytes:
+        return self.place[3]
+
+    @property
+    def newest_time_ms(self) -> int:
+        return self.place[4]
 
     @property
     def source(self) -> UUri:
@@ -95,29 +110,13 @@ class Stream:
     def address(self) -> bytes | tuple[bytes, bytes]:
         return self.source_bytes if self.sink_bytes is None else (self.source_bytes, self.sink_bytes)
 
-    @property
-    def row(self) -> Row:
-        return (
-            self.id,
-            self.source_bytes,
-            self.sink_bytes,
-            self.first_seq,
-            self.newest_seq,
-            self.records,
-            self.newest_id,
-            self.newest_time_ms,
-        )
-
-    def copy(self) -> Stream:
-        """The same numbers, and the same bytes."""
-        made = Stream(self.id, self.source_bytes, self.sink_bytes)
-        made.grow(self.first_seq, self.newest_seq, self.records, self.newest_id, self.newest_time_ms)
-        return made
+    def row(self, place: Place = NOWHERE) -> Row:
+        """With `place`, or without a record."""
+        return (self.id, self.source_bytes, self.sink_bytes, *place)
 
     def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
-        self.first_seq = self.first_seq or first_seq
-        self.newest_seq, self.newest_id, self.newest_time_ms = newest_seq, newest_id, time_ms
-        self.records += records
+        first_before, _, records_before, *_ = self.place
+        self.place = (first_before or first_seq, newest_seq, records_before + records, newest_id, time_ms)
 
 
 def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
@@ -189,12 +188,8 @@ class Loaded:
         return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
 
-Growth = tuple[int, int, int, bytes, int]
-"""Of a stream in a chunk: its first and newest seq there, how many records, the newest one's id and time."""
-
-
-def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, Growth]:
-    """Of each stream of a chunk."""
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, Place]:
+    """What each stream of a chunk has there."""
     newest = dict(zip(streams, range(len(streams)), strict=True))
     first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
     counts = Counter(streams)
@@ -345,9 +340,9 @@ class _Loading:
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
         found = Checked()
-        for id, source, sink, first, newest, records, newest_id, time_ms in STREAM.each(self._db, found):
-            stream = self._places[id] = Stream(id, source, sink)
-            stream.grow(first, newest, records, newest_id, time_ms)
+        for id, source, sink, *place in STREAM.each(self._db, found):
+            first, newest, records, newest_id, time_ms = place
+            self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
         self._mend(STREAM, "id", found.mended)
         for _, right in found.mended:
             self._found(kinds.STREAM, detail=f"stream {right[0]}: a bit had turned, and was turned back")
@@ -510,7 +505,7 @@ class _Loading:
         meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
         self._writes.append((META, list(meta.items())))
         self._writes.append((HOLE, list(made.holes)))
-        self._writes.append((STREAM, [self._places[id].row for id in sorted(made.dirty)]))
+        self._writes.append((STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
         self._index = index
         made.dirty.clear()
 

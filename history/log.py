@@ -491,9 +491,8 @@ class Log:
             log.info("the log takes messages again", log=self.name)
         if not written.chunks:
             return
-        for growths in written.growths:
-            for id, growth in growths.items():
-                self._known.table[id].grow(*growth)
+        for id, place in written.places.items():
+            self._known.table[id].place = place
         for chunk in written.chunks:
             self._push(chunk, 2 * sum(map(len, chunk.data)))
         seq = written.chunks[0].first_seq

@@ -17,7 +17,7 @@ import structlog
 
 from history.chunk import Columns, unpack_streams
 from history.connection import WAL_WAIT_MS, file_bytes_max, transaction_bytes, wal_bytes_max
-from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent, Growth, Stream
+from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent, Place, Stream
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
@@ -73,8 +73,8 @@ class Store:
         self.file, self.loaded = opened.file, opened.loaded
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has heard of all growth up to here; the loop says so
-        # streams as they are on this thread: that grew since the last checkpoint, or are ahead of what the loop has
-        self._grown = {id: self.streams[id].copy() for id in self.loaded.dirty}
+        # places of streams that grew since the last checkpoint, or are ahead of what the loop has
+        self._grown = {id: self.streams[id].place for id in self.loaded.dirty}
         self._stream_rows = len(self.loaded.streams)
         self._must_count = False  # after an error: some of those that were to be written may be there
         self._data_version = 0  # of SQLite: changes when another process has written
@@ -227,7 +227,7 @@ class Store:
         return stream_rows
 
     def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> int:
-        STREAM.insert(db, [stream.row for stream in changes.streams])
+        STREAM.insert(db, [stream.row() for stream in changes.streams])
         stream_rows = self._stream_rows + len(changes.streams)
         for id in changes.forgotten:
             stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
@@ -246,24 +246,23 @@ class Store:
             self._look(db)
         self.file.move_mark(self.extent.newest_seq)
 
-    def grow(self, growths: Mapping[int, Growth]) -> None:
-        """These streams have, with what was committed. The loop does the same to its own, when it hears of it."""
-        for id, growth in growths.items():
-            stream = self._grown.get(id)
-            if stream is None:
-                stream = self._grown[id] = self.streams[id].copy()
-            stream.grow(*growth)
+    def grow(self, growths: Mapping[int, Place]) -> dict[int, Place]:
+        """What was committed; the places of these streams now, for the loop to take over when it hears of them."""
+        grown, streams = self._grown, self.streams
+        for id, (first_seq, newest_seq, records, newest_id, time_ms) in growths.items():
+            before = grown.get(id) or streams[id].place
+            grown[id] = (before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms)
+        return {id: grown[id] for id in growths}
 
     def newest_of(self, id: int) -> int:
         """The newest seq of this stream, as committed."""
-        stream = self._grown.get(id)
-        return (self.streams[id] if stream is None else stream).newest_seq
+        return (self._grown.get(id) or self.streams[id].place)[1]
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
-        STREAM.insert(db, [self._grown[id].row for id in sorted(self._grown) if id in self.streams])
+        STREAM.insert(db, [self.streams[id].row(self._grown[id]) for id in sorted(self._grown) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         META.insert(
@@ -273,7 +272,7 @@ class Store:
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
         heard = self.heard_seq
-        self._grown = {id: stream for id, stream in self._grown.items() if stream.newest_seq > heard}
+        self._grown = {id: place for id, place in self._grown.items() if place[1] > heard}
 
     # -- looking
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 import structlog
 
 from history.chunk import Chunk, encode
-from history.load import NEXT_STREAM, Cursor, Extent, Growth, Stream, growth_of
+from history.load import NEXT_STREAM, Cursor, Extent, Place, Stream, growth_of
 from history.passed import Passed
 from history.rows import LOG, Row
 from history.store import Changes, Store
@@ -59,7 +59,7 @@ class Written:
     extent: Extent
     batch: list[Append] | None = None  # None: retention
     chunks: list[Chunk] = field(default_factory=list)
-    growths: list[dict[int, Growth]] = field(default_factory=list)  # of each chunk's streams, for the loop to apply
+    places: dict[int, Place] = field(default_factory=dict)  # of the streams of these chunks: the loop moves them there
     error: UStatusError | None = None
     is_damaged: bool = False  # it is the file itself that can't be used any more
     passed: list[Passed] = field(default_factory=list)
@@ -243,12 +243,10 @@ class Writer:
             self._numbering.undo()
             raise
         self._unsaved = Changes()
-        growths = [
-            growth_of(one.first_seq, one.streams, c.ids, one.time_ms) for one, c in zip(chunks, columns, strict=True)
-        ]
-        for growth in growths:
-            self._store.grow(growth)
-        return Written(replace(self._store.extent), batch, chunks, growths)
+        places: dict[int, Place] = {}
+        for chunk, column in zip(chunks, columns, strict=True):
+            places |= self._store.grow(growth_of(chunk.first_seq, chunk.streams, column.ids, chunk.time_ms))
+        return Written(replace(self._store.extent), batch, chunks, places)
 
     def _chunks(self, batch: list[Append]) -> list[Chunk]:
         if not batch:
