@@ -97,8 +97,7 @@ class Opening:
     def _predecessor(self, marked: marks.Marked | None) -> list[Damage]:
         """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved
         aside, and then came no further."""
-        wal = self.file.beside("-wal")
-        if wal.exists() and wal.stat().st_size:
+        if self.file.wal_bytes:
             move_aside(self.path)  # SQLite would delete it
         aside = [
             path for path in self.path.parent.glob(f"{self.path.name}.damaged-*") if not path.name.endswith("-shm")

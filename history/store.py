@@ -347,7 +347,7 @@ class Store:
         db = self.file.db
         if db is None or self.runtime.monotonic() < self._wal_due:
             return
-        if disk_bytes(self.file.beside("-wal")) > wal_bytes_max(self._bytes_max) and not empty_wal(db, WAL_WAIT_MS):
+        if self.file.wal_bytes > wal_bytes_max(self._bytes_max) and not empty_wal(db, WAL_WAIT_MS):
             self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
 
 

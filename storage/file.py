@@ -135,13 +135,21 @@ class SqliteFile:
     def beside(self, suffix: str) -> Path:
         return Path(f"{self.path}{suffix}")
 
+    @property
+    def wal_bytes(self) -> int:
+        """Of the write-ahead log; 0 if there is none."""
+        try:
+            return self.beside("-wal").stat().st_size
+        except OSError:
+            return 0
+
     def look(self) -> bool:
         """False: nothing is in it yet.
 
         Through a connection that can't write: what is not ours or not whole is not touched, nor is its write-ahead log
         moved into it. Raises FAILED_PRECONDITION (not ours, newer), DamagedError.
         """
-        kind, path = self.kind, self.path
+        kind, path, self.version = self.kind, self.path, 0
         if path.is_dir():
             raise kind.refusal(path, "it is a folder, not a file")
         size = path.stat().st_size if path.exists() else 0
@@ -179,6 +187,7 @@ class SqliteFile:
                 faults.remove(fresh)
             raise
         self.disk.sync_folder(self.path.parent)
+        self.version = self.kind.version
 
     def update(self, version: int) -> bool:
         """Bring it from `version` to today's, in one transaction: whatever interrupts it, the old file is still there.

@@ -19,7 +19,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.codec import Row, to_uri
 from usubscription.reader import Reader
-from usubscription.schema import require_ours
 from usubscription.state import Command, Key, Link
 
 WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
@@ -37,7 +36,7 @@ class StoreView:
             raise UStatusError(
                 UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with"
             )
-        self._reader = Reader(self.path, check=require_ours)
+        self._reader = Reader(self.path, from_outside=True)
 
     def close(self) -> None:
         self._reader.close()
