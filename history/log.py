@@ -24,10 +24,11 @@ from history import damage as kinds
 from history.chunk import Chunk, Scan, message_id, message_ids
 from history.cursors import Cursors
 from history.damage import Damage, Ledger
-from history.load import Cursor, Extent, Stream
+from history.load import Cursor, Extent
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
 from history.store import RETENTION_BYTES, Store
+from history.stream import Stream
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
@@ -492,7 +493,7 @@ class Log:
         if not written.chunks:
             return
         for id, place in written.places.items():
-            self._known.table[id].place = place
+            self._known.table[id].move(place)
         for chunk in written.chunks:
             self._push(chunk, 2 * sum(map(len, chunk.data)))
         seq = written.chunks[0].first_seq

@@ -21,7 +21,7 @@ from history import damage as kinds
 from history import rows
 from history.connection import WAL_WAIT_MS, pragmas
 from history.damage import Damage, Ledger
-from history.load import Loaded, load
+from history.load import Loaded, Loading
 from history.rows import DAMAGE, LOG, SCHEMA_VERSION
 from history.salvage import keep_head, salvage
 from storage import mark as marks
@@ -76,7 +76,7 @@ class Opening:
         db.text_factory = any_text
         if file.update(rows.version_of(db)):
             log.info("the log was brought to a newer format", path=str(self.path), version=SCHEMA_VERSION)
-        self.loaded = load(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes)
+        self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
         if is_new or damage:
             self.loaded.found = self.loaded.ledger.open
         # it is for the day of damage; a full disk must not keep us from reading
@@ -90,7 +90,7 @@ class Opening:
     def _read_mark(self) -> tuple[marks.Marked | None, str]:
         """What the mark says, and else why it can't be used."""
         try:
-            return self.file.read_mark(may_be_v1=self.file.version < SCHEMA_VERSION), ""
+            return marks.read(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
         except (OSError, marks.BadMarkError) as error:
             return None, f"the mark can't be used ({error})"
 
@@ -107,7 +107,9 @@ class Opening:
             detail = "there was a log here, and its file is gone"
             return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, moved_to, detail)]
         if aside:
-            return [Damage(self._now_ms(), kinds.FILE, 0, 0, b"", moved_to, "a damaged log was moved aside earlier")]
+            return [
+                Damage(self._now_ms(), kinds.FILE, moved_to=moved_to, detail="a damaged log was moved aside earlier")
+            ]
         return []
 
     def _make(self, damage: Sequence[Damage]) -> None:

@@ -17,11 +17,12 @@ import structlog
 
 from history.chunk import Columns, unpack_streams
 from history.connection import WAL_WAIT_MS, file_bytes_max, transaction_bytes, wal_bytes_max
-from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent, Place, Stream
+from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
 from history.rows import CURSOR, DAMAGE, META, STREAM, Row
+from history.stream import NOWHERE, Place, Stream
 from storage.faults import disk_bytes, free_bytes
 from storage.file import empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
@@ -227,7 +228,7 @@ class Store:
         return stream_rows
 
     def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> int:
-        STREAM.insert(db, [stream.row() for stream in changes.streams])
+        STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])
         stream_rows = self._stream_rows + len(changes.streams)
         for id in changes.forgotten:
             stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
@@ -256,7 +257,8 @@ class Store:
 
     def newest_of(self, id: int) -> int:
         """The newest seq of this stream, as committed."""
-        return (self._grown.get(id) or self.streams[id].place)[1]
+        grown = self._grown.get(id)
+        return self.streams[id].newest_seq if grown is None else grown[1]
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]

@@ -21,6 +21,7 @@ from history.rows import (
     CHECKED,
     CURSOR,
     DAMAGE,
+    LOG,
     META,
     META_KEYS,
     SCHEMA_VERSION,
@@ -31,11 +32,9 @@ from history.rows import (
 from history.walk import chunk_at, walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
-from storage.file import any_text
+from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
-from uprotocol.status import UStatusError, invalid
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
@@ -63,39 +62,29 @@ class Report:
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
     UNAVAILABLE (I/O)."""
-    if not path.exists():
-        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    LOG.require_there(path)
     report = Report(path)
+    marked: marks.Marked | str | None
     try:
-        db = disk.connect(path, read_only=True)
-        try:
+        marked = marks.read(path)  # first: what it names is committed then
+    except (OSError, marks.BadMarkError) as error:
+        marked = str(error)
+    try:
+        with contextlib.closing(disk.connect(path, read_only=True)) as db:
             db.text_factory = any_text
-            marked = _read_mark(path)  # first: what it names is committed then
             db.execute("BEGIN")  # one state, whatever is appended meanwhile
             _Verifier(db, report, marked).run()
-        finally:
-            db.close()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
         if isinstance(error, sqlite3.OperationalError):
-            raise UStatusError(UCode.UNAVAILABLE, f"the log {path} can't be read: {error}") from error
+            raise LOG.fault(error, path, "read") from error
         _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
     return report
-
-
-def _read_mark(path: Path) -> marks.Marked | str | None:
-    """Or why it can't be used."""
-    try:
-        return marks.unpack(Path(f"{path}.mark").read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, marks.BadMarkError) as error:
-        return str(error)
 
 
 def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
     report.found_total += 1
     if len(report.found) < FINDINGS_MAX:
-        report.found.append(Damage(0, kind, after, before, report.incarnation, "", detail))
+        report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
 
 
 class _Verifier:
@@ -129,22 +118,18 @@ class _Verifier:
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
         """Unless a person knows of it."""
-        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation, "", detail)):
+        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
             self._note(kinds.RECORDS, after, before, detail)
 
     # -- structure and rows
 
     def _pages(self) -> None:
         db, path = self._db, self._report.path
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not {"chunk", "chunk_stream", "meta"} <= tables:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log")
-        self._report.version = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if self._report.version > SCHEMA_VERSION:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"the log {path} is of a newer program (format {self._report.version})"
-            )
-        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        version = LOG.version_of(db, path)
+        if version is None:
+            raise LOG.refusal(path, "nothing is in it")
+        self._report.version = version
+        if pragma(db, "application_id") != APPLICATION_ID:
             self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
         for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
             if line != "ok":

@@ -16,10 +16,11 @@ from typing import Any, Final
 import structlog
 
 from history.chunk import Chunk, encode
-from history.load import NEXT_STREAM, Cursor, Extent, Place, Stream, growth_of
+from history.load import NEXT_STREAM, Cursor, Extent
 from history.passed import Passed
 from history.rows import LOG, Row
 from history.store import Changes, Store
+from history.stream import Place, Stream, growth_of
 from storage.faults import is_damage
 from storage.worker import Worker
 from uprotocol.encoded import Carried

@@ -16,7 +16,7 @@ from typing import Final
 from storage import faults
 from storage import mark as marks
 from storage.disk import BUSY_TIMEOUT_S, REAL_DISK, Disk, InUseError, Lock, Mark
-from uprotocol.status import UStatusError
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 UNLIMITED: Final = 1 << 62  # bytes
@@ -80,6 +80,11 @@ class FileKind:
                 "use a newer program, or configure another path",
             )
         return version
+
+    def require_there(self, path: Path) -> None:
+        """Raises INVALID_ARGUMENT if there is none at `path`."""
+        if not path.exists():
+            raise invalid(f"there is no {self.what} at {path}: is this the data_dir of a streamer that has run?")
 
     def stamp(self, db: sqlite3.Connection) -> None:
         """In the caller's transaction: it is of this kind, and of today's version."""
@@ -241,13 +246,6 @@ class SqliteFile:
             self.db = None
 
     # -- the mark beside it
-
-    def read_mark(self, *, may_be_v1: bool = False) -> marks.Marked | None:
-        """None if there is none. Raises OSError, BadMarkError."""
-        try:
-            return marks.unpack(self.beside(".mark").read_bytes(), may_be_v1=may_be_v1)
-        except FileNotFoundError:
-            return None
 
     def begin_mark(self, incarnation: bytes, seq: int) -> None:
         """On disk when this returns."""

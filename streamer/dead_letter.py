@@ -33,7 +33,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import Carried, EncodedMessage, decoded
-from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -250,8 +250,7 @@ def _authority_of(data: bytes) -> str:
 
 def open_read_only(path: Path) -> Store:
     """For the command line. Raises INVALID_ARGUMENT if there is no such store."""
-    if not path.exists():
-        raise invalid(f"there is no dead letter store at {path}: is this the data_dir of a streamer that has run?")
+    LETTERS.require_there(path)
     return Store(path, read_only=True)
 
 

@@ -240,7 +240,7 @@ class Database:
         marked: marks.Marked | None = None
         tables, path = self._tables, str(self.path)
         try:
-            marked = self._file.read_mark()
+            marked = marks.read(self.path, may_be_v1=False)
         except (OSError, marks.BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be used, and begins anew", path=path, why=str(error))
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
