@@ -1,7 +1,7 @@
 """What is known to be lost or damaged, until a person has seen it: kept in the log's own file, over every restart.
 
-open, scan, commit -> find -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
-                                 ^
+open, scan, commit -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
+                        ^
        acknowledge: by the log, or by another process in the same file
 """
 

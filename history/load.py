@@ -2,7 +2,7 @@
 
 rows: meta, holes, streams, cursors --right--> + chunks since the last checkpoint -> Loaded
               |
-              '-- wrong --> a bit turned back, or made anew: from the chunks (they have checksums of their own), from the mark
+              '-- wrong --> a bit turned back, or made anew: from the chunks (which have checksums), from the mark
                             what can't be known: the safe side. Sending again beats skipping, and all of it is told
 
 Nothing here is written before everything was read; then it is one transaction.

@@ -1,6 +1,6 @@
 """What is deleted, oldest first: by age, by what the disk shows; and who was still owed it.
 
-pages in use, ages, cursors -> doomed chunks -> (handed over, as far as that is little) -> deleted, index too -> free pages -> given back
+pages in use, ages, cursors -> doomed chunks -> (handed over, if that is little) -> deleted -> free pages -> given back
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as
 lost.
 
-damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaged (whole) -> takes the damaged one's place
+damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaged -> takes the damaged one's place
                           ^
     head: a small file with a copy of page 1, which names the tables: without it none of them is found
 """

@@ -1,7 +1,7 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
-Opening -> Store      commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened      retain: what is old, or too much
-                      an error -> reset -> a new connection, and what the disk did in spite of the error is undone or taken in
+Opening -> Store     commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened     retain: what is old, or too much
+                     an error -> a new connection; what the disk did in spite of the error is undone or taken in
 """
 
 from __future__ import annotations
@@ -351,6 +351,3 @@ class Store:
             return
         if self.file.wal_bytes > wal_bytes_max(self._bytes_max) and not empty_wal(db, WAL_WAIT_MS):
             self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
-
-
-__all__ = ["Changes", "Cursor", "Extent", "Retained", "Store", "Stream"]

@@ -1,7 +1,7 @@
 """Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway
 that owns the log.
 
-pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, the chain of each topic, addresses
+pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, each topic's chain, addresses
     -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
 """
 

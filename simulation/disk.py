@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from storage.disk import InUseError, Lock, Mark
+from storage.disk import Disk, InUseError, Lock, Mark
 
 WRITES: Final = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")
 
@@ -72,9 +72,6 @@ class _Mark:
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
 
-    def read(self, count: int) -> bytes:
-        return self._path.read_bytes()[:count] if self._path.exists() else b""
-
     def write(self, data: bytes) -> None:
         if self._disk.alive:
             self._path.write_bytes(data)
@@ -86,7 +83,7 @@ class _Mark:
         pass
 
 
-class SimulatedDisk:
+class SimulatedDisk(Disk):
     """The disk as one process sees it. `faults` may be changed at any time; they strike only files whose name has
     `victim` in it."""
 

@@ -29,8 +29,6 @@ class Lock(Protocol):
 class Mark(Protocol):
     """A few bytes that are overwritten in place, without waiting for the disk."""
 
-    def read(self, count: int) -> bytes: ...
-
     def write(self, data: bytes) -> None:
         """Raises OSError."""
 
@@ -40,33 +38,12 @@ class Mark(Protocol):
     def close(self) -> None: ...
 
 
-class Disk(Protocol):
-    """All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
+class Disk:
+    """The real one. All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
 
     def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
         stays there."""
-        ...
-
-    def lock(self, path: Path) -> Lock:
-        """Until it is released, or the process ends. Raises InUseError."""
-        ...
-
-    def mark(self, path: Path) -> Mark:
-        """Made if there is none."""
-        ...
-
-    def replace_text(self, path: Path, text: str) -> None:
-        """After a crash the file holds the old text or the new one, and after this returns the new one."""
-
-    def sync_folder(self, path: Path) -> None:
-        """What was made, renamed or removed in this folder stays so from here on."""
-
-
-class RealDisk:
-    """See Disk."""
-
-    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
         return sqlite3.connect(
             f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
             uri=True,
@@ -77,12 +54,15 @@ class RealDisk:
         )
 
     def lock(self, path: Path) -> Lock:
+        """Until it is released, or the process ends. Raises InUseError."""
         return _FileLock(path)
 
     def mark(self, path: Path) -> Mark:
+        """Made if there is none."""
         return _FileMark(path)
 
     def replace_text(self, path: Path, text: str) -> None:
+        """After a crash the file holds the old text or the new one, and after this returns the new one."""
         fresh = path.with_name(path.name + ".new")
         try:
             with fresh.open("w") as file:
@@ -97,6 +77,7 @@ class RealDisk:
         self.sync_folder(path.parent)
 
     def sync_folder(self, path: Path) -> None:
+        """What was made, renamed or removed in this folder stays so from here on."""
         folder = os.open(path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -136,9 +117,6 @@ class _FileMark:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
-    def read(self, count: int) -> bytes:
-        return os.pread(self._file, count, 0)
-
     def write(self, data: bytes) -> None:
         os.pwrite(self._file, data, 0)
 
@@ -151,4 +129,4 @@ class _FileMark:
         os.close(self._file)
 
 
-REAL_DISK: Final[Disk] = RealDisk()
+REAL_DISK: Final = Disk()

@@ -1,9 +1,9 @@
 """Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter
 topic.
 
-add -> how many of this kind in this minute? -> queue -> one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
-         few: whole  more: without payload                '-- damaged: moved aside; newer, in use, no room: not stored, told,
-         a flood: counted only                                published all the same
+add -> how many of this kind in this minute? -> queue -> one transaction a batch -> SQLite -> up://AUTHORITY/4/1/8001
+         few: whole  more: without payload                '-- damaged: moved aside
+         a flood: counted only                            '-- newer, in use, no room: not stored, told, published all the same
 
 Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
 way, so that the flood of one pushes out its own letters and not those of the others.
@@ -126,8 +126,8 @@ class Store:
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         """A damaged file is moved aside, and a new one starts: `moved_to`.
 
-        Raises UStatusError as FileKind.fault says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or of a newer
-        program). Nothing is changed then.
+        Raises UStatusError as FileKind.fault says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or newer).
+        Nothing is changed then.
         """
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))

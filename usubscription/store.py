@@ -1,7 +1,8 @@
 """Threads around the database: one writes, one reads, the loop never waits for a disk.
 
-submit(event) -> queue -> writer thread: whatever has come, one transaction -> loop: committed(outcomes), answers, answered(outcomes)
-read(question) -> queue -> reader thread: whatever has come -> loop: the answers
+submit(event) -> queue -> writer's thread: whatever has come, one transaction -> loop: committed(outcomes)
+                                                                                  answers, answered(outcomes)
+read(question) -> queue -> a reader's thread: whatever has come -> loop: the answers
 """
 
 from __future__ import annotations

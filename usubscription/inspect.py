@@ -1,6 +1,7 @@
 """A look into a store, while its service runs or not: list, filter, watch. Reads only, and blocks.
 
-store.db --Reader--> subscriptions(filters) -> entries as they are printed        watch() -> what was added, changed, removed, as it happens
+store.db --Reader--> subscriptions(filters) -> entries as they are printed
+                     watch() -> what was added, changed, removed, as it happens
 """
 
 from __future__ import annotations
