@@ -1,7 +1,7 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
-Opening -> Store     commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened     retain: what is old, or too much
-                     an error -> a new connection; what the disk did in spite of the error is undone or taken in
+Opening -> Store    commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened    retain: what is old, or too much
+                    an error -> a new connection; what the disk did in spite of the error is undone or taken in
 """
 
 from __future__ import annotations

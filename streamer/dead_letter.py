@@ -3,7 +3,7 @@ topic.
 
 add -> how many of this kind in this minute? -> queue -> one transaction a batch -> SQLite -> up://AUTHORITY/4/1/8001
          few: whole  more: without payload                '-- damaged: moved aside
-         a flood: counted only                            '-- newer, in use, no room: not stored, told, published all the same
+         a flood: counted only                            '-- newer, in use, no room: not stored, told, and published
 
 Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
 way, so that the flood of one pushes out its own letters and not those of the others.

@@ -1,7 +1,7 @@
 """The state of the service in one SQLite file. Blocks, so it lives on the store's threads.
 
-apply([event, ...]) --one transaction--> state.step on what is stored -> records, links, outbox -> commit -> [Outcome, ...]
-                                                                         (tables.py)
+apply([event, ...]) --one transaction--> state.step on what is stored -> tables.py: records, links, outbox -> commit
+                                                                                              -> [Outcome, ...]
 Reader: the committed state, for questions
 
 A change is stored in the outbox with those who are to be told, in the transaction that makes it, and leaves it once it
