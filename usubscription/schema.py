@@ -86,6 +86,8 @@ def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
     """It never begins anew over a file that is there. Raises sqlite3.Error, OSError, DamagedError, UStatusError:
     ALREADY_EXISTS (in use), FAILED_PRECONDITION (another program's, newer, of another authority)."""
     file.take()
+    if file.path.is_dir():  # a gateway goes on without it, as with any store that it may not open
+        raise PermissionError("it is a folder, not a file")
     if not file.look():
         if file.path.exists():
             raise DamagedError(f"it has {file.path.stat().st_size} bytes, and no table")
