@@ -45,7 +45,7 @@ class Opening:
         self.loaded = Loaded()
 
     def run(self) -> None:
-        """Raises UStatusError as FileKind.fault says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log);
+        """Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log);
         then nothing was changed. Only a file that is damaged is moved aside."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class Opening:
         except BaseException as error:
             self.file.close()
             if isinstance(error, sqlite3.Error | OSError | DamagedError):
-                raise LOG.fault(error, self.path) from error
+                raise LOG.not_opened(error, self.path) from error
             raise
 
     def _open(self, damage: Sequence[Damage]) -> None:

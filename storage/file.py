@@ -46,21 +46,26 @@ class FileKind:
         """FAILED_PRECONDITION: no other try helps before somebody has done something."""
         return UStatusError(UCode.FAILED_PRECONDITION, f"the {self.what} {path} can't be opened: {why}")
 
-    def fault(self, error: Exception, path: Path, doing: str = "opened") -> UStatusError:
-        """What an error of the file means: `damaged` (by default DATA_LOSS), RESOURCE_EXHAUSTED (the disk is full),
-        PERMISSION_DENIED, FAILED_PRECONDITION (no such folder), UNAVAILABLE (it failed: trying again may help)."""
+    def not_opened(self, error: Exception, path: Path) -> UStatusError:
+        """What an error means while the file is opened: as `fault`, and what a person has to mend: PERMISSION_DENIED,
+        FAILED_PRECONDITION (no such folder)."""
+        if not faults.is_full(error, path):
+            if faults.is_denied(error, path):
+                why = f"the {self.what} {path} can't be opened for writing ({error}): check its permissions"
+                return UStatusError(UCode.PERMISSION_DENIED, why)
+            if isinstance(error, FileNotFoundError):
+                return self.refusal(path, "its folder does not exist: make it first")
+        return self.fault(error, path, "opened")
+
+    def fault(self, error: Exception, path: Path, doing: str) -> UStatusError:
+        """What an error of the file means to who asked: `damaged` (by default DATA_LOSS), RESOURCE_EXHAUSTED (the disk
+        is full), UNAVAILABLE (it failed, trying again may help: also where a disk became read-only)."""
         name = f"the {self.what} {path}"
         if faults.is_damage(error):
             return UStatusError(self.damaged, f"{name} is damaged ({error}){self.advice}")
         if faults.is_full(error, path):
             why = f"because its disk is full ({error}); nothing of it was changed: make room, and try again"
             return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{name} can't be {doing}, {why}")
-        if faults.is_denied(error, path):
-            return UStatusError(
-                UCode.PERMISSION_DENIED, f"{name} can't be {doing} for writing ({error}): check its permissions"
-            )
-        if isinstance(error, FileNotFoundError):
-            return self.refusal(path, "its folder does not exist: make it first")
         return UStatusError(UCode.UNAVAILABLE, f"{name} can't be {doing} ({error}); nothing of it was changed")
 
     def version_of(self, db: sqlite3.Connection, path: Path) -> int | None:
@@ -96,7 +101,7 @@ class SqliteFile:
     """One file that this process owns from `take` to `close`. One thread at a time.
 
     Where nothing else is said, a method raises sqlite3.Error, OSError, or UStatusError for what another try won't
-    mend; `kind.fault` says what an error means.
+    mend; `kind.not_opened` and `kind.fault` say what an error means.
     """
 
     def __init__(self, kind: FileKind, path: Path, disk: Disk = REAL_DISK, pragmas: Sequence[str] = ()) -> None:

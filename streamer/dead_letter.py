@@ -126,7 +126,7 @@ class Store:
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         """A damaged file is moved aside, and a new one starts: `moved_to`.
 
-        Raises UStatusError as FileKind.fault says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or newer).
+        Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or newer).
         Nothing is changed then.
         """
         self.path, self.moved_to = path, Path()
@@ -140,7 +140,7 @@ class Store:
         except BaseException as error:
             self.close()
             if isinstance(error, sqlite3.Error | OSError | DamagedError):
-                raise LETTERS.fault(error, path) from None
+                raise LETTERS.not_opened(error, path) from None
             raise
 
     @property
@@ -225,7 +225,7 @@ class Store:
                 for number, time_ms, code, reason, endpoint, data in reversed(rows)
             ]
         except (sqlite3.Error, DecodeError, TypeError) as error:
-            raise LETTERS.fault(DamagedError(str(error)), self.path) from None
+            raise LETTERS.fault(DamagedError(str(error)), self.path, "read") from None
 
     def close(self) -> None:
         """May be called twice."""

@@ -184,14 +184,14 @@ class Database:
         return self.subscriptions, self._for_topics, self._for_all
 
     def open(self) -> None:
-        """Raises UStatusError as schema.open_store and FileKind.fault do. A damaged file is left as it is."""
+        """Raises UStatusError as schema.open_store and FileKind.not_opened do. A damaged file is left as it is."""
         try:
             db = schema.open_store(self._file, self.authority)
             self._load(db)
             self._heed_mark(db)
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
-            raise self._file.kind.fault(error, self.path) from error
+            raise self._file.kind.not_opened(error, self.path) from error
         except UStatusError:
             self.close()
             raise

@@ -39,7 +39,7 @@ class Reader:
 
     def __init__(self, path: Path, *, from_outside: bool = False, disk: Disk = REAL_DISK) -> None:
         """`from_outside`: nobody has said yet that it is a store, and of a version that we know. Raises UStatusError as
-        FileKind.fault does, and FAILED_PRECONDITION."""
+        FileKind.not_opened does, and FAILED_PRECONDITION."""
         self.path, self._db = path, disk.connect(path)
         try:
             for setting in (*PRAGMAS, "query_only = ON"):
@@ -49,7 +49,7 @@ class Reader:
         except BaseException as error:
             self._db.close()
             if isinstance(error, sqlite3.Error):
-                raise STORE.fault(error, path) from None
+                raise STORE.not_opened(error, path) from None
             raise
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Reader:
             return [_read_change(number, text) for number, text in rows]
         except (ValueError, TypeError, AttributeError) as error:
             damage = DamagedError(f"a change in it can't be read: {error!r}")
-            raise STORE.fault(damage, self.path) from None
+            raise STORE.fault(damage, self.path, "read") from None
 
     def destinations_held(self) -> list[str]:
         """Destinations that have not been told everything."""

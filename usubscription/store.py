@@ -137,9 +137,9 @@ class Store:
             self._close()
             if isinstance(error, KeyError | ValueError):  # a bit that flipped in a row is no error to SQLite
                 damage = DamagedError(f"{error!r} while its subscriptions were read")
-                raise STORE.fault(damage, self.database.path) from error
+                raise STORE.fault(damage, self.database.path, "read") from error
             if isinstance(error, sqlite3.Error):
-                raise STORE.fault(error, self.database.path) from error
+                raise STORE.fault(error, self.database.path, "read") from error
             raise
 
     def _close(self) -> None:

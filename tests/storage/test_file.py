@@ -145,7 +145,7 @@ def test_damage_is_found_before_the_file_is_used_and_moved_aside_by_its_owner(pa
     file = SqliteFile(NOTES, path)
     with pytest.raises((DamagedError, sqlite3.DatabaseError)) as error:
         file.look()
-    told = NOTES.fault(error.value, path)
+    told = NOTES.fault(error.value, path, "opened")
     assert (told.code, "call somebody" in told.message) == (UCode.DATA_LOSS, True)
     moved_to = file.move_aside()
     assert not path.exists()
@@ -220,7 +220,7 @@ def test_a_reader_is_waited_for_no_longer_than_asked(path: Path) -> None:
 def test_each_trouble_has_one_answer_that_names_the_file(
     path: Path, error: Exception, code: UCode.ValueType, words: str
 ) -> None:
-    told = NOTES.fault(error, path)
+    told = NOTES.not_opened(error, path)
     assert told.code == code
     assert words in told.message
     assert str(path) in told.message
@@ -228,6 +228,8 @@ def test_each_trouble_has_one_answer_that_names_the_file(
 
 def test_what_may_not_be_written_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write everything
-    assert NOTES.fault(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.PERMISSION_DENIED
+    assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.PERMISSION_DENIED
+    while_used = NOTES.fault(sqlite_error(sqlite3.SQLITE_READONLY), path, "written")
+    assert while_used.code == UCode.UNAVAILABLE, "who sends tries again: the disk may come back"
     monkeypatch.setattr(os, "access", lambda *_: True)
-    assert NOTES.fault(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.UNAVAILABLE
+    assert NOTES.not_opened(sqlite_error(sqlite3.SQLITE_READONLY), path).code == UCode.UNAVAILABLE
