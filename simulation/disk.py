@@ -59,7 +59,7 @@ class FaultyConnection(sqlite3.Connection):
         return super().executemany(sql, parameters)
 
 
-class _Lock:
+class _Lock(Lock):
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
 
@@ -68,7 +68,7 @@ class _Lock:
             self._disk.locked.discard(self._path)
 
 
-class _Mark:
+class _Mark(Mark):
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
 

@@ -11,7 +11,7 @@ import fcntl
 import os
 import sqlite3
 from pathlib import Path
-from typing import IO, Final, Protocol
+from typing import IO, Final
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -21,21 +21,52 @@ class InUseError(Exception):
     """Another process holds the lock; the argument says which, as far as it is known."""
 
 
-class Lock(Protocol):
+class Lock:
+    """Of one process. flock: it ends with the process, however that ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[str] | None = path.open("a+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.seek(0)
+            owner = self._file.read().strip() or "unknown"
+            self.release()
+            raise InUseError(owner) from None
+        except BaseException:
+            self.release()
+            raise
+        # a full disk must not keep us from reading; the number is for the message only
+        with contextlib.suppress(OSError):
+            self._file.truncate(0)
+            self._file.write(f"{os.getpid()}\n")
+            self._file.flush()
+
     def release(self) -> None:
         """May be called twice."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
 
-class Mark(Protocol):
-    """A few bytes that are overwritten in place, without waiting for the disk."""
+class Mark:
+    """A few bytes that are overwritten in place, without waiting for the disk. All raise OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def write(self, data: bytes) -> None:
-        """Raises OSError."""
+        os.pwrite(self._file, data, 0)
 
     def begin(self, data: bytes) -> None:
-        """These and nothing else, on disk when this returns. Raises OSError."""
+        """These and nothing else, on disk when this returns."""
+        os.ftruncate(self._file, len(data))
+        os.pwrite(self._file, data, 0)
+        os.fsync(self._file)
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        os.close(self._file)
 
 
 class Disk:
@@ -55,11 +86,11 @@ class Disk:
 
     def lock(self, path: Path) -> Lock:
         """Until it is released, or the process ends. Raises InUseError."""
-        return _FileLock(path)
+        return Lock(path)
 
     def mark(self, path: Path) -> Mark:
         """Made if there is none."""
-        return _FileMark(path)
+        return Mark(path)
 
     def replace_text(self, path: Path, text: str) -> None:
         """After a crash the file holds the old text or the new one, and after this returns the new one."""
@@ -83,50 +114,6 @@ class Disk:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-class _FileLock:
-    """flock: it ends with the process, however that ends."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: IO[str] | None = path.open("a+")
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            owner = self._file.read().strip() or "unknown"
-            self.release()
-            raise InUseError(owner) from None
-        except BaseException:
-            self.release()
-            raise
-        # a full disk must not keep us from reading; the number is for the message only
-        with contextlib.suppress(OSError):
-            self._file.truncate(0)
-            self._file.write(f"{os.getpid()}\n")
-            self._file.flush()
-
-    def release(self) -> None:
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-
-
-class _FileMark:
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def write(self, data: bytes) -> None:
-        os.pwrite(self._file, data, 0)
-
-    def begin(self, data: bytes) -> None:
-        os.ftruncate(self._file, len(data))
-        os.pwrite(self._file, data, 0)
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        os.close(self._file)
 
 
 REAL_DISK: Final = Disk()

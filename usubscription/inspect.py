@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from uprotocol import uri as uris
@@ -45,9 +44,7 @@ class StoreView:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Entry]:
