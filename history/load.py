@@ -34,7 +34,7 @@ from history.rows import (
     Row,
     Table,
 )
-from history.stream import Stream, address_of, growth_of
+from history.stream import Stream, address_of, authority_of, growth_of
 from storage.file import transaction
 from storage.mark import V1_LEAP_MAX, Marked
 
@@ -444,3 +444,6 @@ class Loading:
             if self._index is not None:
                 db.execute("DELETE FROM chunk_stream")
                 db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))
+
+
+__all__ = ["Cursor", "Extent", "Loaded", "Loading", "Stream", "address_of", "authority_of"]

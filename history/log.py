@@ -24,11 +24,10 @@ from history import damage as kinds
 from history.chunk import Chunk, Scan, message_id, message_ids
 from history.cursors import Cursors
 from history.damage import Damage, Ledger
-from history.load import Cursor, Extent
+from history.load import Cursor, Extent, Stream
 from history.passed import Allowance, Passed
 from history.reader import Limits, Reader
 from history.store import RETENTION_BYTES, Store
-from history.stream import Stream
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
 from history.tail import Tail
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Retention, Writer, Written
@@ -107,7 +106,7 @@ class Log:
         self._queued = 0
         self._closed = False
         self._tail = Tail(0, TAIL_BYTES_MAX)
-        self._numbering = Numbering(0, self._newest_of)  # of the ring
+        self._numbering = Numbering(0, self._known.table)  # of the ring
         self._holes: list[tuple[int, int]] = []
         self._allowance = Allowance()  # of the ring
         self._writer: Writer | None = None
@@ -171,6 +170,7 @@ class Log:
 
     def _know(self, known: Streams) -> None:
         self._known = known
+        self._numbering = Numbering(0, known.table)
         self._sweeping = self._loop.call_later(min(SWEEP_S, known.forget_after_s), self._sweep)
 
     def _start(self, store: Store, executor: ThreadPoolExecutor, tail_bytes: int) -> None:
@@ -283,9 +283,6 @@ class Log:
     def stream(self, id: int) -> Stream:
         """One that is known; see `knows_stream`."""
         return self._known.table[id]
-
-    def _newest_of(self, id: int) -> int:
-        return self._known.table[id].newest_seq
 
     def knows_stream(self, id: int) -> bool:
         """False for a number that was forgotten, or that only damaged bytes name."""
@@ -492,8 +489,6 @@ class Log:
             log.info("the log takes messages again", log=self.name)
         if not written.chunks:
             return
-        for id, place in written.places.items():
-            self._known.table[id].move(place)
         for chunk in written.chunks:
             self._push(chunk, 2 * sum(map(len, chunk.data)))
         seq = written.chunks[0].first_seq

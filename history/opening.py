@@ -45,8 +45,8 @@ class Opening:
         self.loaded = Loaded()
 
     def run(self) -> None:
-        """Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no log);
-        then nothing was changed. Only a file that is damaged is moved aside."""
+        """Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (newer, or no
+        log); then nothing was changed. Only a file that is damaged is moved aside."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file.take()

@@ -75,7 +75,7 @@ class Store:
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has heard of all growth up to here; the loop says so
         # places of streams that grew since the last checkpoint, or are ahead of what the loop has
-        self._grown = {id: self.streams[id].place for id in self.loaded.dirty}
+        self.ahead = {id: self.streams[id].place for id in self.loaded.dirty}
         self._stream_rows = len(self.loaded.streams)
         self._must_count = False  # after an error: some of those that were to be written may be there
         self._data_version = 0  # of SQLite: changes when another process has written
@@ -249,22 +249,17 @@ class Store:
 
     def grow(self, growths: Mapping[int, Place]) -> dict[int, Place]:
         """What was committed; the places of these streams now, for the loop to take over when it hears of them."""
-        grown, streams = self._grown, self.streams
+        ahead, streams = self.ahead, self.streams
         for id, (first_seq, newest_seq, records, newest_id, time_ms) in growths.items():
-            before = grown.get(id) or streams[id].place
-            grown[id] = (before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms)
-        return {id: grown[id] for id in growths}
-
-    def newest_of(self, id: int) -> int:
-        """The newest seq of this stream, as committed."""
-        grown = self._grown.get(id)
-        return self.streams[id].newest_seq if grown is None else grown[1]
+            before = ahead.get(id) or streams[id].place
+            ahead[id] = (before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms)
+        return {id: ahead[id] for id in growths}
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
-        STREAM.insert(db, [self.streams[id].row(self._grown[id]) for id in sorted(self._grown) if id in self.streams])
+        STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         META.insert(
@@ -274,7 +269,8 @@ class Store:
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
         heard = self.heard_seq
-        self._grown = {id: place for id, place in self._grown.items() if place[1] > heard}
+        for id in [id for id, place in self.ahead.items() if place[1] <= heard]:
+            del self.ahead[id]
 
     # -- looking
 

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Mapping, Set
 from itertools import islice
 from typing import Any, Final
 
-from history.load import FORGOTTEN_PREFIX, OTHERS
-from history.stream import Stream, address_of, authority_of
+from history.load import FORGOTTEN_PREFIX, OTHERS, Stream, address_of, authority_of
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri

@@ -60,7 +60,7 @@ class Written:
     extent: Extent
     batch: list[Append] | None = None  # None: retention
     chunks: list[Chunk] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)  # of the streams of these chunks: the loop moves them there
+    places: dict[int, Place] = field(default_factory=dict)  # to which the streams of these chunks have moved
     error: UStatusError | None = None
     is_damaged: bool = False  # it is the file itself that can't be used any more
     passed: list[Passed] = field(default_factory=list)
@@ -88,9 +88,12 @@ class Numbering:
     """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo`
     takes it back."""
 
-    def __init__(self, newest_seq: int, newest_of: Callable[[int], int]) -> None:
+    def __init__(
+        self, newest_seq: int, streams: Mapping[int, Stream], ahead: Mapping[int, Place] | None = None
+    ) -> None:
+        """`ahead`: where those of `streams` are by now that may not have moved there yet."""
         self.newest_seq = newest_seq
-        self._newest_of = newest_of  # the newest seq of a stream, as committed
+        self._streams, self._ahead = streams, {} if ahead is None else ahead
         self._newest: dict[int, int] = {}  # since `begin`
         self._seq_before = newest_seq
 
@@ -98,10 +101,11 @@ class Numbering:
         self._newest, self._seq_before = {}, self.newest_seq
 
     def number(self, streams: list[int]) -> tuple[range, list[int]]:
-        newest = self._newest
+        newest, ahead = self._newest, self._ahead
         for stream in set(streams):
             if stream not in newest:
-                newest[stream] = self._newest_of(stream)
+                place = ahead.get(stream)
+                newest[stream] = self._streams[stream].newest_seq if place is None else place[1]
         first = self.newest_seq + 1
         prev_seqs = []
         for seq, stream in enumerate(streams, first):
@@ -128,7 +132,7 @@ class Writer:
         name: str,
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
-        self._numbering = Numbering(store.loaded.start_seq, store.newest_of)
+        self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
         self._unsaved = Changes()  # what a failed transaction left
@@ -226,8 +230,10 @@ class Writer:
         self._worker.tell(lambda: self._hear(written, failures=int(is_news)))
 
     def _hear(self, written: Written, failures: int = 0) -> None:
-        """On the loop."""
+        """On the loop, to which the streams belong."""
         self._failures_heard += failures
+        for id, place in written.places.items():
+            self._store.streams[id].move(place)
         self._on_written(written)
         self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
 

@@ -126,8 +126,8 @@ class Store:
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         """A damaged file is moved aside, and a new one starts: `moved_to`.
 
-        Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or newer).
-        Nothing is changed then.
+        Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or
+        newer). Nothing is changed then.
         """
         self.path, self.moved_to = path, Path()
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
