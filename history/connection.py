@@ -7,12 +7,7 @@ OTHER_BYTES
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
-from collections.abc import Iterator
 from typing import Final
-
-from storage.disk import BUSY_TIMEOUT_S
 
 PAGE_BYTES: Final = 16_384  # a batch of 512 messages takes some 170 KB; measured best of 4 to 32 KiB
 WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...
@@ -40,38 +35,8 @@ def file_bytes_max(bytes_max: int) -> int:
     return max(bytes_max - wal_bytes_max(bytes_max) - transaction_bytes(bytes_max) - OTHER_BYTES, FILE_BYTES_MIN)
 
 
-def settle(db: sqlite3.Connection, bytes_max: int) -> None:
-    """What a connection that writes has to be told. Raises sqlite3.Error."""
-    db.execute("PRAGMA journal_mode = WAL")
-    db.execute("PRAGMA synchronous = FULL")
-    db.execute("PRAGMA cell_size_check = 1")
+def pragmas(bytes_max: int) -> tuple[str, ...]:
+    """What the connection that writes has to be told."""
     wal_bytes = wal_bytes_max(bytes_max)
-    db.execute(f"PRAGMA wal_autocheckpoint = {wal_bytes // 2 // PAGE_BYTES}")
-    db.execute(f"PRAGMA journal_size_limit = {wal_bytes}")
-
-
-def empty_wal(db: sqlite3.Connection) -> bool:
-    """Move what the write-ahead log holds into the file; False if a reader was in the way."""
-    db.execute(f"PRAGMA busy_timeout = {WAL_WAIT_MS}")
-    try:
-        is_busy, *_ = db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    finally:
-        db.execute(f"PRAGMA busy_timeout = {round(BUSY_TIMEOUT_S * 1_000)}")
-    return not is_busy
-
-
-@contextlib.contextmanager
-def transaction(db: sqlite3.Connection) -> Iterator[None]:
-    """All of it is committed, or nothing."""
-    db.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        db.execute("COMMIT")
-    except BaseException:
-        with contextlib.suppress(sqlite3.Error):
-            db.execute("ROLLBACK")
-        raise
-
-
-def pragma(db: sqlite3.Connection, name: str) -> int:
-    return int(db.execute(f"PRAGMA {name}").fetchone()[0])
+    pages = wal_bytes // 2 // PAGE_BYTES
+    return "cell_size_check = 1", f"wal_autocheckpoint = {pages}", f"journal_size_limit = {wal_bytes}"

@@ -1,7 +1,7 @@
 """What is known to be lost or damaged, until a person has seen it: kept in the log's own file, over every restart.
 
-open, scan, commit -> find -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
-                                 ^
+open, scan, commit -> Ledger -> rows of the file, `Log.damage`, on_damage -> gaps on the wire, readiness, metrics
+                        ^
        acknowledge: by the log, or by another process in the same file
 """
 
@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from history.rows import APPLICATION_ID, DAMAGE, SCHEMA_VERSION, Row
+from history.rows import DAMAGE, LOG, Row
 from storage.disk import REAL_DISK, Disk
-from uprotocol.status import UStatusError, invalid
-from uprotocol.v1.ucode_pb2 import UCode
+from storage.file import pragma, transaction
 
 DAMAGE_MAX: Final = 1_000  # noted one by one; beyond it the last of the same kind is widened
 
@@ -47,9 +46,9 @@ class Damage(NamedTuple):
 
     when_ms: int  # found, Unix milliseconds
     kind: str
-    after: int  # the records in (after, before) are gone; both 0: none, or nobody knows
-    before: int
-    incarnation: bytes  # of the log that it happened to; empty: not known
+    after: int = 0  # the records in (after, before) are gone; both 0: none, or nobody knows
+    before: int = 0
+    incarnation: bytes = b""  # of the log that it happened to; empty: not known
     moved_to: str = ""  # where the damaged file is kept
     detail: str = ""
 
@@ -152,24 +151,19 @@ def acknowledge(path: Path, disk: Disk = REAL_DISK) -> list[Damage]:
     """In the log's file, whether or not a gateway has it open: that one notices within some seconds. Returns what was
     not seen before.
 
-    Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (no log of this version), UNAVAILABLE
-    (I/O, or damaged).
+    Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (no log of this version), and as
+    FileKind.fault says.
     """
-    if not path.exists():
-        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    LOG.require_there(path)
     try:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
-            kind = (db.execute("PRAGMA application_id").fetchone()[0], db.execute("PRAGMA user_version").fetchone()[0])
-        if kind != (APPLICATION_ID, SCHEMA_VERSION):
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"{path} is not a log of this version, so there is nothing to acknowledge"
-            )
-        with contextlib.closing(disk.connect(path)) as db:
-            db.execute("BEGIN IMMEDIATE")
+            kind = pragma(db, "application_id"), pragma(db, "user_version")
+        if kind != (LOG.application_id, LOG.version):
+            raise LOG.refusal(path, "it is not a log of this version, so there is nothing to acknowledge")
+        with contextlib.closing(disk.connect(path)) as db, transaction(db):
             ledger = Ledger(DAMAGE.read(db).rows)
             seen = ledger.open
             DAMAGE.insert(db, ledger.acknowledge())
-            db.execute("COMMIT")
     except sqlite3.Error as error:
-        raise UStatusError(UCode.UNAVAILABLE, f"nothing could be acknowledged in {path}: {error}") from error
+        raise LOG.fault(error, path, "written") from error
     return seen

@@ -2,7 +2,7 @@
 
 rows: meta, holes, streams, cursors --right--> + chunks since the last checkpoint -> Loaded
               |
-              '-- wrong --> a bit turned back, or made anew: from the chunks (they have checksums of their own), from the mark
+              '-- wrong --> a bit turned back, or made anew: from the chunks (which have checksums), from the mark
                             what can't be known: the safe side. Sending again beats skipping, and all of it is told
 
 Nothing here is written before everything was read; then it is one transaction.
@@ -10,12 +10,9 @@ Nothing here is written before everything was read; then it is one transaction.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sqlite3
 import struct
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -24,9 +21,22 @@ import structlog
 from history import damage as kinds
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import CHUNK_COLUMNS, CURSOR, DAMAGE, HELD_PREFIXES, HOLE, META, STREAM, Checked, Row, Table
+from history.rows import (
+    CHUNK_COLUMNS,
+    CURSOR,
+    DAMAGE,
+    HELD_PREFIXES,
+    HOLE,
+    META,
+    META_KEYS,
+    STREAM,
+    Checked,
+    Row,
+    Table,
+)
+from history.stream import Stream, address_of, authority_of, growth_of
+from storage.file import transaction
 from storage.mark import V1_LEAP_MAX, Marked
-from uprotocol.v1.uri_pb2 import UUri
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
@@ -37,91 +47,8 @@ STREAMS: Final = "streams"  # in meta: how many rows there are
 FORGOTTEN_PREFIX: Final = "forgotten:"
 OTHERS: Final = "*"  # ... or of all those that are not named
 NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
-_AUTHORITY_TAG: Final = b"\x0a"  # field 1 of a UUri, as protobuf writes it, and then ...
-_LENGTH_MAX: Final = 0x80  # ... its length; longer ones take more bytes
-META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")
 
 log = structlog.get_logger()
-
-
-class Stream:
-    """One (source, sink): a topic, or the notifications from one topic to one sink. Numbers move when a commit is done.
-
-    The addresses are kept as bytes, since there may be millions: a UUri takes ten times as much.
-    """
-
-    __slots__ = (
-        "first_seq",
-        "id",
-        "newest_id",
-        "newest_seq",
-        "newest_time_ms",
-        "records",
-        "sink_bytes",
-        "source_bytes",
-    )
-
-    def __init__(self, id: int, source: bytes, sink: bytes | None) -> None:
-        self.id, self.source_bytes, self.sink_bytes = id, source, sink
-        self.first_seq = self.newest_seq = self.records = 0  # records: appended, ever
-        self.newest_id = b""
-        self.newest_time_ms = 0
-
-    def __repr__(self) -> str:
-        return f"Stream({self.id}, newest_seq={self.newest_seq}, records={self.records})"
-
-    @property
-    def source(self) -> UUri:
-        """Made anew each time."""
-        return UUri.FromString(self.source_bytes)
-
-    @property
-    def sink(self) -> UUri | None:
-        """Made anew each time."""
-        return None if self.sink_bytes is None else UUri.FromString(self.sink_bytes)
-
-    @property
-    def address(self) -> bytes | tuple[bytes, bytes]:
-        return self.source_bytes if self.sink_bytes is None else (self.source_bytes, self.sink_bytes)
-
-    @property
-    def row(self) -> Row:
-        return (
-            self.id,
-            self.source_bytes,
-            self.sink_bytes,
-            self.first_seq,
-            self.newest_seq,
-            self.records,
-            self.newest_id,
-            self.newest_time_ms,
-        )
-
-    def grow(self, first_seq: int, newest_seq: int, records: int, newest_id: bytes, time_ms: int) -> None:
-        self.first_seq = self.first_seq or first_seq
-        self.newest_seq, self.newest_id, self.newest_time_ms = newest_seq, newest_id, time_ms
-        self.records += records
-
-
-def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:
-    """The same for the same address, whatever unknown fields a sender has put into it."""
-    return _plain(source) if sink is None else (_plain(source), _plain(sink))
-
-
-def _plain(uri: UUri) -> bytes:
-    return UUri(
-        authority_name=uri.authority_name,
-        ue_id=uri.ue_id,
-        ue_version_major=uri.ue_version_major,
-        resource_id=uri.resource_id,
-    ).SerializeToString()
-
-
-def authority_of(address: bytes) -> str:
-    """Of a UUri that is serialised."""
-    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing it: there may be millions
-        return address[2 : 2 + address[1]].decode()
-    return UUri.FromString(address).authority_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,60 +99,29 @@ class Loaded:
         return max(self.extent.newest_seq, *(before - 1 for _, before in self.holes), 0)
 
 
-def growth_of(
-    first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int
-) -> dict[int, tuple[int, int, int, bytes, int]]:
-    """For each stream of a chunk: its first and newest seq there, how many records, the newest one's id and time."""
-    newest = dict(zip(streams, range(len(streams)), strict=True))
-    first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
-    counts = Counter(streams)
-    return {
-        id: (
-            first_seq + first[id],
-            first_seq + place,
-            counts[id],
-            ids[place * ID_BYTES : (place + 1) * ID_BYTES],
-            time_ms,
-        )
-        for id, place in newest.items()
-    }
+@dataclass(slots=True)
+class Loading:
+    """One look at an opened file. `mark_trouble` says why the mark can't be used, if it can't."""
 
-
-def load(
-    db: sqlite3.Connection,
-    marked: Marked | None,
-    mark_trouble: str,
-    now_ms: int,
-    random_bytes: Callable[[int], bytes] = os.urandom,
-) -> Loaded:
-    """`mark_trouble` says why the mark can't be used, if it can't. Raises sqlite3.Error."""
-    return _Loading(db, marked, mark_trouble, now_ms, random_bytes).run()
-
-
-class _Loading:
-    def __init__(
-        self,
-        db: sqlite3.Connection,
-        marked: Marked | None,
-        mark_trouble: str,
-        now_ms: int,
-        random_bytes: Callable[[int], bytes],
-    ) -> None:
-        self._db, self._marked, self._mark_trouble, self._now_ms = db, marked, mark_trouble, now_ms
-        self._random_bytes = random_bytes
-        self._made = Loaded()
-        self._places: dict[int, Stream] = {}
-        self._writes: list[tuple[Table, list[Row]]] = []  # (table, rows) to be written at the end
-        self._deletes: list[tuple[str, Any]] = []
-        self._rebuild = False
-        self._is_count_sure = True  # nothing of the numbers of streams is damaged
-        self._bad_streams: list[int] = []  # whose rows can't be read
-        # rows that are not there at all, and those that were found anew in the records
-        self._missing_streams = self._named = 0
-        self._notes: list[Row] = []
-        self._index: list[tuple[int, int]] | None = None  # made anew
+    _db: sqlite3.Connection
+    _marked: Marked | None
+    _mark_trouble: str
+    _now_ms: int
+    _random_bytes: Callable[[int], bytes]
+    _made: Loaded = field(default_factory=Loaded)
+    _places: dict[int, Stream] = field(default_factory=dict)
+    _writes: list[tuple[Table, list[Row]]] = field(default_factory=list)  # (table, rows) to be written at the end
+    _deletes: list[tuple[str, Any]] = field(default_factory=list)
+    _notes: list[Row] = field(default_factory=list)
+    _index: list[tuple[int, int]] | None = None  # made anew
+    _rebuild: bool = False
+    _is_count_sure: bool = True  # nothing of the numbers of streams is damaged
+    _bad_streams: list[int] = field(default_factory=list)  # whose rows can't be read
+    _missing_streams: int = 0  # whose rows are not there at all ...
+    _named: int = 0  # ... and of those how many were found anew in the records
 
     def run(self) -> Loaded:
+        """Raises sqlite3.Error."""
         made = self._made
         self._load_ledger()
         meta = self._load_meta()
@@ -251,15 +147,8 @@ class _Loading:
     def _found(
         self, kind: str, after: int = 0, before: int = 0, detail: str = "", incarnation: bytes | None = None
     ) -> None:
-        damage = Damage(
-            self._now_ms,
-            kind,
-            after,
-            before,
-            self._made.incarnation if incarnation is None else incarnation,
-            "",
-            detail,
-        )
+        incarnation = self._made.incarnation if incarnation is None else incarnation
+        damage = Damage(self._now_ms, kind, after, before, incarnation, detail=detail)
         row = self._made.ledger.add(damage)
         if row is None:
             return
@@ -269,21 +158,29 @@ class _Loading:
 
     # -- rows
 
-    def _load_ledger(self) -> None:
-        found = DAMAGE.read(self._db)
-        self._made.ledger = Ledger(found.rows)
-        self._mend(DAMAGE, "number", found.mended)
+    def _read(self, table: Table) -> Checked:
+        found = table.read(self._db)
+        self._mend(table, found)
+        return found
+
+    def _mend(self, table: Table, found: Checked) -> None:
+        """What was right is written so, and what can't be read goes."""
+        for wrong, right in found.mended:
+            if wrong[0] != right[0]:
+                self._delete(table.name, table.columns[0], wrong[0])
+            self._writes.append((table, [right]))
         for row in found.bad:
-            self._delete(DAMAGE.name, "number", row[0])
+            self._delete(table.name, table.columns[0], row[0])
+
+    def _load_ledger(self) -> None:
+        found = self._read(DAMAGE)
+        self._made.ledger = Ledger(found.rows)
+        for _ in found.bad:
             self._found(kinds.NOTE, detail="a note of earlier damage can't be read any more")
 
     def _load_meta(self) -> dict[str, Any]:
-        found = META.read(self._db)
-        meta: dict[str, Any] = {}
-        meta.update(found.rows)
-        self._mend(META, "key", found.mended)
-        for row in found.bad:
-            self._delete(META.name, "key", row[0])
+        found = self._read(META)
+        meta = dict[str, Any](found.rows)
         self._made.cursors_lost = CURSORS_LOST in meta
         self._load_forgotten(meta, is_sure=not found.bad)
         missing = [key for key in META_KEYS if key not in meta]
@@ -303,14 +200,11 @@ class _Loading:
         return meta
 
     def _load_holes(self) -> None:
-        found = HOLE.read(self._db)
+        found = self._read(HOLE)
         self._made.holes = sorted(found.rows)
-        self._mend(HOLE, "after", found.mended)
         if found.mended or found.bad:
             self._found(kinds.HOLE, detail="which records were lost earlier was damaged, and is found anew")
-        for row in found.bad:
-            self._rebuild = True
-            self._delete(HOLE.name, "after", row[0])
+        self._rebuild = self._rebuild or bool(found.bad)
 
     def _load_forgotten(self, meta: dict[str, Any], *, is_sure: bool) -> None:
         made = self._made
@@ -326,16 +220,14 @@ class _Loading:
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
         found = Checked()
-        for id, source, sink, first, newest, records, newest_id, time_ms in STREAM.each(self._db, found):
-            stream = self._places[id] = Stream(id, source, sink)
-            stream.grow(first, newest, records, newest_id, time_ms)
-        self._mend(STREAM, "id", found.mended)
+        for id, source, sink, *place in STREAM.each(self._db, found):
+            first, newest, records, newest_id, time_ms = place
+            self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
+        self._mend(STREAM, found)
         for _, right in found.mended:
             self._found(kinds.STREAM, detail=f"stream {right[0]}: a bit had turned, and was turned back")
         if found.mended:
             self._places = dict(sorted(self._places.items()))
-        for row in found.bad:
-            self._delete(STREAM.name, "id", row[0])
         self._bad_streams = [row[0] for row in found.bad if isinstance(row[0], int)]
         self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
         if not self._is_count_sure:
@@ -350,8 +242,7 @@ class _Loading:
 
     def _load_cursors(self) -> None:
         made = self._made
-        found = CURSOR.read(self._db)
-        self._mend(CURSOR, "name", found.mended)
+        found = self._read(CURSOR)
         for name, seq, lease_until_ms, holds, absent_ms in found.rows:
             if seq > made.start_seq:
                 self._found(
@@ -370,17 +261,10 @@ class _Loading:
         made = self._made
         made.cursors_lost = True
         self._writes.append((META, [(CURSORS_LOST, 1)]))
-        self._delete(CURSOR.name, "name", name)
         self._found(kinds.CURSOR, detail=f"{name!r} can't be read, and begins again at the oldest record")
         if isinstance(name, str) and name.isprintable() and name not in made.cursors:
             made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(HELD_PREFIXES))
             self._writes.append((CURSOR, [(name, made.extent.floor_seq, None, int(made.cursors[name].holds), 0)]))
-
-    def _mend(self, table: Table, key: str, mended: Sequence[tuple[Row, Row]]) -> None:
-        for wrong, right in mended:
-            if wrong[0] != right[0]:
-                self._delete(table.name, key, wrong[0])
-            self._writes.append((table, [right]))
 
     def _delete(self, table: str, key: str, value: Any) -> None:
         if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
@@ -442,16 +326,10 @@ class _Loading:
     def _may_be(self, columns: Columns) -> bool:
         """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers
         would leap ahead."""
-        row: tuple[Any, ...] = (
-            columns.first_seq,
-            columns.records,
-            columns.time_ms,
-            columns.streams,
-            columns.ids,
-            columns.data,
-        )
-        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or columns.records != len(
-            columns.ids
+        c = columns
+        row: tuple[Any, ...] = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
+        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or c.records != len(
+            c.ids
         ) // ID_BYTES:
             return False
         marked = self._marked
@@ -491,7 +369,7 @@ class _Loading:
         meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
         self._writes.append((META, list(meta.items())))
         self._writes.append((HOLE, list(made.holes)))
-        self._writes.append((STREAM, [self._places[id].row for id in sorted(made.dirty)]))
+        self._writes.append((STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
         self._index = index
         made.dirty.clear()
 
@@ -557,8 +435,7 @@ class _Loading:
         if not (self._writes or self._deletes or self._notes or self._index is not None):
             return
         db = self._db
-        db.execute("BEGIN IMMEDIATE")
-        try:
+        with transaction(db):
             for statement, key in self._deletes:
                 db.execute(statement, (key,))
             for table, rows in self._writes:
@@ -567,8 +444,6 @@ class _Loading:
             if self._index is not None:
                 db.execute("DELETE FROM chunk_stream")
                 db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))
-            db.execute("COMMIT")
-        except BaseException:
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("ROLLBACK")
-            raise
+
+
+__all__ = ["Cursor", "Extent", "Loaded", "Loading", "Stream", "address_of", "authority_of"]

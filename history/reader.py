@@ -16,9 +16,10 @@ from typing import Final, NamedTuple
 import structlog
 
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from history.rows import CHUNK_COLUMNS, any_text
+from history.rows import CHUNK_COLUMNS
 from storage.disk import REAL_DISK, Disk
 from storage.faults import is_damage
+from storage.file import any_text
 
 # looked at in one step, so that a step takes milliseconds and the next reader has its turn
 SCAN_CHUNKS_MAX: Final = 256

@@ -1,6 +1,6 @@
 """What is deleted, oldest first: by age, by what the disk shows; and who was still owed it.
 
-pages in use, ages, cursors -> doomed chunks -> (handed over, as far as that is little) -> deleted, index too -> free pages -> given back
+pages in use, ages, cursors -> doomed chunks -> (handed over, if that is little) -> deleted -> free pages -> given back
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from itertools import pairwise
 from typing import Final
 
 from history.chunk import Chunk, CorruptChunkError
-from history.connection import PAGE_BYTES, file_bytes_max, pragma, transaction_bytes
+from history.connection import PAGE_BYTES, file_bytes_max, transaction_bytes
 from history.cursors import NOBODY
 from history.walk import chunk_at
+from storage.file import pragma
 
 CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
 VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass

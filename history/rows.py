@@ -19,10 +19,15 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
+from history.connection import PAGE_BYTES
+from storage.file import FileKind, any_text
+from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
+# a file up to this size is checked whole on open (a second per GB); a greater one where it is read
+CHECK_BYTES_MAX: Final = 256 << 20
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
 # the widths in which SQLite stores integers: the highest bit of each is the sign
 INTEGER_BITS: Final = (8, 16, 24, 32, 48, 64)
@@ -128,12 +133,9 @@ def _one_bit_off(value: Any) -> Iterator[Any]:
                 yield value[:place] + bytes((value[place] ^ (1 << bit),)) + value[place + 1 :]
 
 
-def any_text(data: bytes) -> str:
-    """A `text_factory` for text that may be damaged: it need not be UTF-8 any more."""
-    return data.decode(errors="surrogateescape")
-
-
 # -- the tables
+
+META_KEYS: Final = ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes")  # that are always there
 
 _STREAM_HEAD: Final = struct.Struct("<cQxcI")
 _STREAM_SINK: Final = struct.Struct("<cI")
@@ -203,8 +205,6 @@ def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) 
     """In the caller's transaction: everything that an empty log has."""
     for statement in (*(table.ddl for table in CHECKED), *_CHUNK):
         db.execute(statement)
-    db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     META.insert(db, meta.items())
     DAMAGE.insert(db, damage)
 
@@ -241,7 +241,11 @@ def upgrade(db: sqlite3.Connection, version: int) -> None:
         db.execute(table.ddl)
     for table, found in old.items():
         table.insert(db, found)
-    db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+def version_of(db: sqlite3.Connection) -> int:
+    """What the tables say; bits of what the header says may have turned."""
+    return SCHEMA_VERSION if any(name == "crc" for _, name, *_ in db.execute("PRAGMA table_info(meta)")) else 1
 
 
 def upgraded(table: Table, row: Row) -> Row:
@@ -259,3 +263,25 @@ def upgraded(table: Table, row: Row) -> Row:
         return row
     name, seq, lease_until_ms = row
     return (name, seq, lease_until_ms, int(lease_until_ms is None and name.startswith(HELD_PREFIXES)), 0)
+
+
+# -- the file
+
+
+def has_known_schema(db: sqlite3.Connection) -> bool:
+    """False if what the file says of its tables is not what was written there."""
+    found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
+    return found in SCHEMAS
+
+
+LOG: Final = FileKind(
+    "log",
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    tables=frozenset({"chunk", "chunk_stream", "meta"}),
+    migrations={1: lambda db: upgrade(db, 1)},
+    layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
+    quick_bytes_max=CHECK_BYTES_MAX,
+    check=lambda db: "" if has_known_schema(db) else "it does not name its tables as it did",
+    damaged=UCode.UNAVAILABLE,  # a sender tries again: the next start saves what can be read
+)

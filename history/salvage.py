@@ -1,7 +1,7 @@
 """What can be saved of a damaged file, into a new one: chunks and rows whose checksums are right. The rest is told as
 lost.
 
-damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaging -> NAME.salvaged (whole) -> takes the damaged one's place
+damaged file -> copy -> page 1 from the head -> walk, read rows -> NAME.salvaged -> takes the damaged one's place
                           ^
     head: a small file with a copy of page 1, which names the tables: without it none of them is found
 """
@@ -17,29 +17,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from history.connection import PAGE_BYTES, transaction
+from history.connection import PAGE_BYTES
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
 from history.rows import (
     CHECKED,
     CURSOR,
     DAMAGE,
+    LOG,
     META,
+    META_KEYS,
     SCHEMA_VERSION,
-    SCHEMAS,
     Checked,
     Table,
-    any_text,
     create,
+    has_known_schema,
     upgraded,
 )
 from history.walk import walk
 from storage.disk import Disk
+from storage.faults import remove
+from storage.file import SqliteFile, any_text, pragma
 from storage.mark import Marked
 
 _CRC: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it
-CHUNKS_AT_ONCE: Final = 64  # of one transaction
 
 
 # -- the head
@@ -67,12 +69,6 @@ def _read_head(path: Path) -> bytes | None:
     return None
 
 
-def has_known_schema(db: sqlite3.Connection) -> bool:
-    """False if what the file says of its tables is not what was written there."""
-    found = {" ".join(str(sql).split()) for (sql,) in db.execute("SELECT sql FROM sqlite_master WHERE sql IS NOT NULL")}
-    return found in SCHEMAS
-
-
 def _put_head(copy: Path, head: bytes) -> None:
     """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
     page = bytearray(head)
@@ -86,6 +82,10 @@ def _put_head(copy: Path, head: bytes) -> None:
 # -- salvage
 
 
+class _NothingError(Exception):
+    """Nothing could be saved that anybody could miss."""
+
+
 def salvage(
     path: Path, marked: Marked | None, disk: Disk, random_bytes: Callable[[int], bytes], told: Damage
 ) -> Path | None:
@@ -94,9 +94,8 @@ def salvage(
 
     `told` is what the new file has to remember. Raises OSError and sqlite3.Error where the disk is full or fails.
     """
-    copy, fresh = Path(f"{path}.copy"), Path(f"{path}.salvaging")
-    _remove(copy)
-    _remove(fresh)
+    copy, whole = Path(f"{path}.copy"), Path(f"{path}.salvaged")
+    remove(copy)
     try:
         for suffix in ("", "-wal"):
             if Path(f"{path}{suffix}").exists():
@@ -105,23 +104,12 @@ def salvage(
         if found is None:
             return None
         with contextlib.closing(found):
-            if not _fill(found, fresh, marked, disk, random_bytes, told):
-                return None
-    except BaseException:
-        _remove(fresh)
-        raise
+            SqliteFile(LOG, whole, disk).make(lambda db: _fill(found, db, marked, random_bytes, told))
+    except _NothingError:
+        return None
     finally:
-        _remove(copy)
-    whole = Path(f"{path}.salvaged")
-    _remove(whole)
-    fresh.rename(whole)
-    disk.sync_folder(path.parent)
+        remove(copy)
     return whole
-
-
-def _remove(path: Path) -> None:
-    for suffix in ("", "-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection | None:
@@ -145,77 +133,54 @@ def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection
 
 def _fill(
     old: sqlite3.Connection,
-    fresh: Path,
+    db: sqlite3.Connection,
     marked: Marked | None,
-    disk: Disk,
     random_bytes: Callable[[int], bytes],
     told: Damage,
-) -> bool:
-    """Copy what is right; False if there is nothing that anybody could miss."""
+) -> None:
+    """Copy what is right."""
     read = {table.name: _read(old, table) for table in CHECKED}
     meta = dict[str, Any](read[META.name].rows)
     incarnation = meta.get("incarnation", marked.incarnation if marked is not None else None)
     if marked is None or marked.incarnation != incarnation:
         incarnation = random_bytes(16)  # up to where seqs were given out is not known: none may name two records
-    db = disk.connect(fresh)
-    try:
-        db.execute(f"PRAGMA page_size = {PAGE_BYTES}")
-        db.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        db.execute("PRAGMA synchronous = FULL")
-        chunks, first_seq = _copy_chunks(old, db, told, read)
-        kept = {
-            "incarnation": incarnation,
-            "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
-            "newest_seq": 0,
-            "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
-            "stored_bytes": 0,
-        }
-        kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
-        if read[META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
-            kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
-        if read[CURSOR.name].bad or CURSORS_LOST in meta:
-            kept[CURSORS_LOST] = 1
-        with transaction(db):
-            META.insert(db, kept.items())
-            for table in CHECKED:
-                if table not in (META, DAMAGE):
-                    table.insert(db, read[table.name].rows)
-        return bool(chunks or read[CURSOR.name].rows)
-    finally:
-        db.close()
-
-
-def _copy_chunks(
-    old: sqlite3.Connection, db: sqlite3.Connection, told: Damage, read: dict[str, Checked]
-) -> tuple[int, int]:
-    """How many, and the first seq."""
     ledger = Ledger(read[DAMAGE.name].rows)
     ledger.add(told)
-    with transaction(db):
-        create(db, {}, ledger.rows)
-    count = first = 0
-    batch: list[tuple[Any, ...]] = []
+    create(db, {}, ledger.rows)
+    first_seq = _copy_chunks(old, db)
+    if not first_seq and not read[CURSOR.name].rows:
+        raise _NothingError
+    kept = dict.fromkeys(META_KEYS, 0) | {
+        "incarnation": incarnation,
+        "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
+        "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
+    }
+    kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
+    if read[META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
+        kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
+    if read[CURSOR.name].bad or CURSORS_LOST in meta:
+        kept[CURSORS_LOST] = 1
+    META.insert(db, kept.items())
+    for table in CHECKED:
+        if table not in (META, DAMAGE):
+            table.insert(db, read[table.name].rows)
 
-    def write() -> None:
-        with transaction(db):
-            db.executemany("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", batch)
-        batch.clear()
 
+def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
+    """The first seq; 0: there was none."""
+    first = 0
     for first_seq, c, _ in walk(old):
         if c is not None:
-            batch.append((c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data))
-            count += 1
+            values = (c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data)
+            db.execute("INSERT OR IGNORE INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
             first = first or first_seq
-        if len(batch) >= CHUNKS_AT_ONCE:
-            write()
-    write()
-    return count, first
+    return first
 
 
 def _read(db: sqlite3.Connection, table: Table) -> Checked:
     """The rows that are right; one that is bad stands for a table that can't be read."""
     try:
-        if int(db.execute("PRAGMA user_version").fetchone()[0]) == SCHEMA_VERSION or table is DAMAGE:
+        if pragma(db, "user_version") == SCHEMA_VERSION or table is DAMAGE:
             return table.read(db)
         return Checked([upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")])
     except (sqlite3.DatabaseError, TypeError, ValueError):

@@ -1,14 +1,14 @@
 """The log on disk: one SQLite file in WAL mode. One connection writes; readers have their own (reader.py).
 
-Opening -> Store      commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened      retain: what is old, or too much
-                      an error -> reset -> a new connection, and what the disk did in spite of the error is undone or taken in
+Opening -> Store    commit: BEGIN, rows, COMMIT = fsync, or nothing at all happened    retain: what is old, or too much
+                    an error -> a new connection; what the disk did in spite of the error is undone or taken in
 """
 
 from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,17 +16,16 @@ from typing import Any, Final
 import structlog
 
 from history.chunk import Columns, unpack_streams
-from history.connection import empty_wal, file_bytes_max, pragma, settle, transaction, transaction_bytes, wal_bytes_max
-from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent, Loaded, Stream
+from history.connection import WAL_WAIT_MS, file_bytes_max, transaction_bytes, wal_bytes_max
+from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
 from history.rows import CURSOR, DAMAGE, META, STREAM, Row
-from storage.faults import disk_bytes, free_bytes, is_full
-from storage.mark import pack
+from history.stream import NOWHERE, Place, Stream
+from storage.faults import disk_bytes, free_bytes
+from storage.file import empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
 # rolled forward on open at most; the index of streams is written this seldom, its pages then once
@@ -66,24 +65,17 @@ class Retained:
     passed: list[Passed] = field(default_factory=list)
 
 
-def status_error(error: sqlite3.Error, path: Path) -> UStatusError:
-    """A full disk is RESOURCE_EXHAUSTED; anything else that SQLite reports is UNAVAILABLE: trying again may help."""
-    code = UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE
-    return UStatusError(
-        code,
-        f"the log {path} can't be written ({error}); nothing of this batch was stored: free the disk and send again",
-    )
-
-
 class Store:
     """Used by one thread at a time: by whoever opens it, then by the writer."""
 
-    def __init__(self, opened: Opening) -> None:
+    def __init__(self, opened: Opening, runtime: Runtime, bytes_max: int) -> None:
         """Use `open`."""
-        self.path, self.runtime, self._bytes_max = opened.path, opened.runtime, opened.bytes_max
-        self.loaded: Loaded = opened.loaded
+        self.path, self.runtime, self._bytes_max = opened.path, runtime, bytes_max
+        self.file, self.loaded = opened.file, opened.loaded
         self.allowance = Allowance()
-        self._opened = opened
+        self.heard_seq = self.loaded.start_seq  # the loop has heard of all growth up to here; the loop says so
+        # places of streams that grew since the last checkpoint, or are ahead of what the loop has
+        self.ahead = {id: self.streams[id].place for id in self.loaded.dirty}
         self._stream_rows = len(self.loaded.streams)
         self._must_count = False  # after an error: some of those that were to be written may be there
         self._data_version = 0  # of SQLite: changes when another process has written
@@ -92,7 +84,7 @@ class Store:
         self._wal_due = 0.0
         self._passing: Passed | None = None  # by a step of retention that may have failed
         self._late: list[Passed] = []
-        self._connected(self._connection())
+        self._connected(self.file.connect())
 
     def __repr__(self) -> str:
         return f"Store({self.path}, {self.extent})"
@@ -123,7 +115,7 @@ class Store:
         """Raises as Opening does."""
         opened = Opening(path, runtime, now_ms or runtime.now_ms, bytes_max)
         opened.run()
-        return cls(opened)
+        return cls(opened, runtime, bytes_max)
 
     def close(self) -> None:
         """Everything committed is kept in any case; a clean close spares the next open some work."""
@@ -133,39 +125,30 @@ class Store:
                 self._checkpoint(db)
                 db.execute("DELETE FROM meta WHERE key = ?", (CURSORS_LOST,))  # everybody has begun anew by now
             self._checkpointed()
-            empty_wal(db)
+            empty_wal(db, WAL_WAIT_MS)
         except sqlite3.Error as error:
             log.warning(
                 "the log could not be closed cleanly; the next open recovers it", path=str(self.path), error=str(error)
             )
-        self._opened.release()
+        self.file.close()
 
     # -- connections
 
     def _connection(self) -> sqlite3.Connection:
-        if self._opened.db is None:
-            db = self.runtime.disk.connect(self.path)
+        if self.file.db is None:
+            db = self.file.connect()
             try:
-                settle(db, self._bytes_max)
                 self._resume(db)
             except BaseException:
-                db.close()
+                self.file.reset()
                 raise
-            self._opened.db = db
             self._connected(db)
-        return self._opened.db
+        return self.file.connected
 
     def _connected(self, db: sqlite3.Connection) -> None:
         self._data_version = pragma(db, "data_version")
         self._look(db)
         self.sample()
-
-    def reset(self) -> None:
-        """After an error: the next commit starts with a new connection."""
-        if self._opened.db is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._opened.db.close()
-            self._opened.db = None
 
     def _resume(self, db: sqlite3.Connection) -> None:
         """After an error nobody knows whether the transaction is on disk all the same. Chunks of it go: their senders
@@ -218,7 +201,7 @@ class Store:
             self._stream_rows, self._must_count = stream_rows, False
         loaded.unindexed.extend((c.first_seq, c.streams) for c in chunks)
         if chunks:
-            self._grown(db, chunks)
+            self._count(db, chunks)
 
     def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> int:
         """Returns how many streams there are then."""
@@ -245,7 +228,7 @@ class Store:
         return stream_rows
 
     def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> int:
-        STREAM.insert(db, [stream.row for stream in changes.streams])
+        STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])
         stream_rows = self._stream_rows + len(changes.streams)
         for id in changes.forgotten:
             stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
@@ -254,7 +237,7 @@ class Store:
         META.insert(db, [(STREAMS, stream_rows)])
         return stream_rows
 
-    def _grown(self, db: sqlite3.Connection, chunks: Sequence[Columns]) -> None:
+    def _count(self, db: sqlite3.Connection, chunks: Sequence[Columns]) -> None:
         added = sum(c.bytes for c in chunks)
         self.extent.oldest_seq = self.extent.oldest_seq or chunks[0].first_seq
         self.extent.newest_seq = chunks[-1].last_seq
@@ -262,20 +245,21 @@ class Store:
         self._added_bytes += added
         if self._added_bytes > transaction_bytes(self._bytes_max) // 8:
             self._look(db)
-        assert self._opened.mark is not None
-        # in place, without fsync: it need not survive more than SQLite's own file does
-        with contextlib.suppress(OSError):
-            self._opened.mark.write(pack(self.incarnation, self.extent.newest_seq))
+        self.file.move_mark(self.extent.newest_seq)
 
-    def grown(self, ids: Iterable[int]) -> None:
-        """These streams have, with what was committed."""
-        self.loaded.dirty.update(ids)
+    def grow(self, growths: Mapping[int, Place]) -> dict[int, Place]:
+        """What was committed; the places of these streams now, for the loop to take over when it hears of them."""
+        ahead, streams = self.ahead, self.streams
+        for id, (first_seq, newest_seq, records, newest_id, time_ms) in growths.items():
+            before = ahead.get(id) or streams[id].place
+            ahead[id] = (before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms)
+        return {id: ahead[id] for id in growths}
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
-        STREAM.insert(db, [self.streams[id].row for id in sorted(self.loaded.dirty) if id in self.streams])
+        STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         META.insert(
@@ -284,7 +268,9 @@ class Store:
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
-        self.loaded.dirty.clear()
+        heard = self.heard_seq
+        for id in [id for id, place in self.ahead.items() if place[1] <= heard]:
+            del self.ahead[id]
 
     # -- looking
 
@@ -300,7 +286,7 @@ class Store:
     def sample(self) -> None:
         """Look what the files really take, and what is left."""
         self.extent.disk_bytes = sum(
-            disk_bytes(Path(f"{self.path}{suffix}")) for suffix in ("", "-wal", "-shm", ".mark", ".head")
+            disk_bytes(self.file.beside(suffix)) for suffix in ("", "-wal", "-shm", ".mark", ".head")
         )
         with contextlib.suppress(OSError):
             self.extent.disk_free_bytes = free_bytes(self.path)
@@ -356,11 +342,8 @@ class Store:
 
     def bound_wal(self) -> None:
         """SQLite empties its write-ahead log by itself, unless readers are always there; then they are waited for."""
-        if self._opened.db is None or self.runtime.monotonic() < self._wal_due:
+        db = self.file.db
+        if db is None or self.runtime.monotonic() < self._wal_due:
             return
-        wal = Path(f"{self.path}-wal")
-        if wal.exists() and wal.stat().st_size > wal_bytes_max(self._bytes_max) and not empty_wal(self._opened.db):
+        if self.file.wal_bytes > wal_bytes_max(self._bytes_max) and not empty_wal(db, WAL_WAIT_MS):
             self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
-
-
-__all__ = ["Changes", "Cursor", "Extent", "Retained", "Store", "Stream", "status_error"]

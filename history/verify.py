@@ -1,7 +1,7 @@
 """Reads everything that a log holds, and says what of it is damaged. Writes nothing, and may run beside the gateway
 that owns the log.
 
-pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, the chain of each topic, addresses
+pages: SQLite's own check -> rows: checksums -> chunks: checksums, no jump in the seqs, each topic's chain, addresses
     -> index: names every chunk of every stream -> cursors and mark: not beyond the newest record -> Report
 """
 
@@ -16,14 +16,25 @@ from typing import Any, Final
 from history import damage as kinds
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import APPLICATION_ID, CHECKED, CURSOR, DAMAGE, META, SCHEMA_VERSION, STREAM, Checked, Table, any_text
+from history.rows import (
+    APPLICATION_ID,
+    CHECKED,
+    CURSOR,
+    DAMAGE,
+    LOG,
+    META,
+    META_KEYS,
+    SCHEMA_VERSION,
+    STREAM,
+    Checked,
+    Table,
+)
 from history.walk import chunk_at, walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
+from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
-from uprotocol.status import UStatusError, invalid
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 FINDINGS_MAX: Final = 1_000  # beyond it they are counted only
@@ -51,39 +62,29 @@ class Report:
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
     UNAVAILABLE (I/O)."""
-    if not path.exists():
-        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    LOG.require_there(path)
     report = Report(path)
+    marked: marks.Marked | str | None
     try:
-        db = disk.connect(path, read_only=True)
-        try:
+        marked = marks.read(path)  # first: what it names is committed then
+    except (OSError, marks.BadMarkError) as error:
+        marked = str(error)
+    try:
+        with contextlib.closing(disk.connect(path, read_only=True)) as db:
             db.text_factory = any_text
-            marked = _read_mark(path)  # first: what it names is committed then
             db.execute("BEGIN")  # one state, whatever is appended meanwhile
             _Verifier(db, report, marked).run()
-        finally:
-            db.close()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
         if isinstance(error, sqlite3.OperationalError):
-            raise UStatusError(UCode.UNAVAILABLE, f"the log {path} can't be read: {error}") from error
+            raise LOG.fault(error, path, "read") from error
         _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
     return report
-
-
-def _read_mark(path: Path) -> marks.Marked | str | None:
-    """Or why it can't be used."""
-    try:
-        return marks.unpack(Path(f"{path}.mark").read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, marks.BadMarkError) as error:
-        return str(error)
 
 
 def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
     report.found_total += 1
     if len(report.found) < FINDINGS_MAX:
-        report.found.append(Damage(0, kind, after, before, report.incarnation, "", detail))
+        report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
 
 
 class _Verifier:
@@ -117,22 +118,18 @@ class _Verifier:
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
         """Unless a person knows of it."""
-        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation, "", detail)):
+        if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
             self._note(kinds.RECORDS, after, before, detail)
 
     # -- structure and rows
 
     def _pages(self) -> None:
         db, path = self._db, self._report.path
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not {"chunk", "chunk_stream", "meta"} <= tables:
-            raise UStatusError(UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a log")
-        self._report.version = int(db.execute("PRAGMA user_version").fetchone()[0])
-        if self._report.version > SCHEMA_VERSION:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"the log {path} is of a newer program (format {self._report.version})"
-            )
-        if db.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:
+        version = LOG.version_of(db, path)
+        if version is None:
+            raise LOG.refusal(path, "nothing is in it")
+        self._report.version = version
+        if pragma(db, "application_id") != APPLICATION_ID:
             self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
         for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
             if line != "ok":
@@ -271,7 +268,7 @@ class _Verifier:
         for name, seq, *_ in self._rows[CURSOR.name].rows:
             if seq > newest:
                 self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")
-        for key in ("incarnation", "indexed_seq", "newest_seq", "floor_seq", "stored_bytes"):
+        for key in META_KEYS:
             if key not in self._meta:
                 self._note(META.name, detail=f"{key} is missing")
         if isinstance(self._marked, str):

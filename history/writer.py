@@ -15,11 +15,12 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Chunk, Columns, encode
-from history.load import NEXT_STREAM, Cursor, Extent, Stream, growth_of
+from history.chunk import Chunk, encode
+from history.load import NEXT_STREAM, Cursor, Extent
 from history.passed import Passed
-from history.rows import Row
-from history.store import Changes, Store, status_error
+from history.rows import LOG, Row
+from history.store import Changes, Store
+from history.stream import Place, Stream, growth_of
 from storage.faults import is_damage
 from storage.worker import Worker
 from uprotocol.encoded import Carried
@@ -59,6 +60,7 @@ class Written:
     extent: Extent
     batch: list[Append] | None = None  # None: retention
     chunks: list[Chunk] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)  # to which the streams of these chunks have moved
     error: UStatusError | None = None
     is_damaged: bool = False  # it is the file itself that can't be used any more
     passed: list[Passed] = field(default_factory=list)
@@ -86,9 +88,12 @@ class Numbering:
     """Gives out seqs and prev_seqs. What was given out since `begin` is in `streams` when it is committed, or `undo`
     takes it back."""
 
-    def __init__(self, newest_seq: int, streams: Mapping[int, Stream]) -> None:
+    def __init__(
+        self, newest_seq: int, streams: Mapping[int, Stream], ahead: Mapping[int, Place] | None = None
+    ) -> None:
+        """`ahead`: where those of `streams` are by now that may not have moved there yet."""
         self.newest_seq = newest_seq
-        self._streams = streams
+        self._streams, self._ahead = streams, {} if ahead is None else ahead
         self._newest: dict[int, int] = {}  # since `begin`
         self._seq_before = newest_seq
 
@@ -96,10 +101,11 @@ class Numbering:
         self._newest, self._seq_before = {}, self.newest_seq
 
     def number(self, streams: list[int]) -> tuple[range, list[int]]:
-        newest, known = self._newest, self._streams
+        newest, ahead = self._newest, self._ahead
         for stream in set(streams):
             if stream not in newest:
-                newest[stream] = known[stream].newest_seq
+                place = ahead.get(stream)
+                newest[stream] = self._streams[stream].newest_seq if place is None else place[1]
         first = self.newest_seq + 1
         prev_seqs = []
         for seq, stream in enumerate(streams, first):
@@ -126,7 +132,7 @@ class Writer:
         name: str,
     ) -> None:
         self._store, self._retention, self._on_written, self._now_ms = store, retention, on_written, now_ms
-        self._numbering = Numbering(store.loaded.start_seq, store.streams)
+        self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
         self._unsaved = Changes()  # what a failed transaction left
@@ -199,44 +205,39 @@ class Writer:
         self._retain()
 
     def _write(self, batch: list[Append]) -> None:
-        chunks: list[Chunk] = []
-        error: UStatusError | None = None
-        is_damaged = False
         try:
-            chunks = self._commit(batch)
-        except sqlite3.Error as cause:
-            error = status_error(cause, self._store.path)
-            if is_damaged := is_damage(cause):
-                self._store.suspect()
+            written = self._commit(batch)
         except Exception as cause:
-            log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
-            error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
-        self._failing = error is not None
-        if self._failing:
-            assert error is not None
-            self._error = error
+            if isinstance(cause, sqlite3.Error):
+                self._error = LOG.fault(cause, self._store.path, "written")
+            else:
+                log.exception("a batch could not be stored", records=sum(len(append.messages) for append in batch))
+                self._error = UStatusError(UCode.INTERNAL, f"the batch could not be stored: {cause!r}")
+            is_damaged = is_damage(cause)
+            if is_damaged:
+                self._store.suspect()
+            self._failing = True
             self._failures += 1
-            self._store.reset()
-            self._refuse(batch, self._hear_failure, is_damaged=is_damaged)
-            return
-        written = Written(replace(self._store.extent), batch, chunks)
-        self._worker.tell(lambda: self._on_written(written))
+            self._store.file.reset()
+            self._refuse(batch, is_news=True, is_damaged=is_damaged)
+        else:
+            self._failing = False
+            self._worker.tell(lambda: self._hear(written))
 
-    def _hear_failure(self) -> None:
-        self._failures_heard += 1
-
-    def _refuse(
-        self, batch: list[Append], first: Callable[[], None] = lambda: None, *, is_damaged: bool = False
-    ) -> None:
+    def _refuse(self, batch: list[Append], *, is_news: bool = False, is_damaged: bool = False) -> None:
+        """`is_news`: of a transaction that failed just now."""
         written = Written(replace(self._store.extent), batch, error=self._error, is_damaged=is_damaged)
+        self._worker.tell(lambda: self._hear(written, failures=int(is_news)))
 
-        def tell() -> None:
-            first()
-            self._on_written(written)
+    def _hear(self, written: Written, failures: int = 0) -> None:
+        """On the loop, to which the streams belong."""
+        self._failures_heard += failures
+        for id, place in written.places.items():
+            self._store.streams[id].move(place)
+        self._on_written(written)
+        self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
 
-        self._worker.tell(tell)
-
-    def _commit(self, batch: list[Append]) -> list[Chunk]:
+    def _commit(self, batch: list[Append]) -> Written:
         with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
             changes, self._changes = self._changes, Changes()
         changes = self._unsaved = self._unsaved.followed_by(changes)
@@ -249,9 +250,10 @@ class Writer:
             self._numbering.undo()
             raise
         self._unsaved = Changes()
+        places: dict[int, Place] = {}
         for chunk, column in zip(chunks, columns, strict=True):
-            self._grow(chunk, column)
-        return chunks
+            places |= self._store.grow(growth_of(chunk.first_seq, chunk.streams, column.ids, chunk.time_ms))
+        return Written(replace(self._store.extent), batch, chunks, places)
 
     def _chunks(self, batch: list[Append]) -> list[Chunk]:
         if not batch:
@@ -265,12 +267,6 @@ class Writer:
             seqs, prev_seqs = self._numbering.number(streams[begin:end])
             chunks.append(Chunk(seqs, time_ms, streams[begin:end], prev_seqs, data[begin:end], messages[begin:end]))
         return chunks
-
-    def _grow(self, chunk: Chunk, columns: Columns) -> None:
-        growths = growth_of(chunk.first_seq, chunk.streams, columns.ids, chunk.time_ms)
-        for id, growth in growths.items():
-            self._store.streams[id].grow(*growth)
-        self._store.grown(growths)
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()
@@ -290,7 +286,7 @@ class Writer:
                 written.acknowledged = store.acknowledged_elsewhere()
             self._may_shrink = more or not store.is_too_big(retention.bytes)
         except Exception as error:  # whatever it is, the writer must go on
-            store.reset()
+            store.file.reset()
             log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))
         if is_second:
             store.sample()
@@ -301,4 +297,4 @@ class Writer:
         if more:
             self._worker.put(None)
         written.extent = replace(store.extent)
-        self._worker.tell(lambda: self._on_written(written))
+        self._worker.tell(lambda: self._hear(written))

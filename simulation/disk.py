@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from storage.disk import InUseError, Lock, Mark
+from storage.disk import Disk, InUseError, Lock, Mark
 
 WRITES: Final = ("BEGIN", "INSERT", "UPDATE", "DELETE", "COMMIT")
 
@@ -59,7 +59,7 @@ class FaultyConnection(sqlite3.Connection):
         return super().executemany(sql, parameters)
 
 
-class _Lock:
+class _Lock(Lock):
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
 
@@ -68,12 +68,9 @@ class _Lock:
             self._disk.locked.discard(self._path)
 
 
-class _Mark:
+class _Mark(Mark):
     def __init__(self, disk: SimulatedDisk, path: Path) -> None:
         self._disk, self._path = disk, path
-
-    def read(self, count: int) -> bytes:
-        return self._path.read_bytes()[:count] if self._path.exists() else b""
 
     def write(self, data: bytes) -> None:
         if self._disk.alive:
@@ -86,7 +83,7 @@ class _Mark:
         pass
 
 
-class SimulatedDisk:
+class SimulatedDisk(Disk):
     """The disk as one process sees it. `faults` may be changed at any time; they strike only files whose name has
     `victim` in it."""
 

@@ -11,7 +11,7 @@ import fcntl
 import os
 import sqlite3
 from pathlib import Path
-from typing import IO, Final, Protocol
+from typing import IO, Final
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -21,91 +21,8 @@ class InUseError(Exception):
     """Another process holds the lock; the argument says which, as far as it is known."""
 
 
-class Lock(Protocol):
-    def release(self) -> None:
-        """May be called twice."""
-
-
-class Mark(Protocol):
-    """A few bytes that are overwritten in place, without waiting for the disk."""
-
-    def read(self, count: int) -> bytes: ...
-
-    def write(self, data: bytes) -> None:
-        """Raises OSError."""
-
-    def begin(self, data: bytes) -> None:
-        """These and nothing else, on disk when this returns. Raises OSError."""
-
-    def close(self) -> None: ...
-
-
-class Disk(Protocol):
-    """All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
-
-    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
-        stays there."""
-        ...
-
-    def lock(self, path: Path) -> Lock:
-        """Until it is released, or the process ends. Raises InUseError."""
-        ...
-
-    def mark(self, path: Path) -> Mark:
-        """Made if there is none."""
-        ...
-
-    def replace_text(self, path: Path, text: str) -> None:
-        """After a crash the file holds the old text or the new one, and after this returns the new one."""
-
-    def sync_folder(self, path: Path) -> None:
-        """What was made, renamed or removed in this folder stays so from here on."""
-
-
-class RealDisk:
-    """See Disk."""
-
-    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
-        return sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
-            uri=True,
-            isolation_level=None,
-            check_same_thread=False,
-            timeout=BUSY_TIMEOUT_S,
-            cached_statements=STATEMENTS_CACHED,
-        )
-
-    def lock(self, path: Path) -> Lock:
-        return _FileLock(path)
-
-    def mark(self, path: Path) -> Mark:
-        return _FileMark(path)
-
-    def replace_text(self, path: Path, text: str) -> None:
-        fresh = path.with_name(path.name + ".new")
-        try:
-            with fresh.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            fresh.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):  # on a full disk it would keep its room
-                fresh.unlink()
-            raise
-        self.sync_folder(path.parent)
-
-    def sync_folder(self, path: Path) -> None:
-        folder = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
-class _FileLock:
-    """flock: it ends with the process, however that ends."""
+class Lock:
+    """Of one process. flock: it ends with the process, however that ends."""
 
     def __init__(self, path: Path) -> None:
         self._file: IO[str] | None = path.open("a+")
@@ -126,23 +43,24 @@ class _FileLock:
             self._file.flush()
 
     def release(self) -> None:
+        """May be called twice."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
 
 
-class _FileMark:
+class Mark:
+    """A few bytes that are overwritten in place, without waiting for the disk. All raise OSError."""
+
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-
-    def read(self, count: int) -> bytes:
-        return os.pread(self._file, count, 0)
 
     def write(self, data: bytes) -> None:
         os.pwrite(self._file, data, 0)
 
     def begin(self, data: bytes) -> None:
+        """These and nothing else, on disk when this returns."""
         os.ftruncate(self._file, len(data))
         os.pwrite(self._file, data, 0)
         os.fsync(self._file)
@@ -151,4 +69,51 @@ class _FileMark:
         os.close(self._file)
 
 
-REAL_DISK: Final[Disk] = RealDisk()
+class Disk:
+    """The real one. All calls block. Raise OSError, and `connect` and what it returns sqlite3.Error."""
+
+    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        """In autocommit mode, usable from any thread. `read_only`: nothing is written; what is in a write-ahead log
+        stays there."""
+        return sqlite3.connect(
+            f"{path.absolute().as_uri()}?mode={'ro' if read_only else 'rwc'}",
+            uri=True,
+            isolation_level=None,
+            check_same_thread=False,
+            timeout=BUSY_TIMEOUT_S,
+            cached_statements=STATEMENTS_CACHED,
+        )
+
+    def lock(self, path: Path) -> Lock:
+        """Until it is released, or the process ends. Raises InUseError."""
+        return Lock(path)
+
+    def mark(self, path: Path) -> Mark:
+        """Made if there is none."""
+        return Mark(path)
+
+    def replace_text(self, path: Path, text: str) -> None:
+        """After a crash the file holds the old text or the new one, and after this returns the new one."""
+        fresh = path.with_name(path.name + ".new")
+        try:
+            with fresh.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):  # on a full disk it would keep its room
+                fresh.unlink()
+            raise
+        self.sync_folder(path.parent)
+
+    def sync_folder(self, path: Path) -> None:
+        """What was made, renamed or removed in this folder stays so from here on."""
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+REAL_DISK: Final = Disk()

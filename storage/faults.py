@@ -1,6 +1,8 @@
-"""What an error of a file means: no room, damage, or something that may pass; and how a damaged file is put aside.
+"""What an error of a file means: no room, damage, not permitted, or something that may pass; and how a damaged file is
+put aside.
 
-sqlite3.Error, OSError -> is_full? -> keep, try again      is_damage? -> move_aside, begin anew      neither -> try again
+sqlite3.Error, OSError, DamagedError -> is_damage? -> move_aside, begin anew     is_full? -> keep, try again
+                                        is_denied? -> a person has to act       neither -> try again
 """
 
 from __future__ import annotations
@@ -18,6 +20,10 @@ FULL_BYTES: Final = 1 << 20
 _FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
+class DamagedError(Exception):
+    """The bytes of a file are not those that were written, though SQLite did not stumble; the argument says how."""
+
+
 def primary_code(error: sqlite3.Error) -> int:
     """SQLite's result code, without what it adds to it."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
@@ -25,7 +31,10 @@ def primary_code(error: sqlite3.Error) -> int:
 
 def is_damage(error: BaseException) -> bool:
     """True if the bytes of an SQLite file are not those that were written."""
-    return isinstance(error, sqlite3.Error) and primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    if not isinstance(error, sqlite3.Error):
+        return isinstance(error, DamagedError)
+    is_text = "Could not decode" in str(error)  # of Python's module, where a text is no UTF-8 any more
+    return is_text or primary_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 def is_full(error: BaseException, path: Path) -> bool:
@@ -41,6 +50,14 @@ def is_full(error: BaseException, path: Path) -> bool:
     return False
 
 
+def is_denied(error: BaseException, path: Path) -> bool:
+    """True if we may not write the file `path`, or make files beside it."""
+    if isinstance(error, sqlite3.Error):
+        codes = (sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM)
+        return primary_code(error) in codes and not os.access(path if path.exists() else path.parent, os.W_OK)
+    return isinstance(error, PermissionError)
+
+
 def free_bytes(path: Path) -> int:
     """What is left to us on the disk of the file `path`. Raises OSError."""
     stat = os.statvfs(path.parent)
@@ -53,6 +70,12 @@ def disk_bytes(path: Path) -> int:
         return path.stat().st_blocks * 512
     except OSError:
         return 0
+
+
+def remove(path: Path) -> None:
+    """A SQLite file and what belongs to it, as far as it is there. Raises OSError."""
+    for suffix in ("-journal", "-wal", "-shm", ""):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def move_aside(path: Path, target: Path | None = None) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from pathlib import Path
 from typing import Final, NamedTuple
 
 _MAGIC: Final = b"upm2"
@@ -30,6 +31,14 @@ class BadMarkError(Exception):
 def pack(incarnation: bytes, seq: int) -> bytes:
     body = _V2.pack(_MAGIC, incarnation, seq, 0)[:-4]
     return body + struct.pack("<I", zlib.crc32(body))
+
+
+def read(path: Path, *, may_be_v1: bool = True) -> Marked | None:
+    """The mark beside the file `path`; None if there is none. Raises OSError, BadMarkError."""
+    try:
+        return unpack(Path(f"{path}.mark").read_bytes(), may_be_v1=may_be_v1)
+    except FileNotFoundError:
+        return None
 
 
 def unpack(data: bytes, *, may_be_v1: bool = True) -> Marked | None:

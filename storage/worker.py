@@ -3,75 +3,39 @@
 loop: put(job) -> queue -> gather -> thread: work(batch), tell(call) -> loop: call()
                               |
                           nothing has come for `tick_s`: work([])
+
+Answerer: a worker whose jobs are questions; the answers of a batch come to the loop in one hop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
 J = TypeVar("J")
-J_contra = TypeVar("J_contra", contravariant=True)
+Q = TypeVar("Q")
+A = TypeVar("A")
+A_contra = TypeVar("A_contra", contravariant=True)
 
 BATCH_MAX: Final = 256
+WAITING_MAX: Final = 20_000  # questions before a worker: some seconds of work; beyond it askers are told to come later
 
 log = structlog.get_logger()
 
 
-class Worker(Protocol[J_contra]):
+class Worker(ABC, Generic[J]):
     """Does jobs beside the loop, in the order of `put`, and tells in the order of `tell`."""
-
-    @property
-    def waiting(self) -> int:
-        """Jobs that no batch has taken yet."""
-        ...
-
-    def put(self, job: J_contra) -> None:
-        """From the loop, or from `work`. Nothing happens after `close`."""
-
-    def tell(self, call: Callable[[], object]) -> None:
-        """From `work` or `finish`: `call()` on the loop."""
-
-    async def close(self) -> None:
-        """What waits is done, `finish` has run, and everything told has been called when this returns. May be called
-        twice."""
-
-
-class WorkerFactory(Protocol):
-    def __call__(
-        self,
-        name: str,
-        work: Callable[[list[J]], None],
-        *,
-        batch_max: int = BATCH_MAX,
-        weigh: Callable[[J], int] | None = None,
-        gather_ms: int = 0,
-        tick_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> Worker[J]:
-        """`work(batch)` is called with what has come, up to `batch_max` in the measure of `weigh` (jobs, by default);
-        it must not raise.
-
-        `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
-        each costs.
-        `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the
-        last batch.
-        """
-        ...
-
-
-class _End:
-    """The last job."""
-
-
-class ThreadWorker(Generic[J]):
-    """See WorkerFactory. Its thread is a daemon: a process that ends needn't wait for it."""
 
     def __init__(
         self,
@@ -84,16 +48,56 @@ class ThreadWorker(Generic[J]):
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
+        """`work(batch)` is called with what has come, up to `batch_max` in the measure of `weigh` (jobs, by default);
+        it must not raise.
+
+        `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
+        each costs.
+        `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the
+        last batch.
+        """
         self._name, self._work, self._batch_max, self._weigh = name, work, batch_max, weigh
         self._gather_s, self._tick_s, self._finish = gather_ms / 1000, tick_s, finish
         self._loop = asyncio.get_running_loop()
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._closing = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
-        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def __repr__(self) -> str:
-        return f"ThreadWorker({self._name}, waiting={self.waiting})"
+        return f"{type(self).__name__}({self._name}, waiting={self.waiting})"
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Jobs that no batch has taken yet."""
+
+    @abstractmethod
+    def put(self, job: J) -> None:
+        """From the loop, or from `work`. Nothing happens after `close`."""
+
+    @abstractmethod
+    def tell(self, call: Callable[[], object]) -> None:
+        """From `work` or `finish`: `call()` on the loop."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """What waits is done, `finish` has run, and everything told has been called when this returns. May be called
+        twice."""
+
+
+WorkerFactory = type[Worker[Any]]
+
+
+class _End:
+    """The last job."""
+
+
+class ThreadWorker(Worker[J]):
+    """See Worker. Its thread is a daemon: a process that ends needn't wait for it."""
+
+    def __init__(self, name: str, work: Callable[[list[J]], None], **options: Any) -> None:
+        super().__init__(name, work, **options)
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def waiting(self) -> int:
@@ -154,3 +158,82 @@ class ThreadWorker(Generic[J]):
         except queue.Empty:
             pass
         return batch, True
+
+
+class Reply(Protocol[A_contra]):
+    """Somebody who is told the answer without a future: on the loop, in the order of the questions."""
+
+    def answered(self, answer: A_contra | BaseException) -> None: ...
+
+
+Waiting = asyncio.Future[A] | Reply[A]
+
+
+class Answerer(Generic[Q, A]):
+    """A worker that answers. `work(questions)` runs beside the loop and gives an answer, or an exception, for each."""
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[list[Q]], Sequence[A | BaseException]],
+        answered: Callable[[list[tuple[Q, Waiting[A]]], Sequence[A | BaseException]], None] | None = None,
+        *,
+        waiting_max: int = WAITING_MAX,
+        worker: WorkerFactory = ThreadWorker,
+        **options: Any,
+    ) -> None:
+        """`answered(batch, answers)` is called on the loop, and gives them (by default `give`). `options`: of the
+        worker."""
+        self._loop = asyncio.get_running_loop()
+        self._name, self._work, self._answered, self._waiting_max = name, work, answered or give, waiting_max
+        self._closing = False
+        self._worker: Worker[tuple[Q, Waiting[A]]] = worker(name, self._turn, **options)
+
+    def __repr__(self) -> str:
+        return f"Answerer({self._name}, waiting={self._worker.waiting})"
+
+    def ask(self, question: Q) -> asyncio.Future[A]:
+        """`put`, with a future for the answer."""
+        future: asyncio.Future[A] = self._loop.create_future()
+        self.put(question, future)
+        return future
+
+    def put(self, question: Q, waiting: Waiting[A]) -> None:
+        """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
+        if self._closing:
+            raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
+        if self._worker.waiting >= self._waiting_max:
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED,
+                f"{self._waiting_max} requests wait for the store, which is the limit: try later",
+            )
+        self._worker.put((question, waiting))
+
+    def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:
+        """Beside the loop."""
+        try:
+            answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
+        except BaseException as error:
+            if not isinstance(error, UStatusError):
+                log.exception("a batch failed", worker=self._name, questions=len(batch))
+            answers = [error] * len(batch)
+        self._worker.tell(functools.partial(self._answered, batch, answers))
+
+    async def close(self) -> None:
+        """Answer what waits, then end."""
+        self._closing = True
+        await self._worker.close()
+
+
+def give(batch: Sequence[tuple[Any, Waiting[A]]], answers: Sequence[A | BaseException]) -> None:
+    """To those who wait."""
+    for (_, waiting), answer in zip(batch, answers, strict=True):
+        if not isinstance(waiting, asyncio.Future):
+            waiting.answered(answer)
+        elif waiting.done():
+            continue
+        elif isinstance(answer, BaseException):
+            waiting.set_exception(answer)
+            waiting.exception()  # seen, even if nobody waits
+        else:
+            waiting.set_result(answer)

@@ -308,11 +308,12 @@ class Streamer:
         await asyncio.gather(*(_within(FILES_CLOSE_S, name, step(name, close)) for name, close in files.items()))
 
     async def _start_usubscription(self, service: USubscriptionService) -> bool:
-        """False if the disk does not let it start just now. Raises FAILED_PRECONDITION (see usubscription.schema)."""
+        """False if the disk does not let it start just now. Raises FAILED_PRECONDITION, ALREADY_EXISTS (see
+        usubscription.schema)."""
         try:
             await service.start()
         except UStatusError as error:
-            if error.code == UCode.FAILED_PRECONDITION:
+            if error.code in (UCode.FAILED_PRECONDITION, UCode.ALREADY_EXISTS):
                 raise
             self._service_trouble = f"its service can't start: {error}"
             log.error("uSubscription can't start; trying again", error=str(error))
@@ -514,7 +515,7 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
         try:
             return await Streamer.create(config)
         except UStatusError as error:
-            if error.code not in (UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED):
+            if error.code not in (UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED, UCode.PERMISSION_DENIED):
                 raise
             trouble = str(error)
         if trouble != told:

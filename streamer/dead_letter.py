@@ -1,9 +1,9 @@
 """Dead letters: what could not be delivered, with its UCode and the reason. Stored, and published on the dead letter
 topic.
 
-add -> how many of this kind in this minute? -> queue -> one transaction per batch -> SQLite -> publish up://AUTHORITY/4/1/8001
-         few: whole  more: without payload                '-- damaged: moved aside; newer, in use, no room: not stored, told,
-         a flood: counted only                                published all the same
+add -> how many of this kind in this minute? -> queue -> one transaction a batch -> SQLite -> up://AUTHORITY/4/1/8001
+         few: whole  more: without payload                '-- damaged: moved aside
+         a flood: counted only                            '-- newer, in use, no room: not stored, told, and published
 
 Queue and store are bounded in letters and bytes. Where they are full, whichever source authority has most in them gives
 way, so that the flood of one pushes out its own letters and not those of the others.
@@ -16,7 +16,6 @@ import contextlib
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,15 +23,17 @@ from typing import Final, NamedTuple
 import structlog
 from google.protobuf.message import DecodeError
 
-from storage.disk import REAL_DISK, Disk, InUseError, Lock
-from storage.faults import is_damage, is_full, move_aside
+from storage.disk import REAL_DISK, Disk
+from storage.faults import DamagedError, is_damage
+from storage.file import FileKind, SqliteFile, empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
+from storage.worker import Answerer
 from streamer.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import Carried, EncodedMessage, decoded
-from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import MESSAGE_BYTES_MAX
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -102,171 +103,120 @@ class Stored:
 Row = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
 
 
+def _make(db: sqlite3.Connection) -> None:
+    db.execute(
+        "create table letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
+        " endpoint text, message blob)"
+    )
+
+
+LETTERS: Final = FileKind(
+    "dead letter store",
+    APPLICATION_ID,
+    SCHEMA_VERSION,
+    tables=frozenset({"letter"}),
+    migrations={0: lambda db: None},  # version 0.1.0 named neither program nor version
+    advice=": check it, or move it away",
+)
+
+
 class Store:
     """The SQLite file; every call blocks, and is made by one thread at a time."""
 
     def __init__(self, path: Path, *, read_only: bool = False, disk: Disk = REAL_DISK) -> None:
         """A damaged file is moved aside, and a new one starts: `moved_to`.
 
-        Raises UStatusError: FAILED_PRECONDITION (no such file, or of a newer program), ALREADY_EXISTS (in use),
-        RESOURCE_EXHAUSTED (the disk is full), UNAVAILABLE (I/O). Nothing is changed then.
+        Raises UStatusError as FileKind.not_opened says, ALREADY_EXISTS (in use), FAILED_PRECONDITION (not ours, or
+        newer). Nothing is changed then.
         """
         self.path, self.moved_to = path, Path()
-        self._lock: Lock | None = None
-        self._db: sqlite3.Connection | None = None
-        self._letters: Shares[int] = Shares(STORED_MAX, STORED_BYTES_MAX)  # their numbers, by source authority
+        self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
+        self._letters: Shares[int] | None = None  # their numbers, by source authority; None: to be counted
         try:
-            if read_only:  # not even a journal is made: it may be another user's
-                self._db = disk.connect(path, read_only=True)
-                self._db.execute("select count(*) from letter")
+            if read_only:
+                self._open_read_only()
             else:
-                self._open(disk)
-        except InUseError as owner:
-            raise self._cannot(UCode.ALREADY_EXISTS, f"it is in use by process {owner}") from None
-        except (sqlite3.Error, OSError) as error:
+                self._open()
+        except BaseException as error:
             self.close()
-            if read_only or is_damage(error):
-                raise self._cannot(UCode.FAILED_PRECONDITION, str(error)) from None
-            raise self._cannot(
-                UCode.RESOURCE_EXHAUSTED if is_full(error, path) else UCode.UNAVAILABLE, str(error)
-            ) from None
-        except UStatusError:
-            self.close()
+            if isinstance(error, sqlite3.Error | OSError | DamagedError):
+                raise LETTERS.not_opened(error, path) from None
             raise
 
-    def _cannot(self, code: UCode.ValueType, why: str) -> UStatusError:
-        return UStatusError(
-            code, f"the dead letter store {self.path} can't be opened ({why}): check it, or move it away"
-        )
+    @property
+    def _db(self) -> sqlite3.Connection:
+        return self._file.connect()
 
-    def _open(self, disk: Disk) -> None:
-        self._lock = disk.lock(Path(f"{self.path}.lock"))
+    def _open_read_only(self) -> None:
+        """Not even a journal is made: it may be another user's."""
+        db = self._file.db = self._file.disk.connect(self.path, read_only=True)
+        if LETTERS.version_of(db, self.path) is None:
+            raise LETTERS.refusal(self.path, "nothing is in it")
+
+    def _open(self) -> None:
+        self._file.take()
         try:
-            self._check(disk)
-        except sqlite3.Error as error:
+            self._check()
+        except (sqlite3.Error, DamagedError) as error:
             if not is_damage(error):
                 raise
-            self._end_connection()
-            self.moved_to = move_aside(self.path)
+            self.moved_to = self._file.move_aside()
             log.error(
                 "the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error)
             )
-            self._check(disk)
+            self._check()
 
-    def _check(self, disk: Disk) -> None:
-        if self.path.exists() and self.path.stat().st_size:
-            # what is not ours is not touched, nor is its write-ahead log moved into it
-            db = disk.connect(self.path, read_only=True)
-            try:
-                self._require_ours(db)
-            finally:
-                db.close()
-        db = self._db = disk.connect(self.path)
-        (fault,) = db.execute("pragma quick_check(1)").fetchone()
-        if fault != "ok":
-            raise _damaged(fault)
-        db.execute("pragma journal_mode=wal")
-        db.execute(f"pragma journal_size_limit={WAL_BYTES_MAX}")
-        db.execute("begin immediate")
-        try:
-            db.execute(
-                "create table if not exists letter(number integer primary key autoincrement, time_ms integer, code "
-                "integer, reason text,"
-                " endpoint text, message blob)"
-            )
-            db.execute(f"pragma application_id={APPLICATION_ID}")  # version 0.1.0 had neither
-            db.execute(f"pragma user_version={SCHEMA_VERSION}")
-            db.execute("commit")
-        except BaseException:
-            self._roll_back(db)
-            raise
-        self._recount(db)
-        self._shrink(db)
-
-    def _shrink(self, db: sqlite3.Connection) -> None:
-        """A file that was large once gives back its room."""
-        ((pages,), (size,)) = (db.execute(f"pragma {name}").fetchone() for name in ("freelist_count", "page_size"))
-        if pages * size > FREE_BYTES_MAX:
+    def _check(self) -> None:
+        if not self._file.look():
+            self._file.make(_make)
+        db = self._file.connect()
+        self._file.update(self._file.version)
+        self._letters = _counted(db)
+        if pragma(db, "freelist_count") * pragma(db, "page_size") > FREE_BYTES_MAX:  # it was large once
             # no room for the copy, or somebody reads: the next start tries again
             with contextlib.suppress(sqlite3.OperationalError):
                 db.execute("vacuum")
 
-    def _require_ours(self, db: sqlite3.Connection) -> None:
-        (application,) = db.execute("pragma application_id").fetchone()
-        (version,) = db.execute("pragma user_version").fetchone()
-        tables = {name for (name,) in db.execute("select name from sqlite_master where type = 'table'")}
-        if tables and "letter" not in tables:
-            raise self._cannot(UCode.FAILED_PRECONDITION, "it is a SQLite file, but holds no dead letters")
-        if version > SCHEMA_VERSION or application not in (0, APPLICATION_ID):
-            raise self._cannot(
-                UCode.FAILED_PRECONDITION,
-                f"it is of a newer program, format {version}; this one knows {SCHEMA_VERSION}",
-            )
-
     def write(self, letters: Sequence[Row]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
         db = self._db
-        assert db is not None, "it is open"
         self._require_short_wal(db)
+        try:
+            known = self._letters if self._letters is not None else _counted(db)
+            self._write(db, letters, known)
+        except BaseException:
+            self._letters = None
+            self._file.reset()
+            raise
+        self._letters = known
+
+    def _write(self, db: sqlite3.Connection, letters: Sequence[Row], known: Shares[int]) -> None:
         (number,) = db.execute("select coalesce(max(seq), 0) from sqlite_sequence where name = 'letter'").fetchone()
         fresh = {number + place: letter for place, letter in enumerate(letters, 1)}
         for number, letter in fresh.items():
-            self._letters.add(_authority_of(letter[-1]), number, len(letter[-1]))
+            known.add(_authority_of(letter[-1]), number, len(letter[-1]))
         gone = set()
-        while self._letters.is_over:
-            gone.add(self._letters.give_way())
-        db.execute("begin immediate")
-        try:
+        while known.is_over:
+            gone.add(known.give_way())
+        with transaction(db):
             # first: its pages are used again
             db.executemany("delete from letter where number = ?", ((number,) for number in gone))
             db.executemany(
                 "insert into letter(number, time_ms, code, reason, endpoint, message) values(?,?,?,?,?,?)",
                 [(number, *letter) for number, letter in fresh.items() if number not in gone],
             )
-            db.execute("commit")
-        except BaseException:
-            self._roll_back(db)
-            with contextlib.suppress(sqlite3.Error):  # it is the first error that is told
-                self._recount(db)
-            raise
-
-    def _recount(self, db: sqlite3.Connection) -> None:
-        """Whose letters there are. Raises sqlite3.Error."""
-        self._letters = Shares(STORED_MAX, STORED_BYTES_MAX)
-        for number, data in db.execute(
-            "select number, coalesce(cast(message as blob), x'') from letter order by number"
-        ):
-            self._letters.add(_authority_of(data), number, len(data))
 
     def _require_short_wal(self, db: sqlite3.Connection) -> None:
         """Who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long."""
-        try:
-            size = Path(f"{self.path}-wal").stat().st_size
-        except OSError:
-            return
-        if size <= WAL_HELD_BYTES_MAX:
-            return
-        (waits_ms,) = db.execute("pragma busy_timeout").fetchone()
-        db.execute("pragma busy_timeout=0")
-        try:
-            (is_busy, _, _) = db.execute("pragma wal_checkpoint(truncate)").fetchone()
-        finally:
-            db.execute(f"pragma busy_timeout={waits_ms}")
-        if is_busy:
+        if self._file.wal_bytes > WAL_HELD_BYTES_MAX and not empty_wal(db, wait_ms=0):
             raise sqlite3.OperationalError(
                 f"somebody has been reading {self.path} for so long that its write-ahead log is full"
             )
 
-    def _roll_back(self, db: sqlite3.Connection) -> None:
-        if db.in_transaction:  # a full disk may have ended it already
-            with contextlib.suppress(sqlite3.Error):
-                db.execute("rollback")
-
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
-        assert self._db is not None, "it is open"
         try:
-            rows = self._db.execute(
+            rows = self._file.connected.execute(
                 "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?",
                 (newest,),
             ).fetchall()
@@ -275,20 +225,19 @@ class Store:
                 for number, time_ms, code, reason, endpoint, data in reversed(rows)
             ]
         except (sqlite3.Error, DecodeError, TypeError) as error:
-            raise UStatusError(UCode.DATA_LOSS, f"the dead letter store {self.path} is damaged: {error}") from None
-
-    def _end_connection(self) -> None:
-        if self._db is not None:
-            with contextlib.suppress(sqlite3.Error):
-                self._db.close()
-            self._db = None
+            raise LETTERS.fault(DamagedError(str(error)), self.path, "read") from None
 
     def close(self) -> None:
         """May be called twice."""
-        self._end_connection()
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        self._file.close()
+
+
+def _counted(db: sqlite3.Connection) -> Shares[int]:
+    """Whose letters there are. Raises sqlite3.Error."""
+    letters: Shares[int] = Shares(STORED_MAX, STORED_BYTES_MAX)
+    for number, data in db.execute("select number, coalesce(cast(message as blob), x'') from letter order by number"):
+        letters.add(_authority_of(data), number, len(data))
+    return letters
 
 
 def _authority_of(data: bytes) -> str:
@@ -299,16 +248,9 @@ def _authority_of(data: bytes) -> str:
         return ""
 
 
-def _damaged(fault: str) -> sqlite3.DatabaseError:
-    error = sqlite3.DatabaseError(fault)
-    error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
-    return error
-
-
 def open_read_only(path: Path) -> Store:
     """For the command line. Raises INVALID_ARGUMENT if there is no such store."""
-    if not path.exists():
-        raise invalid(f"there is no dead letter store at {path}: is this the data_dir of a streamer that has run?")
+    LETTERS.require_there(path)
     return Store(path, read_only=True)
 
 
@@ -369,9 +311,7 @@ class DeadLetters:
     ) -> None:
         """`bytes_max`: of what is not stored yet; `message_bytes_max`: of the payload that networks take."""
         if path.is_dir():
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"the dead letter store {path} can't be opened: it is a folder, not a file"
-            )
+            raise LETTERS.refusal(path, "it is a folder, not a file")
         self._path, self._disk, self._monotonic = path, runtime.disk, runtime.monotonic
         self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms or runtime.now_ms
         self._bytes_max, self._published_bytes_max = bytes_max, message_bytes_max - ENVELOPE_BYTES
@@ -379,7 +319,9 @@ class DeadLetters:
         self._rate = PerMinute(TOLD_PER_MINUTE, WHOLE_BYTES_PER_MINUTE, runtime.monotonic)
         self._limits_told_at = -PERIOD_S
         self._arrived = asyncio.Event()
-        self._executor = ThreadPoolExecutor(1, "dead-letters")
+        self._worker: Answerer[Sequence[Row], bool] = Answerer(
+            "dead-letters", lambda batches: [self._keep(rows) for rows in batches], worker=runtime.worker
+        )
         self._flushing: asyncio.Future[None] | None = None
         self.trouble: str | None = None  # why nothing is stored now; what is lost is counted
         self.total = 0
@@ -457,7 +399,7 @@ class DeadLetters:
             batch.append(self._queue.take())
             room -= batch[-1][1]
         rows = [letter.row() for letter, _ in batch]
-        if not await asyncio.get_running_loop().run_in_executor(self._executor, self._keep, rows):
+        if not await self._worker.ask(rows):
             self.lost += len(batch)
         del rows
         for letter, size in batch:
@@ -477,7 +419,7 @@ class DeadLetters:
             try:
                 self._store.write(rows)
             except sqlite3.Error as error:
-                self._note(f"dead letters can't be stored: {error}")
+                self._note(LETTERS.fault(error, self._path, "written").message)
                 if not is_damage(error):
                     return False
                 self._store.close()
@@ -512,6 +454,6 @@ class DeadLetters:
             await self._flushing
         while self._queue:
             await self._flush()
-        self._executor.shutdown()
+        await self._worker.close()
         if self._store is not None:
             self._store.close()

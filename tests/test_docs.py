@@ -142,7 +142,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "one per # topics, of which # may have wildcards", 1, ["history.feed:FEEDS_MAX", "history.matching:WILDCARD_PATTERNS_MAX"]),
     ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
-    ("history", "a file above # MiB is not checked whole", MIB, ["history.opening:CHECK_BYTES_MAX"]),
+    ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
     ("history", "Written every # chunks", 1, ["history.store:CHECKPOINT_CHUNKS"]),
     ("history", "at most # records, in chunks of at most #", 1, [
         "history.writer:TRANSACTION_RECORDS_MAX", "history.writer:CHUNK_RECORDS_MAX",

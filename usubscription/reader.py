@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from storage.disk import REAL_DISK, Disk
+from storage.faults import DamagedError
 from uprotocol import uri as uris
 from usubscription.codec import Row
-from usubscription.schema import Check, damaged, open_connection
+from usubscription.schema import PRAGMAS, STORE
 from usubscription.state import Change, Command, Key, Link, Status
 
 
@@ -36,13 +37,20 @@ _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authorit
 class Reader:
     """Questions about the committed state, on a connection of its own."""
 
-    def __init__(self, path: Path, *, check: Check | None = None, disk: Disk = REAL_DISK) -> None:
-        """`check` may refuse the file by raising UStatusError. Raises DATA_LOSS if it is no database at all."""
+    def __init__(self, path: Path, *, from_outside: bool = False, disk: Disk = REAL_DISK) -> None:
+        """`from_outside`: nobody has said yet that it is a store, and of a version that we know. Raises UStatusError as
+        FileKind.not_opened does, and FAILED_PRECONDITION."""
+        self.path, self._db = path, disk.connect(path)
         try:
-            self._db = open_connection(path, writer=False, check=check, disk=disk)
-        except sqlite3.DatabaseError as error:
-            raise damaged(path, str(error)) from None
-        self.path = path
+            for setting in (*PRAGMAS, "query_only = ON"):
+                self._db.execute(f"PRAGMA {setting}")
+            if from_outside and STORE.version_of(self._db, path) is None:
+                raise STORE.refusal(path, "nothing is in it")
+        except BaseException as error:
+            self._db.close()
+            if isinstance(error, sqlite3.Error):
+                raise STORE.not_opened(error, path) from None
+            raise
 
     def close(self) -> None:
         self._db.close()
@@ -154,7 +162,8 @@ class Reader:
         try:
             return [_read_change(number, text) for number, text in rows]
         except (ValueError, TypeError, AttributeError) as error:
-            raise damaged(self.path, f"a change in it can't be read: {error!r}") from None
+            damage = DamagedError(f"a change in it can't be read: {error!r}")
+            raise STORE.fault(damage, self.path, "read") from None
 
     def destinations_held(self) -> list[str]:
         """Destinations that have not been told everything."""

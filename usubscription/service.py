@@ -182,8 +182,8 @@ class USubscriptionService:
         """Open the store, go on where it stopped, serve. The transport must be open. With a damaged store it serves,
         too: see `trouble`.
 
-        Raises UStatusError: FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see schema.StoreFile), or what the
-        transport says.
+        Raises UStatusError: ALREADY_EXISTS, FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see
+        schema.open_store), or what the transport says.
         """
         await self._store.start()
         try:

@@ -1,7 +1,8 @@
 """Threads around the database: one writes, one reads, the loop never waits for a disk.
 
-submit(event) -> queue -> writer thread: whatever has come, one transaction -> loop: committed(outcomes), answers, answered(outcomes)
-read(question) -> queue -> reader thread: whatever has come -> loop: the answers
+submit(event) -> queue -> writer's thread: whatever has come, one transaction -> loop: committed(outcomes)
+                                                                                  answers, answered(outcomes)
+read(question) -> queue -> a reader's thread: whatever has come -> loop: the answers
 """
 
 from __future__ import annotations
@@ -10,22 +11,21 @@ import asyncio
 import functools
 import sqlite3
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Final, Generic, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 import structlog
 
+from storage.faults import DamagedError
 from storage.runtime import REAL, Runtime
-from storage.worker import ThreadWorker, Worker, WorkerFactory
+from storage.worker import WAITING_MAX, Answerer, Reply, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Outcome, StoreEvent
 from usubscription.index import Index
 from usubscription.reader import Reader
-from usubscription.schema import damaged, explain
+from usubscription.schema import STORE
 
-WAITING_MAX: Final = 20_000  # requests before a lane: some seconds of work; beyond it callers are told to come later
 READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
-BATCH_MAX: Final = 256  # of one transaction: one fsync for all of them, and no answer waits for more
 # from one commit to the next while requests keep coming: the more share a commit, the less each costs
 GATHER_MS: Final = 4
 # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
@@ -33,75 +33,9 @@ ANSWERS_AT_ONCE: Final = 8
 
 QUICK, LONG = "quick", "long"  # the lanes of questions: those about one topic don't wait behind a listing of everything
 
-Q = TypeVar("Q")
 A = TypeVar("A")
-B = TypeVar("B", contravariant=True)
 
 log = structlog.get_logger()
-
-
-class Reply(Protocol[B]):
-    """Somebody who is told the answer without a future: on the loop, in the order of the questions."""
-
-    def answered(self, answer: B | BaseException) -> None: ...
-
-
-Waiting = asyncio.Future[A] | Reply[A]
-
-
-class Lane(Generic[Q, A]):
-    """A worker that answers. `work(questions)` runs beside the loop and gives an answer, or an exception, for each."""
-
-    def __init__(
-        self,
-        name: str,
-        work: Callable[[list[Q]], Sequence[A | BaseException]],
-        answered: Callable[[list[tuple[Q, Waiting[A]]], Sequence[A | BaseException]], None],
-        *,
-        waiting_max: int = WAITING_MAX,
-        batch_max: int = BATCH_MAX,
-        gather_ms: int = 0,
-        worker: WorkerFactory = ThreadWorker,
-    ) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._name, self._work, self._answered, self._waiting_max = name, work, answered, waiting_max
-        self._closing = False
-        self._worker: Worker[tuple[Q, Waiting[A]]] = worker(name, self._turn, batch_max=batch_max, gather_ms=gather_ms)
-
-    def __repr__(self) -> str:
-        return f"Lane({self._name}, waiting={self._worker.waiting})"
-
-    def ask(self, question: Q) -> asyncio.Future[A]:
-        """`put`, with a future for the answer."""
-        future: asyncio.Future[A] = self._loop.create_future()
-        self.put(question, future)
-        return future
-
-    def put(self, question: Q, waiting: Waiting[A]) -> None:
-        """Raises RESOURCE_EXHAUSTED at the limit, UNAVAILABLE once it is closed."""
-        if self._closing:
-            raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
-        if self._worker.waiting >= self._waiting_max:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED,
-                f"{self._waiting_max} requests wait for the store, which is the limit: try later",
-            )
-        self._worker.put((question, waiting))
-
-    def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:
-        """Beside the loop."""
-        try:
-            answers: Sequence[A | BaseException] = self._work([question for question, _ in batch])
-        except BaseException as error:
-            if not isinstance(error, UStatusError):
-                log.exception("a batch failed", lane=self._name, questions=len(batch))
-            answers = [error] * len(batch)
-        self._worker.tell(functools.partial(self._answered, batch, answers))
-
-    async def close(self) -> None:
-        """Answer what waits, then end."""
-        self._closing = True
-        await self._worker.close()
 
 
 class Command(Reply[Outcome], Protocol):
@@ -124,8 +58,8 @@ class Store:
         self.database = database
         self._committed, self._tell, self._now_ms = committed, answered, now_ms or runtime.now_ms
         self._start_worker = runtime.worker
-        self._writer: Lane[tuple[StoreEvent, Any], Outcome] | None = None
-        self._readers: dict[str, Lane[Callable[[Reader], Any], Any]] = {}
+        self._writer: Answerer[tuple[StoreEvent, Any], Outcome] | None = None
+        self._readers: dict[str, Answerer[Callable[[Reader], Any], Any]] = {}
         self._reading: dict[str, Reader] = {}
         self._batches: asyncio.Queue[Any] = asyncio.Queue()  # bounded by what waits before the writer
         self._answering: asyncio.Task[None] | None = None
@@ -149,12 +83,12 @@ class Store:
                 raise
             self._damaged(error)
             return
-        self._writer = Lane(
+        self._writer = Answerer(
             "usubscription-writer", self._write, self._written, gather_ms=GATHER_MS, worker=self._start_worker
         )
         for name, reader in self._reading.items():
             answer = functools.partial(_answer_reads, reader)
-            self._readers[name] = Lane(
+            self._readers[name] = Answerer(
                 f"usubscription-{name}", answer, self._read, batch_max=READ_BATCH_MAX, worker=self._start_worker
             )
         self._answering = asyncio.ensure_future(self._answer())
@@ -192,22 +126,20 @@ class Store:
         self._batches.put_nowait((batch, self._seen(answers)))
 
     def _read(self, batch: list[Any], answers: Sequence[Any]) -> None:
-        _give(batch, self._seen(answers))
+        give(batch, self._seen(answers))
 
     def _open(self) -> None:
         self.database.open()
         try:
             self._reading = {name: self.database.reader() for name in (QUICK, LONG)}
             self.index.load(self._reading[LONG])
-        except (sqlite3.Error, KeyError, ValueError) as error:  # a bit that flipped in a row is no error to SQLite
+        except BaseException as error:
             self._close()
-            raise (
-                explain(error, self.database.path)
-                if isinstance(error, sqlite3.Error)
-                else damaged(self.database.path, f"{error!r} while its subscriptions were read")
-            ) from error
-        except BaseException:
-            self._close()
+            if isinstance(error, KeyError | ValueError):  # a bit that flipped in a row is no error to SQLite
+                damage = DamagedError(f"{error!r} while its subscriptions were read")
+                raise STORE.fault(damage, self.database.path, "read") from error
+            if isinstance(error, sqlite3.Error):
+                raise STORE.fault(error, self.database.path, "read") from error
             raise
 
     def _close(self) -> None:
@@ -267,13 +199,13 @@ class Store:
                         await result
                 for start in range(0, len(batch), ANSWERS_AT_ONCE):
                     end = start + ANSWERS_AT_ONCE
-                    _give(batch[start:end], answers[start:end])
+                    give(batch[start:end], answers[start:end])
                     self._tell([answer for answer in answers[start:end] if isinstance(answer, Outcome)])
                     if end < len(batch):
                         await asyncio.sleep(0)
             except Exception:
                 log.exception("what follows a commit failed")
-                _give(batch, answers)
+                give(batch, answers)
             finally:
                 self._batches.task_done()
 
@@ -285,20 +217,10 @@ def _answer_reads(reader: Reader, questions: list[Callable[[Reader], Any]]) -> l
         try:
             answers.append(question(reader))
         except sqlite3.Error as error:
-            answers.append(explain(error, reader.path))
+            answers.append(STORE.fault(error, reader.path, "read"))
         except Exception as error:
             answers.append(error)
     return answers
 
 
-def _give(batch: list[tuple[Any, Any]], answers: Sequence[Any]) -> None:
-    for (_, waiting), answer in zip(batch, answers, strict=True):
-        if not isinstance(waiting, asyncio.Future):
-            waiting.answered(answer)
-        elif waiting.done():
-            continue
-        elif isinstance(answer, BaseException):
-            waiting.set_exception(answer)
-            waiting.exception()  # seen, even if nobody waits
-        else:
-            waiting.set_result(answer)
+__all__ = ["LONG", "QUICK", "WAITING_MAX", "Store"]

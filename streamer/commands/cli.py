@@ -872,7 +872,7 @@ def subscriptions(
 
     Example: [bold]up-streamer subscriptions --config vehicle.toml --topic //vehicle1/FFFFFFFF/FF/FFFF --watch[/]
     """
-    from usubscription.view import StoreView
+    from usubscription.inspect import StoreView
 
     _log_to_stderr()
     with _errors():

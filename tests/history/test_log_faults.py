@@ -520,7 +520,7 @@ async def test_a_commit_that_happened_though_it_failed_leaves_no_record_and_no_s
     async with await Log.open(tmp_path / "l.db", name="late", tail_bytes=1) as log:
         await append(log, 0, 1)
         store = log._storage.writer._store
-        store._opened.db = _Fails(store._opened.db)  # type: ignore[assignment, arg-type]
+        store.file.db = _Fails(store.file.db)  # type: ignore[assignment, arg-type]
         log.set_cursor("peer", 2)
         with pytest.raises(UStatusError) as error:
             await append(log, 2, 3)
@@ -546,7 +546,7 @@ async def test_what_retention_took_though_it_failed_is_told(tmp_path: Path) -> N
         assert writer is not None
         now += 120_000
         await append(log, 0)
-        writer._store._opened.db = _Fails(writer._store._opened.db, "DELETE FROM chunk")  # type: ignore[assignment, arg-type]
+        writer._store.file.db = _Fails(writer._store.file.db, "DELETE FROM chunk")  # type: ignore[assignment, arg-type]
         writer._next_retention = 0.0
         writer.flush()
         async with asyncio.timeout(20):

@@ -233,7 +233,7 @@ async def test_a_disk_that_is_full_at_the_start_harms_nothing_and_letters_are_st
     store.close()
     with monkeypatch.context() as patch:
 
-        def full(self: Store, disk: Any) -> None:
+        def full(self: Store) -> None:
             error = sqlite3.OperationalError("database or disk is full")
             error.sqlite_errorcode = sqlite3.SQLITE_FULL
             raise error

@@ -194,7 +194,7 @@ async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(
     assert await subscribe_until_refused(raw) == UCode.RESOURCE_EXHAUSTED
     assert not service.healthy
     assert service.trouble is None
-    db.execute("PRAGMA max_page_count=1000000")
+    service._store.database._db.execute("PRAGMA max_page_count=1000000")
     async with asyncio.timeout(20):
         while not service.healthy:  # noqa: ASYNC110 - a property, which has no event
             await asyncio.sleep(0.02)

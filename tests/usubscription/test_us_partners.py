@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from storage.disk import RealDisk
+from storage.disk import Disk
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -195,7 +195,7 @@ async def test_nobody_overtakes_the_first_command_while_its_service_is_being_not
     """The second command to a service waits for the disk like the first one, and leaves behind it."""
     written, order = threading.Event(), []
 
-    class Slow(RealDisk):
+    class Slow(Disk):
         def replace_text(self, path: Path, text: str) -> None:
             written.wait(WAIT_S)
             super().replace_text(path, text)

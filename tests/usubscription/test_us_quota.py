@@ -120,7 +120,7 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
         else:
             db.apply(batch, chance.choice([0, 6]))
         counted = [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
-        assert db._db is not None
+        db._make_quotas()
         db._load_quotas(db._db)
         assert counted == [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
     db.close()
@@ -325,10 +325,10 @@ def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
     assert db.outbox_dropped > 0
     hold("other", 100, 10, b"")
     assert len(db.reader().held("other", 100)) == 10, "who holds most loses"
-    before = db._held
+    before = db._tables.held
     db.close()
     db.open()
-    assert db._held == before
+    assert db._tables.held == before
     db.apply([Released("away", 99), Released("other", 200)], 0)
-    assert db._held == 0
+    assert db._tables.held == 0
     db.close()

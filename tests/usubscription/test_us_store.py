@@ -8,18 +8,20 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from storage.worker import Answerer
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import schema
 from usubscription.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.state import Key, Status, Subscribe
-from usubscription.store import Lane, Store
+from usubscription.store import Store
 
 TOPIC: Key = ("dev1", 0x20, 1, 0x8001)
 FAR: Key = ("dev2", 0x20, 1, 0x8001)
@@ -89,11 +91,11 @@ def test_a_newer_schema_is_refused(path: Path) -> None:
 
 def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = schema.SCHEMA_VERSION
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", old + 2)
+    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, version=old + 2))
     assert "too old to migrate" in refused(path).message
-    monkeypatch.setattr(
-        schema, "MIGRATIONS", {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]}
-    )
+    steps = {old: ["ALTER TABLE link ADD COLUMN one"], old + 1: ["CREATE TABLE two(x)"]}
+    migrations = {version: schema.executing(statements) for version, statements in steps.items()}
+    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, migrations=migrations))
     db = Database(path, "dev1")
     db.open()
     assert db._db is not None
@@ -103,8 +105,9 @@ def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeyp
 
 
 def test_a_migration_that_fails_leaves_the_store_as_it_was(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schema, "SCHEMA_VERSION", schema.SCHEMA_VERSION + 1)
-    monkeypatch.setattr(schema, "MIGRATIONS", {schema.SCHEMA_VERSION - 1: ["CREATE TABLE one(x)", "no SQL"]})
+    old = schema.SCHEMA_VERSION
+    migrations = {old: schema.executing(["CREATE TABLE one(x)", "no SQL"])}
+    monkeypatch.setattr(schema, "STORE", replace(schema.STORE, version=old + 1, migrations=migrations))
     with pytest.raises(UStatusError):
         Database(path, "dev1").open()
     monkeypatch.undo()
@@ -124,8 +127,8 @@ def test_a_store_in_use_is_refused(path: Path) -> None:
     db = Database(path, "dev1")
     db.open()
     error = refused(path)
-    assert error.code == UCode.FAILED_PRECONDITION
-    assert "in use" in error.message
+    assert error.code == UCode.ALREADY_EXISTS
+    assert f"in use by process {os.getpid()}" in error.message
     db.close()
     again = Database(path, "dev1")
     again.open()
@@ -275,7 +278,7 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
         for (_, future), answer in zip(batch, answers, strict=True):
             future.set_result(answer)
 
-    lane: Lane[int, int] = Lane("test", work, answered, waiting_max=3, batch_max=2)
+    lane: Answerer[int, int] = Answerer("test", work, answered, waiting_max=3, batch_max=2)
     futures = [lane.ask(0)]
     await asyncio.sleep(0.05)  # taken, and stuck
     futures += [lane.ask(number) for number in range(1, 4)]

@@ -1,6 +1,7 @@
 """A look into a store, while its service runs or not: list, filter, watch. Reads only, and blocks.
 
-store.db --Reader--> subscriptions(filters) -> entries as they are printed        watch() -> what was added, changed, removed, as it happens
+store.db --Reader--> subscriptions(filters) -> entries as they are printed
+                     watch() -> what was added, changed, removed, as it happens
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Self
 
 from uprotocol import uri as uris
@@ -19,7 +19,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.codec import Row, to_uri
 from usubscription.reader import Reader
-from usubscription.schema import require_ours
 from usubscription.state import Command, Key, Link
 
 WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
@@ -37,7 +36,7 @@ class StoreView:
             raise UStatusError(
                 UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with"
             )
-        self._reader = Reader(self.path, check=require_ours)
+        self._reader = Reader(self.path, from_outside=True)
 
     def close(self) -> None:
         self._reader.close()
@@ -45,9 +44,7 @@ class StoreView:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def subscriptions(self, topic: UUri | None = None, subscriber: UUri | None = None) -> list[Entry]:
