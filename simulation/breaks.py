@@ -67,9 +67,9 @@ def _retention_by_age() -> Patches:
 def _passing_shortage() -> Patches:
     from uprotocol.status import RETRYABLE
     from uprotocol.v1.ucode_pb2 import UCode
-    from usubscription import lane
+    from usubscription import commands
 
-    return [(lane, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
+    return [(commands, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
 
 
 def _silent_service() -> Patches:
@@ -84,7 +84,7 @@ def _silent_service() -> Patches:
 
 
 def _order_of_commands() -> Patches:
-    from usubscription.entry import CommandEntry
+    from usubscription.requests import CommandEntry
 
     take = CommandEntry.on_receive_batch
 

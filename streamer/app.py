@@ -55,7 +55,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
-from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
+from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource
+from usubscription_client.service_interest import ServiceInterest
 from usubscription_client.static_file import StaticFile
 
 ENTITY: Final = 0x0004  # core.ustreamer
@@ -313,7 +314,7 @@ class Streamer:
                             self.local,
                             authority,
                             refresh_ms=int(config.usubscription.refresh_s * 1000),
-                            memory=config.streamer.data_dir / f"interest-{authority}.json",
+                            saved=config.streamer.data_dir / f"interest-{authority}.json",
                             runtime=self._runtime,
                             lives_there=functools.partial(self._lives_at, self.endpoints[section.name]),
                             subscriptions_max=self.limits.subscriptions_max,

@@ -1,5 +1,10 @@
 """The uSubscription service, versions 3 and 4 on one store.
 
-request -> codec (v3, v4) -> store: one transaction per batch -> hook -> answer -> change messages -> remote commands
-                             state.py decides, database.py keeps
+service.py    joins the parts: a request's way from its arrival to what follows its commit
+requests.py   where requests come in and responses leave
+state.py      decides: what becomes of a subscription (pure)
+store.py      threads around database.py: one transaction per batch; reader.py, schema.py, index.py, quota.py, handled.py
+notifier.py   tells changes, in order; telling.py: their messages, and destinations that are away
+remote.py     the services of other authorities: commands.py, audit.py (what do you have of ours?), partners.py
+view.py       a look into a store from outside
 """

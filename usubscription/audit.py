@@ -46,13 +46,13 @@ class Auditor:
         partners: Partners,
         *,
         fetch: Fetch,
-        busy: Callable[[Key], bool],
+        is_busy: Callable[[Key], bool],
         submit: Callable[[Event], None],
         interval_ms: int,
         random: Callable[[], float],
     ) -> None:
         self._store, self._partners = store, partners
-        self._fetch, self._busy, self._submit = fetch, busy, submit
+        self._fetch, self._is_busy, self._submit = fetch, is_busy, submit
         self._interval_ms, self._random = interval_ms, random
         # and which suspicion it is, so that an answer ends none that came after the question
         self._suspects: dict[Key, int] = {}
@@ -139,7 +139,7 @@ class Auditor:
 
     async def _audit(self, authority: str, major: int) -> None:
         before, suspects = await self._links(authority), dict(self._suspects)
-        moving = {topic for topic in before if self._busy(topic)}
+        moving = {topic for topic in before if self._is_busy(topic)}
         theirs: dict[Key, Status] | None = None
         try:
             theirs = await self._fetch(authority, major, UNKNOWN_MAX + len(before))
@@ -157,13 +157,13 @@ class Auditor:
             and before.get(topic) == link
             and link.command is None
             and topic not in moving
-            and not self._busy(topic)
+            and not self._is_busy(topic)
         }
         self._compare(stable, theirs, suspects)
         if theirs is None:
             return
         for topic in theirs:
-            if topic[0] == authority and topic not in before and topic not in after and not self._busy(topic):
+            if topic[0] == authority and topic not in before and topic not in after and not self._is_busy(topic):
                 self._submit(Orphaned(topic, major))
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             self._partners.forget((authority, major))

@@ -14,9 +14,8 @@ from typing import Any, Final, NamedTuple
 
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
-from usubscription.codec import Row
 from usubscription.schema import Check, damaged, open_connection
-from usubscription.state import Change, Command, Key, Link, Status
+from usubscription.state import Change, Command, Key, Link, Row, Status
 
 
 class StoredChange(NamedTuple):

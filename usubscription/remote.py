@@ -1,6 +1,6 @@
 """The remote leg: what this service has to tell the services of other authorities, until they have answered.
 
-link with a command -> lane of its authority (lane.py) -> Subscribe, Unsubscribe -> Answered | TimedOut
+link with a command -> those of its authority (commands.py) -> Subscribe, Unsubscribe -> Answered | TimedOut
                           | repeated while no answer comes; after a failure again, with back-off, for ever
 notifications to us, audits (audit.py: what do you have of ours?) -> Notified | Lost | Orphaned
 
@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 import structlog
@@ -22,19 +22,24 @@ from google.protobuf.message import Message
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
-from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
-from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.asking import ChangeListener
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    FETCH_SUBSCRIPTIONS,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    Subscription,
+    service,
+    to_uri,
+)
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 from usubscription.audit import Auditor
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE, V4_CODEC, read_subscription, to_uri
-from usubscription.lane import REPEAT_FIRST_MS, Lane
-from usubscription.outbox import Pump
+from usubscription.commands import REPEAT_FIRST_MS, Commands
+from usubscription.notifier import Notifier
 from usubscription.partners import Partners
 from usubscription.state import Command, Event, Key, Link, Notified, Status
 from usubscription.store import Store
@@ -51,14 +56,14 @@ log = structlog.get_logger()
 
 
 class Remote:
-    """All lanes. `update` gives it every link that changes."""
+    """The commands to all authorities. `update` gives it every link that changes."""
 
     def __init__(
         self,
         transport: UTransport,
         authority: str,
         store: Store,
-        pump: Pump,
+        notifier: Notifier,
         *,
         timeout_ms: int = TIMEOUT_MS,
         repeat_first_ms: int = REPEAT_FIRST_MS,
@@ -68,23 +73,23 @@ class Remote:
         disk: Disk = REAL_DISK,
     ) -> None:
         self._transport, self._authority = transport, authority
-        self._store, self._pump, self.random = store, pump, random
+        self._store, self._notifier, self.random = store, notifier, random
         self._timeout_ms, self.repeat_first_ms, self._audit_call_ms = timeout_ms, repeat_first_ms, audit_call_ms
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._clients = {
             major: InMemoryRpcClient(transport, local, calls_pending_max=CALLS_PENDING_MAX)
             for major, local in self._locals.items()
         }
-        self._ears = {major: _Ear(major, self._hear) for major in CODECS}
-        self._lanes: dict[str, Lane] = {}
+        self._listeners = {major: ChangeListener(major, self._on_change, strict=True) for major in CODECS}
+        self._commands: dict[str, Commands] = {}
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
-        self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
+        self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
         self._auditor = Auditor(
             store,
-            self._partners,
+            self.partners,
             fetch=self._fetch,
-            busy=self._busy,
+            is_busy=self._is_busy,
             submit=self._submit,
             interval_ms=audit_ms,
             random=random,
@@ -93,24 +98,23 @@ class Remote:
         transport.on_connection(self._connection_changed)
 
     def __repr__(self) -> str:
-        return f"Remote({self._authority}, lanes={len(self._lanes)}, commands={sum(map(len, self._lanes.values()))}, {self._auditor!r})"
+        commands = sum(map(len, self._commands.values()))
+        return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self._auditor!r})"
 
     async def start(self) -> None:
         """Listen, then go on with what was not answered before the restart."""
         self._open = True
         self._started_at = asyncio.get_running_loop().time()
-        await self._partners.load()
+        await self.partners.load()
         for client in self._clients.values():
             await client.open()
-        for major, ear in self._ears.items():
-            await self._transport.register_listener(
-                uris.pattern("*", ENTITY_TYPE, major, CHANGE_RESOURCE), ear, self._locals[major].get_source()
-            )
+        for major, listener in self._listeners.items():
+            await self._transport.register_listener(service("*", major), listener, self._locals[major].get_source())
         last = await self._store.read(lambda reader: reader.outbox_last())
         links = await self._store.read(lambda reader: reader.links())
         for topic, link in links:
             self.update(topic, link, last)
-        if self._partners.all() or any(link.command is None for _, link in links):
+        if self.partners.all() or any(link.command is None for _, link in links):
             self._auditor.now()
         self._auditor.start()
 
@@ -118,15 +122,19 @@ class Remote:
         """What was not answered goes on after the restart."""
         self._open = False
         await self._auditor.stop()
-        for lane in list(self._lanes.values()):
-            await lane.stop()
-        for major, ear in self._ears.items():
+        for commands in list(self._commands.values()):
+            await commands.stop()
+        for major, listener in self._listeners.items():
             with contextlib.suppress(UStatusError):
-                source = uris.pattern("*", ENTITY_TYPE, major, CHANGE_RESOURCE)
-                await self._transport.unregister_listener(source, ear, self._locals[major].get_source())
+                own = self._locals[major].get_source()
+                await self._transport.unregister_listener(service("*", major), listener, own)
         for client in self._clients.values():
             await client.close()
-        await self._partners.close()
+        await self.partners.close()
+
+    def commands_to(self, authority: str) -> int:
+        """How many are not answered."""
+        return len(self._commands.get(authority, ()))
 
     @property
     def auditor(self) -> Auditor:
@@ -136,45 +144,45 @@ class Remote:
         """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
         if not self._open:
             return
-        lane = self._lanes.get(topic[0])
-        if lane is None:
+        commands = self._commands.get(topic[0])
+        if commands is None:
             if link.command is None:
                 return
-            lane = self._lanes[topic[0]] = Lane(self, topic[0])
+            commands = self._commands[topic[0]] = Commands(self, topic[0])
         if link.command is Command.UNSUBSCRIBE:
             self._recent.pop(topic, None)
             self._recent[topic] = asyncio.get_running_loop().time()
             if len(self._recent) > RECENT_MAX:
                 del self._recent[next(iter(self._recent))]
-        lane.update(topic, link, after)
+        commands.update(topic, link, after)
 
     def forget_all(self) -> None:
         """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
-        for lane in self._lanes.values():
-            lane.clear()
+        for commands in self._commands.values():
+            commands.clear()
         self.ask_all()
 
     def ask_all(self) -> None:
         """What do they have of ours?"""
         self._auditor.now()
 
-    # -- for the lanes
+    # -- for the commands
     # ----------------------------------------------------------------------------------------------------------------
 
-    def idle(self, lane: Lane) -> None:
-        """`lane` has nothing left to do."""
-        if self._lanes.get(lane.authority) is lane:
-            del self._lanes[lane.authority]
+    def idle(self, commands: Commands) -> None:
+        """`commands` has nothing left to do."""
+        if self._commands.get(commands.authority) is commands:
+            del self._commands[commands.authority]
 
-    def _busy(self, topic: Key) -> bool:
-        lane = self._lanes.get(topic[0])
-        return lane is not None and lane.busy(topic)
+    def _is_busy(self, topic: Key) -> bool:
+        commands = self._commands.get(topic[0])
+        return commands is not None and commands.is_busy(topic)
 
     async def prepare(self, topic: Key, link: Link, after: int) -> None:
         """The dispatcher prepares on the pending change, so that is told first."""
         if link.command is Command.SUBSCRIBE:
-            await self._partners.remember((topic[0], link.major))
-        await self._pump.told(after)
+            await self.partners.remember((topic[0], link.major))
+        await self._notifier.notified(after)
 
     async def store_event(self, event: Event) -> None:
         await self._store.submit(event)
@@ -184,49 +192,45 @@ class Remote:
 
     async def call(self, topic: Key, link: Link) -> Status:
         """One try. Raises UStatusError."""
-        command = link.command
-        assert command is not None
-        sink = uris.uri(topic[0], ENTITY_TYPE, link.major, int(command))
-        request = _request(topic, link, self._locals[link.major].get_source())
-        answer = await self._clients[link.major].invoke_method(
-            sink, UPayload.pack(request), CallOptions(timeout_ms=self._timeout_ms)
-        )
-        if command is Command.UNSUBSCRIBE:
+        codec, topic_uri, own = CODECS[link.major], to_uri(topic), self._locals[link.major].get_source()
+        if link.command is Command.UNSUBSCRIBE:
+            await self._invoke(topic[0], link.major, UNSUBSCRIBE, codec.unsubscribe(topic_uri, own), self._timeout_ms)
             return Status.UNSUBSCRIBED
-        with _readable(topic[0]):
-            return _read_status(link.major, answer)
+        request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)  # without expiry
+        return codec.read_status(await self._invoke(topic[0], link.major, SUBSCRIBE, request, self._timeout_ms))
+
+    async def _invoke(self, authority: str, major: int, method: str, request: Message, timeout_ms: int) -> UPayload:
+        sink = service(authority, major, CODECS[major].methods[method].resource)
+        return await self._clients[major].invoke_method(
+            sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms)
+        )
 
     # -- what the others say
     # --------------------------------------------------------------------------------------------------------------
 
-    def _hear(self, major: int, message: UMessage) -> None:
-        source = message.attributes.source.authority_name
-        try:
-            told = CODECS[major].read_change(UPayload.of(message))
-        except UStatusError as error:
-            log.warning("a change notification can't be read", source=source, why=error.message)
-            return
-        if told.topic[0] != source or told.subscriber[:3] != (self._authority, ENTITY_TYPE, major):
+    def _on_change(self, major: int, source: str, told: Subscription) -> None:
+        topic = uris.key(told.topic)
+        if topic[0] != source or uris.key(told.subscriber)[:3] != (self._authority, ENTITY_TYPE, major):
             return  # not about us, or not theirs to say
-        lane = self._lanes.get(source)
-        if lane is not None:
-            lane.kick()  # it is there
-        elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self._partners:
+        commands = self._commands.get(source)
+        if commands is not None:
+            commands.retry_now()  # it is there
+        elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
             self._auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
         # about an earlier Unsubscribe of ours, or about what came after it? Ask.
         if told.status is Status.UNSUBSCRIBED:
             # what was recent before the start is forgotten
-            since = max(self._recent.get(told.topic, -math.inf), self._started_at)
+            since = max(self._recent.get(topic, -math.inf), self._started_at)
             if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
-                self._auditor.suspect(told.topic)
+                self._auditor.suspect(topic)
                 return
-            self._recent.pop(told.topic, None)
-        self._submit(Notified(told.topic, told.status))
+            self._recent.pop(topic, None)
+        self._submit(Notified(topic, told.status))
 
     def _connection_changed(self, connected: bool) -> None:
         if connected and self._open:
-            for lane in list(self._lanes.values()):
-                lane.kick(connected=True)
+            for commands in list(self._commands.values()):
+                commands.retry_now(connected=True)
             self._auditor.now()
 
     def _submit(self, event: Event) -> None:
@@ -238,101 +242,16 @@ class Remote:
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
         """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
-        it says nothing."""
-        own = self._locals[major].get_source()
-        if major == 4:
-            return await self._fetch_4(authority, own, most)
+        it says nothing about a subscription, so it ends none."""
+        codec, own = CODECS[major], self._locals[major].get_source()
         found: dict[Key, Status] = {}
-        offset = 0
-        while True:
-            _bounded(authority, found, most)
-            request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=own), offset=offset or None)
-            answer = await self._list(authority, 3, request)
-            with _readable(authority):
-                page = answer.unpack(v3.FetchSubscriptionsResponse)
-                found |= {uris.key(one.topic): Status(one.status.state) for one in page.subscriptions}
-            offset += len(page.subscriptions)
-            if not page.has_more_records or not page.subscriptions:
-                break
+        place: int | None = 0
+        while place is not None:
+            if len(found) > most:
+                what = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
+                raise UStatusError(UCode.DATA_LOSS, what)
+            request = codec.fetch_subscriptions(None, own, place)
+            answer = await self._invoke(authority, major, FETCH_SUBSCRIPTIONS, request, self._audit_call_ms)
+            page, place = codec.read_subscriptions(answer, place, strict=True)
+            found |= {uris.key(one.topic): one.status for one in page}
         return found
-
-    async def _fetch_4(self, authority: str, own: UUri, most: int) -> dict[Key, Status]:
-        """In pages, where the other side knows them (paging.proto); else all at once."""
-        found: dict[Key, Status] = {}
-        after: int | None = 0
-        while after is not None:
-            _bounded(authority, found, most)
-            request = v4.FetchSubscriptionsRequest(subscriber_filter=own)
-            request.MergeFromString(PageAsked(after=after).SerializeToString())
-            answer = await self._list(authority, 4, request)
-            with _readable(authority):
-                page = answer.unpack(v4.FetchSubscriptionsResponse)
-                rows = [read_subscription(one) for one in page.subscriptions]
-                given = PageGiven.FromString(page.SerializeToString())
-                if given.HasField("next") and given.next <= after:
-                    raise ValueError("its pages don't come to an end")
-            found |= {row.topic: row.status for row in rows}
-            after = given.next if given.HasField("next") else None
-        return found
-
-    async def _list(self, authority: str, major: int, request: Message) -> UPayload:
-        method = uris.uri(authority, ENTITY_TYPE, major, V4_CODEC.methods["fetch_subscriptions"])
-        return await self._clients[major].invoke_method(
-            method, UPayload.pack(request), CallOptions(timeout_ms=self._audit_call_ms)
-        )
-
-
-def _bounded(authority: str, found: dict[Key, Status], most: int) -> None:
-    if len(found) > most:
-        raise UStatusError(
-            UCode.DATA_LOSS, f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
-        )
-
-
-@contextlib.contextmanager
-def _readable(authority: str) -> Iterator[None]:
-    """What can't be read says nothing about a subscription, so it ends nothing: DATA_LOSS, and asked again."""
-    try:
-        yield
-    except (UStatusError, ValueError) as error:
-        raise UStatusError(
-            UCode.DATA_LOSS, f"the answer of the uSubscription of {authority} can't be read: {error}"
-        ) from None
-
-
-def _read_status(major: int, answer: UPayload) -> Status:
-    """Raises INVALID_ARGUMENT, or ValueError for a status that is not there or of a later specification."""
-    if major == 4:
-        return Status(answer.unpack(v4.SubscribeResponse).status - 1)
-    response = answer.unpack(v3.SubscriptionResponse)
-    if not response.HasField("status"):
-        raise ValueError("it has no status")
-    return Status(response.status.state)
-
-
-def _request(topic: Key, link: Link, own: UUri) -> Message:
-    """No expiry. Version 3 names itself as subscriber, for services that still read that field (C-11)."""
-    uri, subscribing = to_uri(topic), link.command is Command.SUBSCRIBE
-    if link.major == 4:
-        return (
-            v4.SubscribeRequest(topic=uri, sample_period=link.sample_period_ms)
-            if subscribing
-            else v4.UnsubscribeRequest(topic=uri)
-        )
-    subscriber = v3.SubscriberInfo(uri=own)
-    if not subscribing:
-        return v3.UnsubscribeRequest(topic=uri, subscriber=subscriber)
-    request = v3.SubscriptionRequest(topic=uri, subscriber=subscriber)
-    if link.sample_period_ms is not None:
-        request.attributes.sample_period_ms = link.sample_period_ms
-    return request
-
-
-class _Ear:
-    """Listens to what remote services tell us in one version."""
-
-    def __init__(self, major: int, hear: Callable[[int, UMessage], None]) -> None:
-        self._major, self._hear = major, hear
-
-    def on_receive(self, message: UMessage) -> None:
-        self._hear(self._major, message)

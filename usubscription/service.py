@@ -1,7 +1,7 @@
 """The uSubscription service over any UTransport: version 3 at up://AUTHORITY/0/3/..., version 4 at
 up://AUTHORITY/0/4/..., one store.
 
-request -> codec -> store (committed) -> hooks -> response -> outbox: notifications, publishes -> remote commands
+request -> codec -> store (committed) -> hooks -> response -> notifier: notifications, publishes -> remote commands
                                          on_change: a dispatcher in this process gets ready before the subscriber has
                                          its answer
 """
@@ -22,26 +22,40 @@ from google.protobuf.message import Message
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    FETCH_SUBSCRIBERS,
+    FETCH_SUBSCRIPTIONS,
+    REGISTER,
+    RESET,
+    SUBSCRIBE,
+    UNREGISTER,
+    UNSUBSCRIBE,
+    V3,
+    V3_CODEC,
+    V4,
+    Page,
+    service,
+)
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Page, Row
+from usubscription.commands import REPEAT_FIRST_MS
 from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
-from usubscription.entry import DRAIN_MS_MAX, CommandEntry, Method
-from usubscription.gate import Gate
-from usubscription.lane import REPEAT_FIRST_MS
-from usubscription.outbox import AnswersFirst, Pump
+from usubscription.notifier import Notifier
 from usubscription.reader import Reader
 from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.state import Change, Expire, Key
+from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate, Method
+from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
 
 PAGE_ENTRIES_MAX: Final = 20_000  # of a listing (A-37), and three quarters of what a message may have
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
 EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
 EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
-COMMANDS: Final = ("subscribe", "unsubscribe")
+COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 MayReset = Literal["linked", "all", "off"]
@@ -87,7 +101,6 @@ class USubscriptionService:
         self._transport, self._now_ms, self._message_bytes_max = transport, now_ms, message_bytes_max
         self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
-        self._answers = AnswersFirst(gate)
         self._store = Store(
             Database(
                 path,
@@ -102,12 +115,12 @@ class USubscriptionService:
             now_ms=now_ms,
             runtime=runtime,
         )
-        self._pump = Pump(transport, authority, self._store, self._answers, self.also)
-        self._remote = Remote(
+        self.notifier = Notifier(transport, authority, self._store, gate.responses, self.also)
+        self.remote = Remote(
             gate,
             authority,
             self._store,
-            self._pump,
+            self.notifier,
             timeout_ms=remote_timeout_ms,
             repeat_first_ms=remote_repeat_ms,
             audit_ms=audit_ms,
@@ -117,7 +130,7 @@ class USubscriptionService:
         )
         self._servers = {
             major: InMemoryRpcServer(
-                self._answers,
+                gate,
                 LocalUriProvider(authority, ENTITY_TYPE, major),
                 check=check,
                 requests_running_max=REQUESTS_RUNNING_MAX,
@@ -126,7 +139,7 @@ class USubscriptionService:
             for major in CODECS
         }
         methods = [self._command(major, name) for major in CODECS for name in COMMANDS]
-        self._entry = CommandEntry(self._answers, self._store, methods, check, self.also | {authority})
+        self._entry = CommandEntry(gate, self._store, methods, check, self.also | {authority})
         self._store.on_trouble = self._in_trouble
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
@@ -139,7 +152,7 @@ class USubscriptionService:
         self._refused: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
+        return f"USubscriptionService({self.authority}, {self._store.database!r}, {self.notifier!r}, {self.remote!r})"
 
     @property
     def healthy(self) -> bool:
@@ -171,7 +184,7 @@ class USubscriptionService:
     @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not taken, by reason."""
-        total = Counter(self._pump.dropped)
+        total = Counter(self.notifier.dropped)
         for server in self._servers.values():
             total.update(server.dropped)
         total.update(self._entry.dropped)
@@ -189,16 +202,16 @@ class USubscriptionService:
         try:
             await self._go_on()
             for major, server in self._servers.items():
-                for method, resource in CODECS[major].methods.items():
-                    if method not in COMMANDS:
-                        await server.register_request_handler(resource, self._handler(major, method))
+                for name, method in CODECS[major].methods.items():
+                    if name not in COMMANDS:
+                        await server.register_request_handler(method.resource, self._handler(major, name))
             await self._entry.open()
             self._gate.unserved.is_settled = True
         except BaseException:
             await self.stop()
             raise
         if self.trouble is None:
-            self._expirer = asyncio.ensure_future(self._expire_for_ever())
+            self._expirer = asyncio.ensure_future(self._expire_loop())
         self._started = True
 
     async def _go_on(self) -> None:
@@ -206,8 +219,8 @@ class USubscriptionService:
             try:
                 if await self._store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
                     await self._store.submit(Settle())
-                self._pump.start()
-                await self._remote.start()
+                self.notifier.start()
+                await self.remote.start()
             except UStatusError:
                 if self._store.trouble is None:
                     raise
@@ -232,8 +245,8 @@ class USubscriptionService:
         if expirer is not None:
             expirer.cancel()
             await asyncio.gather(expirer, return_exceptions=True)
-        await self._remote.stop()
-        await self._pump.stop()
+        await self.remote.stop()
+        await self.notifier.stop()
 
     def _in_trouble(self) -> None:
         if self._started:
@@ -260,31 +273,36 @@ class USubscriptionService:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
-        codec, handle = CODECS[major], getattr(self, f"_{method}")
-        name = f"{method}_v{major}"
+        handles: dict[str, Callable[[Any, UMessage], Message | Awaitable[Message]]] = {
+            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
+            FETCH_SUBSCRIBERS: self._fetch_subscribers,
+            REGISTER: self._register,
+            UNREGISTER: self._unregister,
+            RESET: self._reset,
+        }
+        codec, handle, name = CODECS[major], handles[method], f"{method}_v{major}"
 
         def handler(request: UMessage) -> Message | Awaitable[Message]:
             self._calls[name] += 1
-            answer: Message | Awaitable[Message] = handle(codec, request)
-            return answer
+            return handle(codec, request)
 
         return handler
 
     def _command(self, major: int, name: str) -> Method:
         codec, host = CODECS[major], self._host
-        sink = LocalUriProvider(self.authority, ENTITY_TYPE, major).get_resource(codec.methods[name])
-        if name == "subscribe":
+        sink = service(self.authority, major, codec.methods[name].resource)
+        if name == SUBSCRIBE:
             return Method(
                 f"{name}_v{major}",
                 sink,
-                lambda request: codec.subscribe(request, host(request)),
+                lambda request: codec.read_subscribe(request, host(request)),
                 lambda topic, outcome: codec.subscribed(topic, outcome.answer),
             )
         return Method(
             f"{name}_v{major}",
             sink,
-            lambda request: (codec.unsubscribe(request, host(request)), None),
-            lambda _, outcome: codec.unsubscribed(),
+            lambda request: (codec.read_unsubscribe(request, host(request)), None),
+            lambda _, outcome: codec.done(UNSUBSCRIBE),
         )
 
     def _host(self, request: UMessage) -> str:
@@ -292,15 +310,15 @@ class USubscriptionService:
         return request.attributes.source.authority_name or self.authority
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self._host(request))
+        client, topic = codec.read_registration(request, self._host(request))
         await self._store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
-        return codec.registered()
+        return codec.done(REGISTER)
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self._host(request))
+        client, topic = codec.read_registration(request, self._host(request))
         # OK, also where there is nothing to end (A-48)
         await self._store.submit(Unregister(client, codec.major, topic))
-        return codec.registered()
+        return codec.done(UNREGISTER)
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
         caller = uris.format(request.attributes.source)
@@ -319,10 +337,10 @@ class USubscriptionService:
             caller=caller,
             of="everybody" if self._may_reset == "all" else "its own authority",
         )
-        return codec.reset()
+        return codec.done(RESET)
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
-        asked, now_ms = codec.fetch(request, self._host(request)), self._now_ms()
+        asked, now_ms = codec.read_fetch(request, self._host(request)), self._now_ms()
 
         page = self._page
         if codec.major == 4 and asked.after is None:  # as the specification has it: everything at once
@@ -336,18 +354,15 @@ class USubscriptionService:
         return await self._store.read(fetch, lane=LONG)
 
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
-        asked, now_ms = V3_CODEC.fetch_subscribers(request, self._host(request)), self._now_ms()
-        topic = asked.topic
-        assert topic is not None
-
+        topic, offset = V3_CODEC.read_fetch_subscribers(request, self._host(request))
+        now_ms, page = self._now_ms(), self._page
         self._store.require()
-        page = self._page
-        found = self._store.index.subscribers(topic, now_ms, asked.offset, page.entries_max)
+        found = self._store.index.subscribers(topic, now_ms, offset, page.entries_max)
         if found is not None:
             return V3_CODEC.subscribers(*found, page)
 
         def fetch(reader: Reader) -> Message:
-            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, page.entries_max), page)
+            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, offset, page.entries_max), page)
 
         return self._store.read(fetch)
 
@@ -361,7 +376,7 @@ class USubscriptionService:
         changes = [stored.change for outcome in outcomes for stored in outcome.changes]
         for outcome in outcomes:
             if outcome.many_changes:
-                changes = changes + await self._told_by_reset()
+                changes = changes + await self._changes_by_reset()
         if not changes:
             return
         for hook in self._hooks:
@@ -373,28 +388,28 @@ class USubscriptionService:
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
-    async def _told_by_reset(self) -> list[Change]:
-        stored = await self._store.read(lambda reader: reader.outbox(self._pump.sent, -1))
+    async def _changes_by_reset(self) -> list[Change]:
+        stored = await self._store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
         return [one.change for one in stored]
 
     def _answered(self, outcomes: list[Outcome]) -> None:
         """The responses are on their way; now everybody else."""
         for outcome in outcomes:
             if outcome.many_changes:
-                self._remote.forget_all()
-                self._pump.look()
+                self.remote.forget_all()
+                self.notifier.look()
             if outcome.tag is not None:
-                self._answers.expect(outcome.tag)
+                self._gate.responses.expect(outcome.tag)
             if outcome.changes:
-                self._pump.add(outcome.changes, outcome.tag)
+                self.notifier.add(outcome.changes, outcome.tag)
                 self._watch_expiry(outcome)
             number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
-                self._remote.update(outcome.topic, outcome.link, number)
+                self.remote.update(outcome.topic, outcome.link, number)
             for topic, link in outcome.links:
-                self._remote.update(topic, link, number)
+                self.remote.update(topic, link, number)
             if outcome.links:
-                self._remote.ask_all()
+                self.remote.ask_all()
 
     # -- expiry
     # ------------------------------------------------------------------------------------------------------------------
@@ -406,7 +421,7 @@ class USubscriptionService:
                 self._next_expiry_ms = expires_ms
                 self._expiry_news.set()
 
-    async def _expire_for_ever(self) -> None:
+    async def _expire_loop(self) -> None:
         """Look at once (for what expired while we were down), when the next one is due, and once a second."""
         while True:
             try:

@@ -18,22 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from uprotocol.core.usubscription.wire import Key as Key
+from uprotocol.core.usubscription.wire import Status as Status
+from uprotocol.core.usubscription.wire import Subscribe as Subscribe
+from uprotocol.core.usubscription.wire import Unsubscribe as Unsubscribe
+
 # before the first repetition of a remote command: a restart of the peer takes about that long
 RETRY_FIRST_MS: Final = 1_000
 RETRY_MAX_MS: Final = 60_000  # between later ones: a vehicle that comes back should not wait longer than a minute
-
-Key = tuple[str, int, int, int]
-"""A UUri as `uprotocol.uri.key` gives it."""
-
-
-class Status(enum.IntEnum):
-    """The numbers of version 3; version 4's are these plus one."""
-
-    UNSUBSCRIBED = 0
-    SUBSCRIBE_PENDING = 1
-    SUBSCRIBED = 2
-    UNSUBSCRIBE_PENDING = 3
-
 
 U, SP, S, UP = Status.UNSUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED, Status.UNSUBSCRIBE_PENDING
 
@@ -69,24 +61,6 @@ class Link(NamedTuple):
 
 # -- events
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Subscribe:
-    topic: Key
-    subscriber: Key
-    major: int
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-    bare: bool = False  # the topic was passed without authority
-
-
-@dataclass(frozen=True, slots=True)
-class Unsubscribe:
-    topic: Key
-    subscriber: Key
-    major: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +126,17 @@ class Moved:
 
 
 Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
+
+
+class Row(NamedTuple):
+    """One subscription, as it is listed."""
+
+    topic: Key
+    subscriber: Key
+    status: Status
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
 
 
 class Change(NamedTuple):

@@ -19,14 +19,15 @@ import structlog
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import NOTIFICATION, PUBLISH
+from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, service
 from uprotocol.message import PROTOBUF
+from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE, V3_CODEC
 from usubscription.database import Released
 from usubscription.reader import StoredChange
 from usubscription.state import Change, Key
@@ -60,7 +61,7 @@ class Teller:
     def __init__(self, transport: UTransport, authority: str, also: Collection[str] = ()) -> None:
         """`also`: authorities, or families of them, whose clients know this service under their own one."""
         self._transport, self._also = transport, also
-        topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
+        topics = {major: service(authority, major) for major in CODECS}
         common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
         self._notifications = {
             major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()
@@ -160,7 +161,7 @@ def _message(attributes: UAttributes, payload: bytes) -> UMessage:
 
 @dataclass(slots=True)
 class _Trouble:
-    delay_ms: int = RETRY_FIRST_MS
+    backoff: Backoff = field(default_factory=lambda: Backoff(RETRY_FIRST_MS, RETRY_MAX_MS))
     holding: int = 0  # of Hold that are not committed yet
     tries: int = 0  # of the oldest change
     # its messages and those of the next few: a try again is the same message
@@ -224,11 +225,11 @@ class Troubles:
             for trouble in troubles:
                 trouble.holding -= 1
 
-    def kick(self) -> None:
+    def retry_now(self) -> None:
         """The network is there again: don't wait."""
         self._turns = [(0.0, destination) for _, destination in self._turns]  # all equal: a heap
         for trouble in self._known.values():
-            trouble.delay_ms = RETRY_FIRST_MS
+            trouble.backoff.reset()
         self._news.set()
 
     async def _run(self) -> None:
@@ -253,9 +254,11 @@ class Troubles:
             except Exception:
                 log.exception("telling a destination failed", destination=destination)
                 went_on = False
+            if went_on:
+                trouble.backoff.reset()
             if destination in self._known:
-                heapq.heappush(self._turns, (loop.time() + (0 if went_on else trouble.delay_ms / 1000), destination))
-            trouble.delay_ms = RETRY_FIRST_MS if went_on else min(trouble.delay_ms * 2, RETRY_MAX_MS)
+                wait_ms = 0 if went_on else trouble.backoff.next_ms()
+                heapq.heappush(self._turns, (loop.time() + wait_ms / 1000, destination))
             await asyncio.sleep(0 if went_on else RETRY_GAP_MS / 1000)
 
     async def _retry(self, destination: str, trouble: _Trouble) -> bool:

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client.table import TableSource
-from usubscription_client.wire import Status, Subscription
 
 FILE_BYTES_MAX: Final = 256 * 1024 * 1024  # a million subscriptions; more is no file that somebody wrote
 

@@ -12,10 +12,9 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Key, Status, Subscription, to_uri
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.wire import Status, Subscription
 
-Key = tuple[str, int, int, int]
 Positions = tuple[int, ...]
 """Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
 
@@ -37,10 +36,6 @@ class Want:
 class _Subscriber(NamedTuple):
     period_ms: int | None
     since: Positions
-
-
-def uri_of(key: Key) -> UUri:
-    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
 NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
@@ -96,7 +91,7 @@ class InterestTable:
         for entries in (self._topics, self._patterns):
             for entry in entries.values():
                 for key, subscriber in entry.subscribers.items():
-                    yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, subscriber.period_ms)
+                    yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, subscriber.period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
         """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
@@ -109,7 +104,7 @@ class InterestTable:
                     named.setdefault(key[0], key)
                 for authority, key in named.items():
                     yield Subscription(
-                        entry.uri, uri_of(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
+                        entry.uri, to_uri(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
                     )
 
     def put(self, subscription: Subscription) -> bool:

@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.codec import CODECS
 from usubscription.database import Database
 from usubscription.state import Subscribe
 
@@ -44,7 +44,7 @@ async def all_unavailable(world: Any, service: Any) -> None:
         asked = requests(major)
         for name, method in codec.methods.items():
             with pytest.raises(UStatusError) as error:
-                await caller.call(major, method, asked.get(name))
+                await caller.call(major, method.resource, asked.get(name))
             assert error.value.code == UCode.UNAVAILABLE, (major, name)
             assert error.value.message == service.trouble
     with pytest.raises(UStatusError) as error:

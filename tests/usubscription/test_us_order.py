@@ -247,7 +247,7 @@ async def test_a_restore_that_meets_a_shortage_is_tried_again(world: Any, versio
 
 
 def test_an_answer_that_says_nothing_is_no_refusal() -> None:
-    from usubscription_client import wire
+    from uprotocol.core.usubscription.wire import CODECS
 
     for version, payload in (
         (4, v4.SubscribeResponse()),
@@ -255,5 +255,5 @@ def test_an_answer_that_says_nothing_is_no_refusal() -> None:
         (4, v4.SubscribeResponse(status=9)),
     ):  # type: ignore[arg-type]
         with pytest.raises(UStatusError) as error:
-            wire.read_status(version, UPayload.pack(payload))
+            CODECS[version].read_status(UPayload.pack(payload))
         assert error.value.code == UCode.INTERNAL

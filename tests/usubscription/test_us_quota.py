@@ -20,7 +20,7 @@ from usubscription.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, P
 from usubscription.quota import UNIT_BYTES, Quota
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
 from usubscription.store import WAITING_MAX
-from usubscription_client.wire import Subscription
+from usubscription_client import Subscription
 
 WHOLE = 64  # a caller has 16 of them, another authority 8, the own one 48
 
@@ -249,7 +249,7 @@ async def test_a_listing_without_end_is_given_up(world: Any, version: int) -> No
 
 async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, before the store has answered any of them."""
-    monkeypatch.setattr("usubscription.entry.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
     entry = service._entry
     method = entry._methods[4, 1]
@@ -275,7 +275,7 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
 
 
 async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("usubscription.entry.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
     entry = service._entry
     method = entry._methods[3, 1]
