@@ -159,7 +159,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each "
                       "answer up to #", 1, [
-        "usubscription.lane:WINDOW_FIRST", "usubscription.lane:WINDOW_MAX",
+        "usubscription.commands:WINDOW_FIRST", "usubscription.commands:WINDOW_MAX",
     ]),
     ("usubscription", "with back-off (# s doubling to # s", 1_000, [
         "usubscription.state:RETRY_FIRST_MS", "usubscription.state:RETRY_MAX_MS",

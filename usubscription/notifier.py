@@ -64,12 +64,12 @@ class Notifier:
         self._noting: asyncio.TimerHandle | None = None
         self._last = 0.0  # loop time at which something was told
         self.sent = 0
-        self._troubles = Troubles(self._teller, store)
-        transport.on_connection(lambda connected: self._troubles.retry_now() if connected else None)
+        self.troubles = Troubles(self._teller, store)
+        transport.on_connection(lambda connected: self.troubles.retry_now() if connected else None)
 
     def __repr__(self) -> str:
         return (
-            f"Notifier(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''}, {self._troubles!r})"
+            f"Notifier(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''}, {self.troubles!r})"
         )
 
     @property
@@ -91,7 +91,7 @@ class Notifier:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        await self._troubles.stop()
+        await self.troubles.stop()
         if self._noting is not None:
             self._noting.cancel()
             self._note()
@@ -141,7 +141,7 @@ class Notifier:
                 await self._news.wait()
             try:
                 if not begun:
-                    await self._troubles.start()
+                    await self.troubles.start()
                     begun = True
                 if not self._waiting:
                     await self._catch_up()
@@ -176,8 +176,8 @@ class Notifier:
         if tags:
             await self._responses.left(tags)
         parts = [part for stored, _ in batch if stored.number > self.sent for part in self._teller.parts(stored)]
-        held = [part for part in parts if part.destination in self._troubles]
-        held += await self._send([part for part in parts if part.destination not in self._troubles])
+        held = [part for part in parts if part.destination in self.troubles]
+        held += await self._send([part for part in parts if part.destination not in self.troubles])
         if held:
             await self._hold(held)
         self._notified_up_to(batch[-1][0].number)
@@ -194,7 +194,7 @@ class Notifier:
             if not failed:
                 break
             troubled = failed[0].destination
-            self._troubles.begin(troubled)
+            self.troubles.begin(troubled)
             held += [part for part in failed if part.destination == troubled]
             parts = [part for part in failed if part.destination != troubled]
         return held
@@ -203,7 +203,7 @@ class Notifier:
         """Into the store, before anything behind it counts as told."""
         event = Hold(tuple((part.destination, part.number, part.change, part.recipients) for part in held))
         backoff = _store_backoff()
-        with self._troubles.holding(held):
+        with self.troubles.holding(held):
             while True:
                 try:
                     await self._store.submit(event)

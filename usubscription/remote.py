@@ -196,7 +196,8 @@ class Remote:
         if link.command is Command.UNSUBSCRIBE:
             await self._invoke(topic[0], link.major, UNSUBSCRIBE, codec.unsubscribe(topic_uri, own), self._timeout_ms)
             return Status.UNSUBSCRIBED
-        request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)  # without expiry
+        # without expiry; older services read who subscribes (C-11)
+        request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)
         return codec.read_status(await self._invoke(topic[0], link.major, SUBSCRIBE, request, self._timeout_ms))
 
     async def _invoke(self, authority: str, major: int, method: str, request: Message, timeout_ms: int) -> UPayload:

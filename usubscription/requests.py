@@ -19,18 +19,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import structlog
-from google.protobuf.message import Message
 
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import RequestCheck, Responses
 from uprotocol.communication.responses import Unserved
-from uprotocol.core.usubscription.wire import ENTITY_TYPE, Subscribe, Unsubscribe
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    V3,
+    V4,
+    Subscribe,
+    Unsubscribe,
+    service,
+)
 from uprotocol.message import PROTOBUF
 from uprotocol.status import UStatusError
 from uprotocol.transport import ConnectionCallback, UBatchListener, UListener, UTransport
@@ -43,6 +53,7 @@ from usubscription.database import Commanded, Outcome
 from usubscription.quota import Caller, Quota, weight
 from usubscription.store import WAITING_MAX, Store
 
+COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
 RESPONSES_WAITING_MAX: Final = 20_000  # for the network to take them: as many as there may be requests before the store
 RESPONSES_BATCH_MAX: Final = 128  # at once: beyond it what waits behind them would feel it
 # for a response to leave first, from its commit on; one that the RPC server had to drop never does
@@ -189,72 +200,56 @@ def _key(sink: UUri) -> tuple[int, int]:
     return sink.ue_version_major, sink.resource_id
 
 
-class Method(NamedTuple):
-    """One method of one version."""
-
-    name: str
-    sink: UUri
-    read: Callable[[UMessage], tuple[Subscribe | Unsubscribe, Any]]
-    """What a request asks, and what its answer needs of it. Raises UStatusError."""
-    write: Callable[[Any, Outcome], Message]
-
-
+@dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One request until it is answered."""
+    """One command until it is answered."""
 
-    __slots__ = ("_entry", "_waits", "context", "method", "request", "tag", "weight", "who")
-
-    def __init__(
-        self, entry: CommandEntry, method: Method, request: UAttributes, context: Any, who: Caller, weight: int
-    ) -> None:
-        self._entry, self.method, self.request, self.context = entry, method, request, context
-        self.who, self.weight = who, weight
-        self.tag: Tag = (request.id.msb, request.id.lsb)
-        self._waits = True
-
-    @property
-    def request_id(self) -> bytes:
-        """16 bytes."""
-        return self.tag[0].to_bytes(8, "big") + self.tag[1].to_bytes(8, "big")
+    entry: CommandEntry
+    codec: V3 | V4
+    request: UAttributes
+    topic: UUri | None  # as it was passed to Subscribe
+    who: Caller
+    weight: int
+    tag: Tag
+    waits: bool = True
 
     def answered(self, answer: Outcome | BaseException) -> None:
-        if self._waits:
-            self._waits = False
-            self._entry.answer(self, answer)
+        if self.waits:
+            self.waits = False
+            self.entry.answer(self, answer)
 
 
 class CommandEntry:
-    """Subscribe and Unsubscribe of all versions. `requests` counts by the methods' names."""
+    """Subscribe and Unsubscribe of all versions. `requests` counts by method and version, as `subscribe_v4`."""
 
     def __init__(
-        self,
-        gate: Gate,
-        store: Store,
-        methods: Sequence[Method],
-        check: RequestCheck | None,
-        own: Collection[str] = (),
+        self, gate: Gate, store: Store, authority: str, check: RequestCheck | None, also: Collection[str] = ()
     ) -> None:
-        """`own`: the authorities of the service, whose share of what may wait is larger."""
-        self._gate, self._store, self._check = gate, store, check
-        self.waiting = Quota("requests waiting", WAITING_MAX, own)
+        """`also`: the service's other authorities; the share of its own in what may wait is larger."""
+        self._gate, self._store, self._authority, self._check = gate, store, authority, check
+        self.waiting = Quota("requests waiting", WAITING_MAX, {authority, *also})
         self.refused: Counter[str] = Counter()
-        self._methods = {_key(method.sink): method for method in methods}
+        self._sinks = [
+            service(authority, major, codec.methods[name].resource)
+            for major, codec in CODECS.items()
+            for name in COMMANDS
+        ]
         self._responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
         self.dropped = self._responses.dropped
-        self.requests = Counter({method.name: 0 for method in methods})
+        self.requests = Counter({f"{name}_v{major}": 0 for major in CODECS for name in COMMANDS})
 
     def __repr__(self) -> str:
-        return f"CommandEntry({', '.join(self.requests)}, responses={len(self._responses)})"
+        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self._responses)})"
 
     async def open(self) -> None:
-        for method in self._methods.values():
-            await self._gate.register_listener(_CALLERS, self, method.sink)
+        for sink in self._sinks:
+            await self._gate.register_listener(_CALLERS, self, sink)
 
     async def close(self) -> None:
         """Take no more requests."""
-        for method in self._methods.values():
+        for sink in self._sinks:
             try:
-                await self._gate.unregister_listener(_CALLERS, self, method.sink)
+                await self._gate.unregister_listener(_CALLERS, self, sink)
             except UStatusError as error:  # closed already, and its listeners with it, or never opened
                 if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
                     raise
@@ -268,35 +263,42 @@ class CommandEntry:
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         for request in messages:
-            method = self._methods[_key(request.attributes.sink)]
-            self.requests[method.name] += 1
             try:
-                if self._check is not None:
-                    self._check(request)
-                self._take(method, request)
+                self._take(request)
             except Exception as error:
                 self._responses.refuse(request.attributes, error)
 
-    def _take(self, method: Method, request: UMessage) -> None:
+    def _take(self, request: UMessage) -> None:
         """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has its share of what may wait for the store."""
-        source = request.attributes.source
+        attributes = request.attributes
+        source, id, codec = attributes.source, attributes.id, CODECS[attributes.sink.ue_version_major]
+        subscribes = attributes.sink.resource_id == codec.methods[SUBSCRIBE].resource
+        self.requests[f"{SUBSCRIBE if subscribes else UNSUBSCRIBE}_v{codec.major}"] += 1
+        if self._check is not None:
+            self._check(request)
         who, size = (source.authority_name, source.ue_id), weight(len(request.payload))
         if (why := self.waiting.room(who, size)) is not None:
             self.refused["waiting"] += 1
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{why}: wait for the answers")
-        event, context = method.read(request)
-        pending = PendingRequest(self, method, request.attributes, context, who, size)
-        self._store.command(Commanded(event, pending.request_id), pending)
+        event: Subscribe | Unsubscribe
+        topic, host = None, source.authority_name or self._authority
+        if subscribes:
+            event, topic = codec.read_subscribe(request, host)
+        else:
+            event = codec.read_unsubscribe(request, host)
+        pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
+        self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
         self.waiting.add(who, size)
 
     def answer(self, pending: PendingRequest, answer: Outcome | BaseException) -> None:
         """dsn~service-error-model-success-response~1."""
         self.waiting.add(pending.who, -pending.weight)
-        request = pending.request
+        request, codec, topic = pending.request, pending.codec, pending.topic
         if isinstance(answer, BaseException):
             self._responses.refuse(request, answer)
             return
-        response = UMessage(payload=pending.method.write(pending.context, answer).SerializeToString())
+        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
+        response = UMessage(payload=said.SerializeToString())
         attributes = response.attributes
         attributes.id.CopyFrom(uuids.new())
         attributes.type = attrs.RESPONSE

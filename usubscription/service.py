@@ -29,14 +29,11 @@ from uprotocol.core.usubscription.wire import (
     FETCH_SUBSCRIPTIONS,
     REGISTER,
     RESET,
-    SUBSCRIBE,
     UNREGISTER,
-    UNSUBSCRIBE,
     V3,
     V3_CODEC,
     V4,
     Page,
-    service,
 )
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
@@ -47,7 +44,7 @@ from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, 
 from usubscription.notifier import Notifier
 from usubscription.reader import Reader
 from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate, Method
+from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
 
@@ -55,7 +52,6 @@ PAGE_ENTRIES_MAX: Final = 20_000  # of a listing (A-37), and three quarters of w
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
 EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
 EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
-COMMANDS: Final = (SUBSCRIBE, UNSUBSCRIBE)
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 MayReset = Literal["linked", "all", "off"]
@@ -138,8 +134,7 @@ class USubscriptionService:
             )
             for major in CODECS
         }
-        methods = [self._command(major, name) for major in CODECS for name in COMMANDS]
-        self._entry = CommandEntry(gate, self._store, methods, check, self.also | {authority})
+        self.entry = CommandEntry(gate, self._store, authority, check, self.also)
         self._store.on_trouble = self._in_trouble
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
@@ -174,12 +169,12 @@ class USubscriptionService:
     @property
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
-        return self._calls + self._entry.requests
+        return self._calls + self.entry.requests
 
     @property
     def refused(self) -> Counter[str]:
         """Requests that a caller may not make, or not any more, by reason."""
-        return self._refused + self._store.database.refused + self._entry.refused
+        return self._refused + self._store.database.refused + self.entry.refused
 
     @property
     def dropped(self) -> Counter[str]:
@@ -187,7 +182,7 @@ class USubscriptionService:
         total = Counter(self.notifier.dropped)
         for server in self._servers.values():
             total.update(server.dropped)
-        total.update(self._entry.dropped)
+        total.update(self.entry.dropped)
         total["outbox_full"] += self._store.database.outbox_dropped
         return total
 
@@ -205,7 +200,7 @@ class USubscriptionService:
                 for name, method in CODECS[major].methods.items():
                     if name not in COMMANDS:
                         await server.register_request_handler(method.resource, self._handler(major, name))
-            await self._entry.open()
+            await self.entry.open()
             self._gate.unserved.is_settled = True
         except BaseException:
             await self.stop()
@@ -230,12 +225,12 @@ class USubscriptionService:
         """Answer what is being handled, then close the store. May be called twice."""
         self._gate.unserved.is_settled = False
         await asyncio.gather(*(server.close() for server in self._servers.values()))
-        await self._entry.close()
+        await self.entry.close()
         if self._halting is not None:
             await self._halting
         await self._halt()
         await self._store.stop()
-        await self._entry.drain(self._drain_ms_max)
+        await self.entry.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
@@ -287,23 +282,6 @@ class USubscriptionService:
             return handle(codec, request)
 
         return handler
-
-    def _command(self, major: int, name: str) -> Method:
-        codec, host = CODECS[major], self._host
-        sink = service(self.authority, major, codec.methods[name].resource)
-        if name == SUBSCRIBE:
-            return Method(
-                f"{name}_v{major}",
-                sink,
-                lambda request: codec.read_subscribe(request, host(request)),
-                lambda topic, outcome: codec.subscribed(topic, outcome.answer),
-            )
-        return Method(
-            f"{name}_v{major}",
-            sink,
-            lambda request: (codec.read_unsubscribe(request, host(request)), None),
-            lambda _, outcome: codec.done(UNSUBSCRIBE),
-        )
 
     def _host(self, request: UMessage) -> str:
         """The host that the caller is on: what an address without authority in its request means."""

@@ -42,6 +42,7 @@ CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under 
 LIST_FACTOR: Final = 6
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
 COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that was not answered yet
+RESTORED_AT_ONCE_MAX: Final = 1_000  # topics and registrations that are said again after a reconnect
 COMMANDS_AT_ONCE_MAX: Final = 64  # in flight: enough to fill a group commit of the service
 # before what could not be said again after a reconnect is tried once more; doubles up to ...
 RESTORE_FIRST_MS: Final = 500
@@ -109,15 +110,21 @@ class USubscriptionClient:
         self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
         self._change_listeners = [ChangeListener(version, self._on_change) for version in CODECS]
-        self._restoring: asyncio.Task[None] | None = None
-        self._backoff = Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS)
-        self._to_restore: set[Key] = set()  # topics that the service may have forgotten
-        self._to_register: set[Key | None] = set()
+        # what the service may have forgotten: what was asked, and of which topic
+        self._restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
+            self._restore, RESTORED_AT_ONCE_MAX
+        )
+        self._told_of_failure = False
         self._open = False
         transport.on_connection(self._connection_changed)
 
     def __repr__(self) -> str:
         return f"USubscriptionClient({self.authority}, version={self.version}, subscribed={len(self._subscribed)})"
+
+    @property
+    def restoring(self) -> int:
+        """Of how many topics and registrations the service has not been told again since the last reconnect."""
+        return len(self._restoring)
 
     async def open(self) -> None:
         """Listen for answers and for change notifications. May be called twice."""
@@ -134,10 +141,10 @@ class USubscriptionClient:
         self._open = False
         for command in await self._commands.stop():
             _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
-        for task in (self._probing, self._restoring):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
+        await self._restoring.stop()
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
         for listener in self._change_listeners:
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us
                 source = wire.service(self.authority, listener.version)
@@ -424,73 +431,33 @@ class USubscriptionClient:
     def _connection_changed(self, connected: bool) -> None:
         if not connected or not self._open:
             return
-        self._to_restore.update(self._subscribed)
-        self._to_register.update(self._registered)
-        self._backoff.wake()
-        if (self._to_restore or self._to_register) and self._restoring is None:
-            self._restoring = asyncio.ensure_future(self._restore())
+        self._told_of_failure = False
+        for method, known in ((SUBSCRIBE, self._subscribed), (wire.REGISTER, self._registered)):
+            for key in known:
+                self._restoring.put((method, key), Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS))
 
-    async def _restore(self) -> None:
+    async def _restore(self, what: tuple[str, Key | None], backoff: Backoff) -> int | None:
         """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing
-        otherwise."""
-        self._backoff.reset()
+        otherwise. What it refuses for good is wanted no more."""
+        method, key = what
+        wanted: dict[Any, Any] = self._subscribed if method == SUBSCRIBE else self._registered
+        if key not in wanted:
+            return None  # ended meanwhile
         try:
-            while self._to_restore or self._to_register:
-                failed = await self._restore_once()
-                if failed:
-                    log.warning(
-                        "not everything could be restored after the reconnect: trying again",
-                        failed=len(failed),
-                        why=str(failed[0]),
-                    )
-                    await self._backoff.wait()
-        finally:
-            self._restoring = None
-
-    async def _restore_once(self) -> list[UStatusError]:
-        """Why the rest could not be said; what was, or was refused for good, is no longer to be restored."""
-        topics, registrations = list(self._to_restore), list(self._to_register)
-        results = await asyncio.gather(
-            *(self._resubscribe(key) for key in topics),
-            *(self._reregister(key) for key in registrations),
-            return_exceptions=True,
-        )
-        failed: list[UStatusError] = []
-        for result in results:
-            if isinstance(result, UStatusError):
-                failed.append(result)
-            elif isinstance(result, BaseException):
-                raise result
-        return failed
-
-    async def _resubscribe(self, key: Key) -> None:
-        self._to_restore.discard(key)
-        known = self._subscribed.get(key)
-        if known is None or self._commands.is_busy(key):
-            return  # ended meanwhile, or a newer command is on its way
-        try:
-            await self._command(_Command(known.method, known.topic, known.options))
+            if method == wire.REGISTER:
+                await self._register(wire.REGISTER, wanted[key])
+            elif key is not None and not self._commands.is_busy(key):  # else a newer command is on its way
+                await self._command(_Command(SUBSCRIBE, wanted[key].topic, wanted[key].options))
         except UStatusError as error:
             if error.code in FINAL:
-                log.warning("the service refuses what it had granted", topic=uris.format(known.topic), why=str(error))
-                self._subscribed.pop(key, None)
-            elif key in self._subscribed:
-                self._to_restore.add(key)
-                raise
-
-    async def _reregister(self, key: Key | None) -> None:
-        self._to_register.discard(key)
-        if key not in self._registered:
-            return
-        try:
-            await self._register(wire.REGISTER, self._registered[key])
-        except UStatusError as error:
-            if error.code in FINAL:
-                log.warning("the service refuses a registration that it had granted", why=str(error))
-                self._registered.pop(key, None)
-            elif key in self._registered:
-                self._to_register.add(key)
-                raise
+                log.warning("the service refuses what it had granted", what=method, topic=key, why=str(error))
+                wanted.pop(key, None)
+            elif key in wanted:
+                if not self._told_of_failure:
+                    self._told_of_failure = True
+                    log.warning("not everything could be restored after the reconnect: trying again", why=str(error))
+                return backoff.next_ms()
+        return None
 
 
 def _settle(command: _Command, error: UStatusError) -> None:

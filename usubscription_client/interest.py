@@ -105,7 +105,6 @@ class EmbeddedInterest(TableSource):
             if saved is not None
             else None
         )
-        self._loading: list[Subscription] | None = None
         self.healthy = False
         service.on_change(self._changed)
 
@@ -121,7 +120,7 @@ class EmbeddedInterest(TableSource):
     async def refresh(self) -> None:
         """Read everything. Where the service can't read its file, what was known before serves."""
         try:
-            await self._read()
+            await self._take_all(self._read)
         except UStatusError as error:
             log.error(
                 "the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error)
@@ -130,29 +129,15 @@ class EmbeddedInterest(TableSource):
             if not self.complete and self._saved is not None and self._table.replace(self._saved.load()):
                 self._table.changed()
 
-    async def _read(self) -> None:
-        self._loading = []
-        try:
-            rows = await self._service.subscriptions()
-            changed = self._table.replace(map(_subscription, rows))
-            for change in self._loading:
-                changed = self._table.put(change) or changed
-        finally:
-            self._loading = None
+    async def _read(self) -> Iterable[Subscription]:
+        entries = await self._service.subscriptions()
         self.healthy = True
-        if changed or not self.complete:
-            if self._saved is not None and not self.complete:
-                self._table.on_change(self._saved.changed)
-            self.complete = True
-            self._table.changed()
+        if self._saved is not None and not self.complete:
+            self._table.on_change(self._saved.changed)
+        return map(_subscription, entries)
 
     def _changed(self, changes: Sequence[Entry]) -> None:
-        fresh = [_subscription(change) for change in changes if change.topic[3]]
-        if self._loading is not None:
-            self._loading.extend(fresh)
-        changed = [self._table.put(change) for change in fresh]
-        if any(changed):
-            self._table.changed()
+        self._take(_subscription(change) for change in changes if change.topic[3])
 
 
 def _subscription(entry: Entry) -> Subscription:

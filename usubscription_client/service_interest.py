@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +34,6 @@ REFRESH_MS: Final = 60_000
 RETRY_FIRST_MS: Final = 500  # between two fetches at least; after a failed one twice as long, which doubles up to ...
 RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
 LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
-CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
 
 log = structlog.get_logger()
 
@@ -78,7 +77,6 @@ class ServiceInterest(TableSource):
         self._asked_count = 0
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
-        self._during_fetch: list[Subscription] | None = None
         self._fetching = asyncio.Lock()
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -203,26 +201,18 @@ class ServiceInterest(TableSource):
             return self.healthy
 
     async def _fetch(self) -> None:
-        """Register first, then fetch; what changes meanwhile is applied on top, so that nothing falls between."""
+        """Register first, then fetch."""
         could_list = self.can_list
         if await self._client.find_version() == 3:
             if could_list:
                 self._table.changed()  # who waits for this service has to ask it by topic
             await self._ask_all_again()
             return
-        self._during_fetch = []
-        try:
-            await self._client.register_for_notifications()
-            subscriptions = await self._client.fetch_subscriptions()
-            meanwhile = self._during_fetch
-        finally:
-            self._during_fetch = None
-        changed = self._table.replace(filter(self._may_say, subscriptions))
-        for change in meanwhile:
-            changed = self._table.put(change) or changed
-        if changed or not self.complete:
-            self.complete = True
-            self._table.changed()
+        await self._take_all(self._fetch_all)
+
+    async def _fetch_all(self) -> Iterable[Subscription]:
+        await self._client.register_for_notifications()
+        return filter(self._may_say, await self._client.fetch_subscriptions())
 
     def _may_say(self, told: Subscription) -> bool:
         topic, subscriber = told.topic, told.subscriber
@@ -273,12 +263,8 @@ class ServiceInterest(TableSource):
         if not change.topic.resource_id:
             self._news.set()  # it was reset, and with it our registration
             return
-        if not self._may_say(change):
-            return
-        if self._during_fetch is not None and len(self._during_fetch) < CHANGES_KEPT_MAX:
-            self._during_fetch.append(change)
-        if self._table.put(change):
-            self._table.changed()
+        if self._may_say(change):
+            self._take([change])
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:

@@ -29,7 +29,7 @@ class StaticFile(TableSource):
 
     async def start(self) -> None:
         """Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with the entry that can't be read."""
-        await self._load()
+        await self._take_all(self._load)
 
     async def stop(self) -> None:
         """Nothing to stop."""
@@ -37,16 +37,14 @@ class StaticFile(TableSource):
     async def refresh(self) -> None:
         """Read it again. A file that went bad leaves what is known, and `healthy` False."""
         try:
-            await self._load()
+            await self._take_all(self._load)
         except UStatusError:
             self.healthy = False
 
-    async def _load(self) -> None:
+    async def _load(self) -> list[Subscription]:
         subscriptions = await asyncio.to_thread(read, self._path)
         self.healthy = True
-        if self._table.replace(subscriptions) or not self.complete:
-            self.complete = True
-            self._table.changed()
+        return subscriptions
 
 
 def read(path: Path) -> list[Subscription]:

@@ -6,7 +6,7 @@ put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -19,6 +19,7 @@ Positions = tuple[int, ...]
 """Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
 
 FROM_THE_CURSOR: Final[Positions] = ()
+CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # as many as our own service stores
 
 
@@ -253,6 +254,7 @@ class TableSource:
         self.name, self.scope = name, scope if scope is not None else name
         self.also: Collection[str] = ()
         self.positions: Callable[[], Positions] = tuple
+        self._meanwhile: list[Subscription] | None = None  # what changes while all of it is fetched
         self._table = InterestTable(
             lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max
         )
@@ -278,3 +280,28 @@ class TableSource:
 
     async def ask(self, topic: UUri) -> None:
         """... which it does by itself."""
+
+    async def _take_all(self, fetch: Callable[[], Awaitable[Iterable[Subscription]]]) -> None:
+        """These are all there are, and what changes meanwhile counts on top, so that nothing falls between."""
+        try:
+            meanwhile: list[Subscription] | None = None
+            while meanwhile is None or len(meanwhile) >= CHANGES_KEPT_MAX:
+                self._meanwhile = meanwhile = []
+                subscriptions = await fetch()
+        finally:
+            self._meanwhile = None
+        changed = self._table.replace(subscriptions)
+        for change in meanwhile:
+            changed = self._table.put(change) or changed
+        if changed or not self.complete:
+            self.complete = True
+            self._table.changed()
+
+    def _take(self, changes: Iterable[Subscription]) -> None:
+        changed = False
+        for change in changes:
+            if self._meanwhile is not None and len(self._meanwhile) < CHANGES_KEPT_MAX:
+                self._meanwhile.append(change)
+            changed = self._table.put(change) or changed
+        if changed:
+            self._table.changed()

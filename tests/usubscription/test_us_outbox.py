@@ -117,7 +117,7 @@ async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_i
     away = False
     late = raw.published[4] if stuck == "publishes at home" else watchers[stuck]
     assert numbers(await late.count(40)) == list(range(40))
-    await until(lambda: not service.notifier._troubles._known)
+    await until(lambda: not service.notifier.troubles)
     assert await service.read(lambda reader: reader.destinations_held()) == []
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(40)))
     assert numbers(await late.count(41))[-1] == 40
@@ -145,7 +145,7 @@ async def test_what_a_destination_has_not_had_outlives_a_restart_and_comes_first
     heard = numbers(await watchers["dev2"].until(lambda messages: 20 in numbers(messages)))
     assert list(dict.fromkeys(heard)) == list(range(21)), "in order; twice, perhaps"
     assert heard == sorted(heard) or heard[-1] == 20
-    await until(lambda: not service.notifier._troubles._known)
+    await until(lambda: not service.notifier.troubles)
 
 
 async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(
@@ -173,7 +173,7 @@ async def test_a_no_for_good_is_counted_and_nothing_waits_for_it(world: Any) -> 
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(0)))
     await watchers["dev1"].count(1)
     await until(lambda: service.dropped["PERMISSION_DENIED"] == 1)
-    assert not service.notifier._troubles._known
+    assert not service.notifier.troubles
 
 
 async def test_a_try_again_is_the_same_message(world: Any) -> None:
@@ -213,7 +213,7 @@ async def test_with_random_troubles_every_destination_gets_everything_in_order(
     for heard in watchers.values():
         got = numbers(await heard.until(lambda messages: 59 in numbers(messages)))
         assert list(dict.fromkeys(got)) == list(range(60))
-    await until(lambda: not service.notifier._troubles._known)
+    await until(lambda: not service.notifier.troubles)
 
 
 def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first(tmp_path: Any) -> None:

@@ -251,14 +251,14 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
     """All at once, before the store has answered any of them."""
     monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
-    entry = service._entry
-    method = entry._methods[4, 1]
+    entry = service.entry
+    method = uris.uri("dev1", 0, 4, 1)
 
     def ask(authority: str, ue_id: int, count: int) -> None:
         source = uris.uri(authority, ue_id, 1, 0)
         for number in range(count):
             asked = v4.SubscribeRequest(topic=uris.uri("dev1", ENTITY, 1, 0x8000 + number))
-            entry.on_receive(UMessageBuilder.request(source, method.sink, 20_000).pack(asked))
+            entry.on_receive(UMessageBuilder.request(source, method, 20_000).pack(asked))
 
     ask("dev2", 0x10, 100)
     assert entry.refused["waiting"] == 100 - 8 // 2
@@ -277,12 +277,12 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
 async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
-    entry = service._entry
-    method = entry._methods[3, 1]
+    entry = service.entry
+    method = uris.uri("dev1", 0, 3, 1)
     asked = v3.SubscriptionRequest(topic=uris.uri("dev1", ENTITY, 1, 0x8001))
     asked.attributes.details.add(value=b"x" * 3 * UNIT_BYTES)
     for _ in range(5):
-        entry.on_receive(UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), method.sink, 20_000).pack(asked))
+        entry.on_receive(UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), method, 20_000).pack(asked))
     assert entry.refused["waiting"] == 1
 
 

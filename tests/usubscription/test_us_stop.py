@@ -48,8 +48,9 @@ async def test_a_cancellation_that_meets_the_news_ends_the_task(world: Any, part
                 service.remote.auditor._wake.set()
                 await service.remote.auditor.stop()
             case "troubles":
-                service.notifier._troubles._news.set()
-                await service.notifier._troubles.stop()
+                service.notifier.troubles.begin("b")
+                service.notifier.troubles.retry_now()
+                await service.notifier.troubles.stop()
             case "pump":
                 service.notifier._news.set()
                 await service.notifier.stop()

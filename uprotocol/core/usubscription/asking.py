@@ -7,36 +7,37 @@ put(topic, command) -> known -> (a delay) -> ready -> running, a window of topic
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
 import structlog
 
-from uprotocol.core.usubscription.wire import CODECS, Key, Subscription
+from uprotocol.core.usubscription.wire import CODECS, Subscription
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.umessage_pb2 import UMessage
 
+K = TypeVar("K", bound=Hashable)
 C = TypeVar("C")
 
 log = structlog.get_logger()
 
 
-class CommandQueue(Generic[C]):
+class CommandQueue(Generic[K, C]):
     """One command of a topic is in flight, and the last one wins; topics don't wait for each other. Commands leave in
-    the order in which they were last given, at most `window` at once."""
+    the order in which they were last given, at most `window` at once. A topic is whatever has its turn in order."""
 
     def __init__(
-        self, run: Callable[[Key, C], Awaitable[int | None]], window: int, idle: Callable[[], None] = lambda: None
+        self, run: Callable[[K, C], Awaitable[int | None]], window: int, idle: Callable[[], None] = lambda: None
     ) -> None:
         """`run(topic, command)` sees one command through: None when it is done, or after how many milliseconds it is to
         run again, unless it was replaced meanwhile. It raises nothing. `idle()` is called whenever nothing is left."""
         self._run, self.window, self._idle = run, window, idle
-        self._known: dict[Key, C] = {}
-        self._timers: dict[Key, asyncio.TimerHandle] = {}
-        self._ready: dict[Key, None] = {}  # due, and nothing of that topic is running
-        self._running: dict[Key, asyncio.Task[None]] = {}
-        self._left: dict[Key, C] = {}  # what is under way
+        self._known: dict[K, C] = {}
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._ready: dict[K, None] = {}  # due, and nothing of that topic is running
+        self._running: dict[K, asyncio.Task[None]] = {}
+        self._left: dict[K, C] = {}  # what is under way
 
     def __repr__(self) -> str:
         return f"CommandQueue(known={len(self)}, running={len(self._running)}, window={self.window})"
@@ -44,34 +45,40 @@ class CommandQueue(Generic[C]):
     def __len__(self) -> int:
         return len(self._known)
 
-    def get(self, topic: Key) -> C | None:
+    def __contains__(self, topic: K) -> bool:
+        return topic in self._known
+
+    def get(self, topic: K) -> C | None:
         """The last command of `topic`."""
         return self._known.get(topic)
 
-    def is_current(self, topic: Key, command: C) -> bool:
+    def is_current(self, topic: K, command: C) -> bool:
         """False once it was replaced."""
         return self._known.get(topic) is command
 
-    def has_left(self, topic: Key, command: C) -> bool:
+    def has_left(self, topic: K, command: C) -> bool:
         """True while it is under way."""
         return self._left.get(topic) is command
 
-    def is_busy(self, topic: Key) -> bool:
+    def is_busy(self, topic: K) -> bool:
         """True while a command about `topic` waits or may be under way."""
         return topic in self._known or topic in self._running
+
+    def all(self) -> list[C]:
+        return list(self._known.values())
 
     def under_way(self) -> list[C]:
         """Those that nothing has replaced."""
         return [command for topic, command in self._left.items() if self.is_current(topic, command)]
 
-    def put(self, topic: Key, command: C, delay_ms: int = 0) -> None:
+    def put(self, topic: K, command: C, delay_ms: int = 0) -> None:
         """The last word on `topic`; it goes to the end."""
         self._forget(topic)
         self._known[topic] = command
         self._at(topic, delay_ms)
         self._go_on()
 
-    def drop(self, topic: Key) -> None:
+    def drop(self, topic: K) -> None:
         self._forget(topic)
         self._go_on()
 
@@ -96,14 +103,14 @@ class CommandQueue(Generic[C]):
         await asyncio.gather(*tasks, return_exceptions=True)
         return rest
 
-    def _forget(self, topic: Key) -> None:
+    def _forget(self, topic: K) -> None:
         self._known.pop(topic, None)
         self._ready.pop(topic, None)
         timer = self._timers.pop(topic, None)
         if timer is not None:
             timer.cancel()
 
-    def _at(self, topic: Key, delay_ms: int) -> None:
+    def _at(self, topic: K, delay_ms: int) -> None:
         timer = self._timers.pop(topic, None)
         if timer is not None:
             timer.cancel()
@@ -112,7 +119,7 @@ class CommandQueue(Generic[C]):
         elif topic not in self._running:
             self._ready[topic] = None
 
-    def _come_due(self, topic: Key) -> None:
+    def _come_due(self, topic: K) -> None:
         self._at(topic, 0)
         self._go_on()
 
@@ -125,7 +132,7 @@ class CommandQueue(Generic[C]):
         if not self._known and not self._running:
             self._idle()
 
-    async def _see_through(self, topic: Key) -> None:
+    async def _see_through(self, topic: K) -> None:
         command = self._known.get(topic)
         if command is None or topic in self._timers:
             return  # it was taken back, or replaced by one that is not due
@@ -140,7 +147,7 @@ class CommandQueue(Generic[C]):
             else:
                 self._at(topic, again_ms)
 
-    def _ended(self, topic: Key) -> None:
+    def _ended(self, topic: K) -> None:
         del self._running[topic]
         if topic in self._known and topic not in self._timers:
             self._ready[topic] = None

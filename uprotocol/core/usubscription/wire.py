@@ -151,6 +151,7 @@ class Codec:
     methods: ClassVar[dict[str, Method]]
     changes: ClassVar[type[Any]]
     _service_mask: ClassVar[int]  # which part of a caller's entity id says that it is a uSubscription
+    _nests: ClassVar[bool]  # it has messages for the subscriber, the status and the options
     _expiry: ClassVar[str]  # names of fields
     _period: ClassVar[str]
 
@@ -158,16 +159,21 @@ class Codec:
 
     def _options(self, message: Any) -> Any:
         """The part with the expiry and the sample period."""
-        return message
+        return message.attributes if self._nests else message
 
-    def _client(self, message: Any) -> UUri:
-        raise NotImplementedError
+    def _client(self, message: Any) -> Any:
+        return message.subscriber.uri if self._nests else message.subscriber
 
     def _status(self, message: Any) -> int | None:
-        raise NotImplementedError
+        if self._nests:
+            return message.status.state if message.HasField("status") else None
+        return int(message.status) - 1
 
     def _put_status(self, message: Any, status: Status) -> None:
-        raise NotImplementedError
+        if self._nests:
+            message.status.state = status
+        else:
+            message.status = status + 1
 
     def _put_options(self, message: Any, expires_ms: int | None, sample_period_ms: int | None) -> None:
         if expires_ms is not None:
@@ -248,6 +254,16 @@ class Codec:
     def done(self, method: str) -> Message:
         """The answer that says nothing else."""
         return self.methods[method].answer()  # type: ignore[no-any-return]
+
+    def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
+        """Raises RESOURCE_EXHAUSTED in version 4 for what needs a page, where the caller knows none."""
+        response = self.methods[FETCH_SUBSCRIPTIONS].answer()
+        last = _fill_page(response.subscriptions, rows, self._fill, page)
+        self._mark_more(response, last, page)
+        return response  # type: ignore[no-any-return]
+
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        raise NotImplementedError
 
     def change(self, change: Entry, *, bare: bool = False) -> Message:
         """`bare`: with the topic as a subscriber has passed it that gave no authority."""
@@ -332,19 +348,7 @@ class V3(Codec):
     }
     changes = v3.Update
     _service_mask = 0xFFFF_FFFF
-    _expiry, _period = "expire", "sample_period_ms"
-
-    def _options(self, message: Any) -> Any:
-        return message.attributes
-
-    def _client(self, message: Any) -> UUri:
-        return message.subscriber.uri  # type: ignore[no-any-return]
-
-    def _status(self, message: Any) -> int | None:
-        return message.status.state if message.HasField("status") else None
-
-    def _put_status(self, message: Any, status: Status) -> None:
-        message.status.state = status
+    _nests, _expiry, _period = True, "expire", "sample_period_ms"
 
     # requests
 
@@ -406,10 +410,8 @@ class V3(Codec):
 
     # answers
 
-    def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
-        response = v3.FetchSubscriptionsResponse()
-        response.has_more_records = _fill_page(response.subscriptions, rows, self._fill, page) is not None
-        return response
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        response.has_more_records = last is not None
 
     def _fill(self, made: Any, entry: Entry) -> None:
         if entry.details:
@@ -445,16 +447,7 @@ class V4(Codec):
     }
     changes = v4.Subscription
     _service_mask = 0xFFFF  # the entity's type counts here, whatever its instance
-    _expiry, _period = "expiration", "sample_period"
-
-    def _client(self, message: Any) -> UUri:
-        return message.subscriber  # type: ignore[no-any-return]
-
-    def _status(self, message: Any) -> int | None:
-        return message.status - 1  # type: ignore[no-any-return]
-
-    def _put_status(self, message: Any, status: Status) -> None:
-        message.status = status + 1
+    _nests, _expiry, _period = False, "expiration", "sample_period"
 
     # requests
 
@@ -491,19 +484,16 @@ class V4(Codec):
 
     # answers
 
-    def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
-        """Raises RESOURCE_EXHAUSTED for what needs a page, where the caller knows none."""
-        response = v4.FetchSubscriptionsResponse()
-        last = _fill_page(response.subscriptions, rows, self._fill, page)
-        if last is not None and not page.asked:
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        if last is None:
+            return
+        if not page.asked:
             raise UStatusError(
                 UCode.RESOURCE_EXHAUSTED,
                 f"more subscriptions match than one answer can hold ({page.bytes_max} bytes): "
                 "narrow the filters, or ask for pages",
             )
-        if last is not None:
-            response.MergeFromString(PageGiven(next=last).SerializeToString())
-        return response
+        response.MergeFromString(PageGiven(next=last).SerializeToString())
 
     def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
         given = PageGiven.FromString(page.SerializeToString())
