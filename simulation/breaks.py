@@ -67,9 +67,9 @@ def _retention_by_age() -> Patches:
 def _passing_shortage() -> Patches:
     from uprotocol.status import RETRYABLE
     from uprotocol.v1.ucode_pb2 import UCode
-    from usubscription import commands
+    from usubscription import remote
 
-    return [(commands, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
+    return [(remote, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
 
 
 def _silent_service() -> Patches:

@@ -55,8 +55,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
-from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource
-from usubscription_client.service_interest import ServiceInterest
+from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
 from usubscription_client.static_file import StaticFile
 
 ENTITY: Final = 0x0004  # core.ustreamer

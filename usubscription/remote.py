@@ -1,7 +1,8 @@
 """The remote leg: what this service has to tell the services of other authorities, until they have answered.
 
-link with a command -> those of its authority (commands.py) -> Subscribe, Unsubscribe -> Answered | TimedOut
-                          | repeated while no answer comes; after a failure again, with back-off, for ever
+link with a command -> Commands of its authority -> Subscribe, Unsubscribe -> Answered | TimedOut -> store -> update()
+                         | replaced while under way: waited for a little while, so that the two can't overtake
+                         | no answer: said again, with back-off; after a failure again, with back-off, for ever
 notifications to us, audits (audit.py: what do you have of ours?) -> Notified | Lost | Orphaned
 
 The subscriber in all of it is this service itself (core.usubscription).
@@ -14,7 +15,8 @@ import contextlib
 import math
 import random
 from collections.abc import Callable
-from typing import Final
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import structlog
 from google.protobuf.message import Message
@@ -22,7 +24,7 @@ from google.protobuf.message import Message
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.usubscription.asking import ChangeListener
+from uprotocol.core.usubscription.asking import ChangeListener, CommandQueue
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -34,14 +36,13 @@ from uprotocol.core.usubscription.wire import (
     to_uri,
 )
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError
+from uprotocol.pacing import Backoff
+from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.audit import Auditor
-from usubscription.commands import REPEAT_FIRST_MS, Commands
+from usubscription.audit import Auditor, Partners
 from usubscription.notifier import Notifier
-from usubscription.partners import Partners
-from usubscription.state import Command, Event, Key, Link, Notified, Status
+from usubscription.state import Answered, Command, Event, Key, Link, Notified, Status, TimedOut, retry_delay_ms
 from usubscription.store import Store
 
 TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
@@ -51,6 +52,20 @@ AUDIT_MS: Final = 300_000  # between questions for what the remote services have
 AUDIT_CALL_MS: Final = 10_000  # for the answer to one
 RECENT_MS: Final = 60_000  # a late notification about an Unsubscribe may be under way that long
 RECENT_MAX: Final = 10_000  # topics for which that is remembered
+
+# topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
+WINDOW_FIRST: Final = 16
+WINDOW_MAX: Final = 256  # topics in flight: fills one group commit of the other service
+# of one command: the first, which has its whole timeout, and the newest; more would only cost memory
+CALLS_KEPT_MAX: Final = 2
+# without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
+REPEAT_FIRST_MS: Final = 10_000
+REPEAT_MAX_MS: Final = 60_000  # ... up to this
+# a command that a later one replaced may still be answered: so that they can't overtake each other
+SUPERSEDED_GRACE_MS: Final = 2_000
+STORE_RETRY_MS: Final = 1_000  # after the store refused an answer
+# between two times that a sign of life ends the waiting: a busy service gives thousands a second
+RETRY_NOW_MS: Final = 1_000
 
 log = structlog.get_logger()
 
@@ -73,7 +88,7 @@ class Remote:
         disk: Disk = REAL_DISK,
     ) -> None:
         self._transport, self._authority = transport, authority
-        self._store, self._notifier, self.random = store, notifier, random
+        self.store, self._notifier, self.random = store, notifier, random
         self._timeout_ms, self.repeat_first_ms, self._audit_call_ms = timeout_ms, repeat_first_ms, audit_call_ms
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._clients = {
@@ -85,7 +100,7 @@ class Remote:
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
         self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
-        self._auditor = Auditor(
+        self.auditor = Auditor(
             store,
             self.partners,
             fetch=self._fetch,
@@ -99,7 +114,7 @@ class Remote:
 
     def __repr__(self) -> str:
         commands = sum(map(len, self._commands.values()))
-        return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self._auditor!r})"
+        return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self.auditor!r})"
 
     async def start(self) -> None:
         """Listen, then go on with what was not answered before the restart."""
@@ -110,18 +125,18 @@ class Remote:
             await client.open()
         for major, listener in self._listeners.items():
             await self._transport.register_listener(service("*", major), listener, self._locals[major].get_source())
-        last = await self._store.read(lambda reader: reader.outbox_last())
-        links = await self._store.read(lambda reader: reader.links())
+        last = await self.store.read(lambda reader: reader.outbox_last())
+        links = await self.store.read(lambda reader: reader.links())
         for topic, link in links:
             self.update(topic, link, last)
         if self.partners.all() or any(link.command is None for _, link in links):
-            self._auditor.now()
-        self._auditor.start()
+            self.auditor.now()
+        self.auditor.start()
 
     async def stop(self) -> None:
         """What was not answered goes on after the restart."""
         self._open = False
-        await self._auditor.stop()
+        await self.auditor.stop()
         for commands in list(self._commands.values()):
             await commands.stop()
         for major, listener in self._listeners.items():
@@ -135,10 +150,6 @@ class Remote:
     def commands_to(self, authority: str) -> int:
         """How many are not answered."""
         return len(self._commands.get(authority, ()))
-
-    @property
-    def auditor(self) -> Auditor:
-        return self._auditor
 
     def update(self, topic: Key, link: Link, after: int) -> None:
         """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
@@ -164,7 +175,7 @@ class Remote:
 
     def ask_all(self) -> None:
         """What do they have of ours?"""
-        self._auditor.now()
+        self.auditor.now()
 
     # -- for the commands
     # ----------------------------------------------------------------------------------------------------------------
@@ -183,9 +194,6 @@ class Remote:
         if link.command is Command.SUBSCRIBE:
             await self.partners.remember((topic[0], link.major))
         await self._notifier.notified(after)
-
-    async def store_event(self, event: Event) -> None:
-        await self._store.submit(event)
 
     # -- the calls
     # ------------------------------------------------------------------------------------------------------------------
@@ -217,13 +225,13 @@ class Remote:
         if commands is not None:
             commands.retry_now()  # it is there
         elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
-            self._auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
+            self.auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
         # about an earlier Unsubscribe of ours, or about what came after it? Ask.
         if told.status is Status.UNSUBSCRIBED:
             # what was recent before the start is forgotten
             since = max(self._recent.get(topic, -math.inf), self._started_at)
             if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
-                self._auditor.suspect(topic)
+                self.auditor.suspect(topic)
                 return
             self._recent.pop(topic, None)
         self._submit(Notified(topic, told.status))
@@ -232,11 +240,11 @@ class Remote:
         if connected and self._open:
             for commands in list(self._commands.values()):
                 commands.retry_now(connected=True)
-            self._auditor.now()
+            self.auditor.now()
 
     def _submit(self, event: Event) -> None:
         with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
-            self._store.submit(event)
+            self.store.submit(event)
 
     # -- audits
     # ------------------------------------------------------------------------------------------------------------------
@@ -256,3 +264,148 @@ class Remote:
             page, place = codec.read_subscriptions(answer, place, strict=True)
             found |= {uris.key(one.topic): one.status for one in page}
         return found
+
+
+@dataclass(slots=True, eq=False)
+class _Command:
+    """The last word on one topic."""
+
+    link: Link
+    after: int  # changes up to this number are told first
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced, or to be said again now
+    again: bool = False
+    repeats: int = 0
+
+
+class Commands:
+    """Those to the service of one authority, until each is answered. `update` gives it every link that changes.
+
+    Topics don't wait for each other, so a lost request holds its own topic only. The window grows with the answers: a
+    service that is not there gets few calls, one that answers some hundreds at once.
+    """
+
+    def __init__(self, remote: Remote, authority: str) -> None:
+        self._remote, self.authority = remote, authority
+        self._loop = asyncio.get_running_loop()
+        self._queue = CommandQueue(self._run, WINDOW_FIRST, lambda: remote.idle(self))
+        self._answered_at = self._retried_at = self._loop.time()
+
+    def __repr__(self) -> str:
+        return f"Commands({self.authority}, {self._queue!r})"
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def is_busy(self, topic: Key) -> bool:
+        """True while a command about `topic` waits or may be under way."""
+        return self._queue.is_busy(topic)
+
+    def update(self, topic: Key, link: Link, after: int) -> None:
+        """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
+        known = self._queue.get(topic)
+        if link.command is None:
+            self._queue.drop(topic)
+        else:
+            if known is not None and known.link.generation == link.generation:
+                after = known.after
+            delay_ms = retry_delay_ms(link.attempt, self._remote.random()) if link.attempt else 0
+            self._queue.put(topic, _Command(link, after), delay_ms)
+        if known is not None:
+            known.news.set()
+
+    def clear(self) -> None:
+        """No command is due any more."""
+        under_way = self._queue.under_way()
+        self._queue.clear()
+        for command in under_way:
+            command.news.set()
+
+    def retry_now(self, *, connected: bool = False) -> None:
+        """The other service may be there again: don't wait. `connected`: what is under way may have been lost."""
+        now = self._loop.time()
+        if not connected and now - self._retried_at < RETRY_NOW_MS / 1000:
+            return
+        self._retried_at = now
+        for command in self._queue.under_way():
+            if connected or command.repeats > 1:
+                command.again = True
+                command.news.set()
+        self._queue.hurry()
+
+    async def stop(self) -> None:
+        """What was not answered goes on after the restart."""
+        await self._queue.stop()
+
+    async def _run(self, topic: Key, command: _Command) -> int:
+        """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
+        try:
+            await self._remote.prepare(topic, command.link, command.after)
+            event = await self._answer(topic, command) if self._queue.is_current(topic, command) else None
+            if event is not None:
+                await self._remote.store.submit(event)
+        except UStatusError as error:
+            log.warning("the answer of a remote uSubscription could not be stored: asking again", why=error.message)
+        except Exception:
+            log.exception("a command to a remote uSubscription failed: asking again", authority=self.authority)
+        return STORE_RETRY_MS
+
+    async def _answer(self, topic: Key, command: _Command) -> Event | None:
+        """What the other service made of the command; None if a later command replaced it and no answer came in
+        time."""
+        calls: list[asyncio.Future[Status]] = []
+        backoff = Backoff(self._remote.repeat_first_ms, REPEAT_MAX_MS)
+        command.repeats = 0
+        try:
+            while True:
+                current, wait_ms = self._queue.is_current(topic, command), SUPERSEDED_GRACE_MS
+                if current:
+                    wait_ms = backoff.next_ms()
+                    command.repeats += 1
+                    calls.append(asyncio.ensure_future(self._remote.call(topic, command.link)))
+                    if len(calls) > CALLS_KEPT_MAX:
+                        calls.pop(1).cancel()
+                await self._wait(topic, command, calls, wait_ms)
+                done = next((call for call in calls if call.done()), None)
+                if done is not None:
+                    return self._event(topic, command.link, done)
+                if not current:
+                    return None
+                if self._loop.time() - self._answered_at > wait_ms / 1000:
+                    self._queue.window = 1  # nobody answers at all
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Future[Status]], wait_ms: int) -> None:
+        """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""
+        end = self._loop.time() + wait_ms / 1000
+        was_current = self._queue.is_current(topic, command)
+        command.again = False
+        while (left_s := end - self._loop.time()) > 0:
+            command.news.clear()
+            news = asyncio.ensure_future(command.news.wait())
+            waiters: set[asyncio.Future[Any]] = {*calls, news}
+            try:
+                await asyncio.wait(waiters, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+            replaced = was_current and not self._queue.is_current(topic, command)
+            if command.again or replaced or any(call.done() for call in calls):
+                return
+
+    def _event(self, topic: Key, link: Link, call: asyncio.Future[Status]) -> Event:
+        """Only a "no" for good ends a subscription; whatever else comes back is a shortage, and waited out."""
+        try:
+            status = call.result()
+        except UStatusError as error:
+            if error.code not in FINAL:
+                return TimedOut(topic, link.generation)
+            log.info("a remote uSubscription refused", topic=uris.format(to_uri(topic)), why=str(error))
+            status = Status.UNSUBSCRIBED
+        except Exception:
+            log.exception("asking a remote uSubscription failed", topic=uris.format(to_uri(topic)))
+            return TimedOut(topic, link.generation)
+        self._answered_at = self._loop.time()
+        self._queue.window = min(self._queue.window + 1, WINDOW_MAX)
+        return Answered(topic, link.generation, status)

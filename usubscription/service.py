@@ -39,11 +39,10 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.commands import REPEAT_FIRST_MS
 from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.notifier import Notifier
 from usubscription.reader import Reader
-from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
+from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
 from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store

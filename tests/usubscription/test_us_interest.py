@@ -29,9 +29,8 @@ from usubscription_client import (
     Subscription,
     Want,
     interest,
-    service_interest,
 )
-from usubscription_client.service_interest import REFRESH_MS
+from usubscription_client.interest import REFRESH_MS
 from usubscription_client.table import InterestTable, merge
 
 TOPIC = uris.parse("//dev1/20/1/8001")
@@ -300,8 +299,7 @@ async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_return
 
 
 async def test_topics_that_somebody_makes_up_keep_out_no_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (interest, service_interest):
-        monkeypatch.setattr(module, "AUTHORITY_TOPICS_ASKED_MAX", 20)
+    monkeypatch.setattr(interest, "AUTHORITY_TOPICS_ASKED_MAX", 20)
     monkeypatch.setattr(interest, "ASKS_AT_ONCE", 2)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()

@@ -15,8 +15,8 @@ from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder
-from usubscription import audit, partners
-from usubscription.partners import Partners
+from usubscription import audit
+from usubscription.audit import Partners
 
 WAIT_S = 20
 TOPICS = {name: uris.uri(name, 0x20, 1, 0x8001) for name in "bc"}
@@ -165,7 +165,7 @@ async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Pat
 
 
 async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partners, "PARTNERS_MAX", 10)
+    monkeypatch.setattr(audit, "PARTNERS_MAX", 10)
     known = Partners(tmp_path / "p")
     for number in range(25):
         await known.remember((f"v{number}", 4))

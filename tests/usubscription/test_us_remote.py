@@ -24,7 +24,7 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.commands import WINDOW_FIRST
+from usubscription.remote import WINDOW_FIRST
 from usubscription.state import Status
 
 A_TOPIC = uris.parse("//a/20/1/8001")

@@ -31,7 +31,7 @@ class CommandQueue(Generic[K, C]):
         self, run: Callable[[K, C], Awaitable[int | None]], window: int, idle: Callable[[], None] = lambda: None
     ) -> None:
         """`run(topic, command)` sees one command through: None when it is done, or after how many milliseconds it is to
-        run again, unless it was replaced meanwhile. It raises nothing. `idle()` is called whenever nothing is left."""
+        run again, unless it was replaced meanwhile. `idle()` is called whenever nothing is left."""
         self._run, self.window, self._idle = run, window, idle
         self._known: dict[K, C] = {}
         self._timers: dict[K, asyncio.TimerHandle] = {}
@@ -137,8 +137,11 @@ class CommandQueue(Generic[K, C]):
         if command is None or topic in self._timers:
             return  # it was taken back, or replaced by one that is not due
         self._left[topic] = command
+        again_ms = None
         try:
             again_ms = await self._run(topic, command)
+        except Exception:
+            log.exception("a command failed, and is given up", topic=topic)
         finally:
             del self._left[topic]
         if self.is_current(topic, command):
