@@ -33,10 +33,10 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def _restart_that_records() -> Patches:
-    from usubscription_client.table import TableSource
+    from usubscription_client.table import InterestSource
 
     # so what is known counts from the newest seq, whenever it came to be known
-    return [(TableSource, "decided", lambda self, topic: True)]
+    return [(InterestSource, "decided", lambda self, topic: True)]
 
 
 def _renamed_endpoint() -> Patches:

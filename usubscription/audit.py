@@ -1,8 +1,8 @@
 """What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a
 Reset.
 
-start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links -> Notified | Lost | Orphaned
-
+start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links
+                                                                                  '-> Notified | Lost | Orphaned
 Partners: the services that may hold copies of our subscriptions, in a file of its own beside the store: it outlives a
 Reset and the store's loss.
 first command to a service -> remember -> FILE -> the command leaves          an audit says: nothing of ours -> forget

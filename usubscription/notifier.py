@@ -1,9 +1,10 @@
 """Tells changes: to the subscriber, to those who registered, and to everybody on the change topics; after the answer,
 in order.
 
-outbox (committed) -> wait for the responses of their requests -> by destination -> send_batch -> Sent(number) -> deleted later
-                                                                      |
-                                                                      '-> in trouble: Hold -> told from the store (telling.py)
+outbox (committed) -> wait for the responses of their requests -> by destination -> send_batch -> Sent(number)
+                                                                      |                             -> deleted later
+                                                                      '-> in trouble: Hold -> told from the store
+                                                                                              (telling.py)
 
 A destination is an authority, or the change topics of the own network: each keeps its order, and its trouble is its
 own.
@@ -15,7 +16,7 @@ import asyncio
 import contextlib
 import heapq
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -58,12 +59,13 @@ class Notifier:
         self._waiting: deque[tuple[StoredChange, Tag | None]] = deque()
         self._behind = True  # there may be more in the store than is waiting here
         self._news = asyncio.Event()
-        self._awaited: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by the number of the change
+        self.awaited: list[tuple[int, int, asyncio.Future[None]]] = []  # a heap, by the number of the change
         self._count = itertools.count()  # so that futures are never compared
         self._task: asyncio.Task[None] | None = None
         self._noting: asyncio.TimerHandle | None = None
         self._last = 0.0  # loop time at which something was told
         self.sent = 0
+        self.dropped = self._teller.dropped
         self.troubles = Troubles(self._teller, store)
         transport.on_connection(lambda connected: self.troubles.retry_now() if connected else None)
 
@@ -71,15 +73,6 @@ class Notifier:
         return (
             f"Notifier(sent={self.sent}, waiting={len(self._waiting)}{'+' if self._behind else ''}, {self.troubles!r})"
         )
-
-    @property
-    def dropped(self) -> Counter[str]:
-        """Messages that were refused for good, by reason."""
-        return self._teller.dropped
-
-    @property
-    def messages_sent(self) -> int:
-        return self._teller.sent
 
     def start(self) -> None:
         self._news.set()
@@ -118,14 +111,14 @@ class Notifier:
         if self.sent >= number:
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._awaited, (number, next(self._count), future))
+        heapq.heappush(self.awaited, (number, next(self._count), future))
         await future
 
-    def _notified_up_to(self, number: int) -> None:
+    def notified_up_to(self, number: int) -> None:
         """Wakes those that wait for it and no others: there may be thousands, each behind another change."""
         self.sent = max(self.sent, number)
-        while self._awaited and self._awaited[0][0] <= self.sent:
-            _, _, future = heapq.heappop(self._awaited)
+        while self.awaited and self.awaited[0][0] <= self.sent:
+            _, _, future = heapq.heappop(self.awaited)
             if not future.done():
                 future.set_result(None)
 
@@ -180,7 +173,7 @@ class Notifier:
         held += await self._send([part for part in parts if part.destination not in self.troubles])
         if held:
             await self._hold(held)
-        self._notified_up_to(batch[-1][0].number)
+        self.notified_up_to(batch[-1][0].number)
         self._last = asyncio.get_running_loop().time()
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)

@@ -287,7 +287,7 @@ class Commands:
     def __init__(self, remote: Remote, authority: str) -> None:
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
-        self._queue = CommandQueue(self._run, WINDOW_FIRST, lambda: remote.idle(self))
+        self._queue = CommandQueue(self._run, WINDOW_FIRST, idle=lambda: remote.idle(self))
         self._answered_at = self._retried_at = self._loop.time()
 
     def __repr__(self) -> str:

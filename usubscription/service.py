@@ -96,7 +96,7 @@ class USubscriptionService:
         self._transport, self._now_ms, self._message_bytes_max = transport, now_ms, message_bytes_max
         self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
-        self._store = Store(
+        self.store = Store(
             Database(
                 path,
                 authority,
@@ -110,11 +110,11 @@ class USubscriptionService:
             now_ms=now_ms,
             runtime=runtime,
         )
-        self.notifier = Notifier(transport, authority, self._store, gate.responses, self.also)
+        self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
             gate,
             authority,
-            self._store,
+            self.store,
             self.notifier,
             timeout_ms=remote_timeout_ms,
             repeat_first_ms=remote_repeat_ms,
@@ -133,8 +133,8 @@ class USubscriptionService:
             )
             for major in CODECS
         }
-        self.entry = CommandEntry(gate, self._store, authority, check, self.also)
-        self._store.on_trouble = self._in_trouble
+        self.entry = CommandEntry(gate, self.store, authority, check, self.also)
+        self.store.on_trouble = self._in_trouble
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
@@ -146,24 +146,24 @@ class USubscriptionService:
         self._refused: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"USubscriptionService({self.authority}, {self._store.database!r}, {self.notifier!r}, {self.remote!r})"
+        return f"USubscriptionService({self.authority}, {self.store.database!r}, {self.notifier!r}, {self.remote!r})"
 
     @property
     def healthy(self) -> bool:
         """False while the disk does not take what is asked of it, and for good while there is `trouble`."""
-        return self._store.healthy
+        return self.store.healthy
 
     @property
     def trouble(self) -> str | None:
         """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE
         with it meanwhile."""
-        return self._store.trouble
+        return self.store.trouble
 
     @property
     def lost_changes(self) -> int:
         """Changes of subscriptions that were stored once and were not there any more at the start: those clients have
         to ask again."""
-        return self._store.database.lost_changes
+        return self.store.database.lost_changes
 
     @property
     def requests(self) -> Counter[str]:
@@ -173,7 +173,7 @@ class USubscriptionService:
     @property
     def refused(self) -> Counter[str]:
         """Requests that a caller may not make, or not any more, by reason."""
-        return self._refused + self._store.database.refused + self.entry.refused
+        return self._refused + self.store.database.refused + self.entry.refused
 
     @property
     def dropped(self) -> Counter[str]:
@@ -182,7 +182,7 @@ class USubscriptionService:
         for server in self._servers.values():
             total.update(server.dropped)
         total.update(self.entry.dropped)
-        total["outbox_full"] += self._store.database.outbox_dropped
+        total["outbox_full"] += self.store.database.outbox_dropped
         return total
 
     async def start(self) -> None:
@@ -192,7 +192,7 @@ class USubscriptionService:
         Raises UStatusError: FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see schema.StoreFile), or what the
         transport says.
         """
-        await self._store.start()
+        await self.store.start()
         try:
             await self._go_on()
             for major, server in self._servers.items():
@@ -211,12 +211,12 @@ class USubscriptionService:
     async def _go_on(self) -> None:
         if self.trouble is None:
             try:
-                if await self._store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
-                    await self._store.submit(Settle())
+                if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
+                    await self.store.submit(Settle())
                 self.notifier.start()
                 await self.remote.start()
             except UStatusError:
-                if self._store.trouble is None:
+                if self.store.trouble is None:
                     raise
                 await self._halt()  # damage that reading showed
 
@@ -228,7 +228,7 @@ class USubscriptionService:
         if self._halting is not None:
             await self._halting
         await self._halt()
-        await self._store.stop()
+        await self.store.stop()
         await self.entry.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
@@ -254,14 +254,14 @@ class USubscriptionService:
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
         """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not
         run."""
-        rows, _ = await self._store.read(
+        rows, _ = await self.store.read(
             lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG
         )
         return rows
 
     async def read(self, question: Callable[[Reader], Any]) -> Any:
         """`question(reader)` about the committed state."""
-        return await self._store.read(question)
+        return await self.store.read(question)
 
     # -- requests
     # ------------------------------------------------------------------------------------------------------------------
@@ -288,13 +288,13 @@ class USubscriptionService:
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.read_registration(request, self._host(request))
-        await self._store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
+        await self.store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
         return codec.done(REGISTER)
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
         client, topic = codec.read_registration(request, self._host(request))
         # OK, also where there is nothing to end (A-48)
-        await self._store.submit(Unregister(client, codec.major, topic))
+        await self.store.submit(Unregister(client, codec.major, topic))
         return codec.done(UNREGISTER)
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -303,7 +303,7 @@ class USubscriptionService:
             codec.check_reset(request)
             if self._may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
-            await self._store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+            await self.store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
@@ -328,20 +328,20 @@ class USubscriptionService:
             with contextlib.closing(rows):  # it may not have been read to its end
                 return codec.fetched(rows, page)
 
-        return await self._store.read(fetch, lane=LONG)
+        return await self.store.read(fetch, lane=LONG)
 
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
         topic, offset = V3_CODEC.read_fetch_subscribers(request, self._host(request))
         now_ms, page = self._now_ms(), self._page
-        self._store.require()
-        found = self._store.index.subscribers(topic, now_ms, offset, page.entries_max)
+        self.store.require()
+        found = self.store.index.subscribers(topic, now_ms, offset, page.entries_max)
         if found is not None:
             return V3_CODEC.subscribers(*found, page)
 
         def fetch(reader: Reader) -> Message:
             return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, offset, page.entries_max), page)
 
-        return self._store.read(fetch)
+        return self.store.read(fetch)
 
     # -- after a commit
     # ---------------------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ class USubscriptionService:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
     async def _changes_by_reset(self) -> list[Change]:
-        stored = await self._store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
+        stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
         return [one.change for one in stored]
 
     def _answered(self, outcomes: list[Outcome]) -> None:
@@ -421,12 +421,12 @@ class USubscriptionService:
 
     async def _expire(self) -> bool:
         """True if there may be more."""
-        if not self._store.healthy:
-            await self._store.submit(Probe())
+        if not self.store.healthy:
+            await self.store.submit(Probe())
         now_ms = self._now_ms()
-        due, self._next_expiry_ms = await self._store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
+        due, self._next_expiry_ms = await self.store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
         if due:
-            await asyncio.gather(*(self._store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
+            await asyncio.gather(*(self.store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
         return len(due) == EXPIRED_BATCH_MAX
 
 

@@ -1,9 +1,9 @@
 """What becomes of a subscription: the one machine behind versions 3 and 4, and no I/O in it.
 
-Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the remote service
-                                     ^   status that clients see                  |
-                                     +------------- LINK_... to every record -----+<-- its answer, its notifications, a
-                                     timeout
+Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the
+                                     ^   status that clients see                  |                     remote service
+                                     +------------- LINK_... to every record -----+<-- its answer, its notifications,
+                                                                                       a timeout
 
 `step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are
 tables: a record is what one subscriber sees, a link is what this service has agreed with the topic's own service.
@@ -160,11 +160,6 @@ class Records(Protocol):
     def get(self, subscriber: Key, /) -> Record | None: ...
     def has_others(self, subscriber: Key, /) -> bool: ...
     def items(self) -> Iterable[tuple[Key, Record]]: ...
-
-
-class DictRecords(dict[Key, Record]):
-    def has_others(self, subscriber: Key) -> bool:
-        return any(key != subscriber for key in self)
 
 
 @dataclass(slots=True)

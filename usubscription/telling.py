@@ -1,6 +1,6 @@
 """Changes as messages, by destination; and destinations in trouble, which catch up from the store.
 
-StoredChange -> parts: one per destination, with its messages -> send_batch -> taken | refused for good: counted | not now
+StoredChange -> parts: one per destination, with its messages -> send_batch -> taken | refused for good | not now
 in trouble: held in the store -> the oldest, again and again with back-off -> Released -> caught up: in trouble no more
 """
 

@@ -9,9 +9,9 @@ saved_interest.py  the same on disk, for a start without the service
 
 from uprotocol.core.usubscription.wire import Status, Subscription
 from usubscription_client.client import HistorySource, USubscriptionClient
-from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
+from usubscription_client.interest import EmbeddedInterest, Interest, ServiceInterest
 from usubscription_client.static_file import StaticFile
-from usubscription_client.table import Want
+from usubscription_client.table import InterestSource, Want
 
 __all__ = [
     "EmbeddedInterest",

@@ -1,6 +1,6 @@
 """RPC client of a uSubscription service, of version 3 or 4, whichever it speaks.
 
-subscribe, unsubscribe -> CommandQueue: one per topic, the last one wins, in order -> answers
+subscribe, unsubscribe -> CommandQueue: one per topic, the last one wins -> a batch in flight, in order -> answers
 fetch, register        -> at once
 (re)connected          -> what was subscribed and registered is said again, until it is taken or refused for good
 """
@@ -43,7 +43,7 @@ LIST_FACTOR: Final = 6
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
 COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that was not answered yet
 RESTORED_AT_ONCE_MAX: Final = 1_000  # topics and registrations that are said again after a reconnect
-COMMANDS_AT_ONCE_MAX: Final = 64  # in flight: enough to fill a group commit of the service
+COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
 # before what could not be said again after a reconnect is tried once more; doubles up to ...
 RESTORE_FIRST_MS: Final = 500
 RESTORE_MAX_MS: Final = 30_000  # ... as long as the service can't take it
@@ -96,13 +96,13 @@ class USubscriptionClient:
     ) -> None:
         if version is not None and version not in CODECS:
             raise invalid(f"uSubscription has the versions 3 and 4, not {version}")
-        self._transport, self._local = transport, local
+        self.transport, self._local = transport, local
         self.authority = authority or local.get_authority()
         self.version = version
         self._call_ms, self._probe_ms, self._history, self._listed_max = call_ms, probe_ms, history, listed_max
         self._rpc = InMemoryRpcClient(transport, local)
         self._probing: asyncio.Task[int] | None = None
-        self._commands = CommandQueue(self._send_command, COMMANDS_AT_ONCE_MAX)
+        self._commands = CommandQueue(self._send_command, COMMANDS_BATCH_MAX, in_batches=True)
         self._subscribed: dict[Key, _Command] = {}
         self._listeners: dict[Key, list[UListener]] = {}
         # (topic, id of the listener) that the history feeds
@@ -133,7 +133,7 @@ class USubscriptionClient:
         await self._rpc.open()
         for listener in self._change_listeners:
             source = wire.service(self.authority, listener.version)
-            await self._transport.register_listener(source, listener, self._local.get_source())
+            await self.transport.register_listener(source, listener, self._local.get_source())
         self._open = True
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class USubscriptionClient:
         for listener in self._change_listeners:
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us
                 source = wire.service(self.authority, listener.version)
-                await self._transport.unregister_listener(source, listener, self._local.get_source())
+                await self.transport.unregister_listener(source, listener, self._local.get_source())
         await self._rpc.close()
 
     async def __aenter__(self) -> Self:
@@ -226,7 +226,7 @@ class USubscriptionClient:
 
     async def _send_command(self, key: Key, command: _Command) -> None:
         try:
-            codec = CODECS[await self._version()]
+            codec = CODECS[await self.find_version()]
             if command.method == SUBSCRIBE:
                 status = codec.read_status(
                     await self._call(SUBSCRIBE, codec.subscribe(command.topic, **command.options))
@@ -268,7 +268,7 @@ class USubscriptionClient:
 
         Raises UNIMPLEMENTED where the service's version can't do what is asked.
         """
-        codec = CODECS[await self._version()]
+        codec = CODECS[await self.find_version()]
         if codec is V3_CODEC and (topic is None) == (subscriber is None):
             raise UStatusError(
                 UCode.UNIMPLEMENTED,
@@ -291,7 +291,7 @@ class USubscriptionClient:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
-        if await self._version() == 4:
+        if await self.find_version() == 4:
             return [one.subscriber for one in await self.fetch_subscriptions(topic)]
         found: list[UUri] = []
         while True:
@@ -314,14 +314,14 @@ class USubscriptionClient:
         await self._register(wire.UNREGISTER, topic)
 
     async def _register(self, method: str, topic: UUri | None) -> None:
-        version = await self._version()
+        version = await self.find_version()
         if version == 3 and topic is None:
             raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service tells of one topic at a time: name one")
         await self._call(method, CODECS[version].registration(topic))
 
     async def reset(self) -> None:
         """Flush the service. It allows that to uSubscription services only (PERMISSION_DENIED)."""
-        await self._call(wire.RESET, CODECS[await self._version()].reset())
+        await self._call(wire.RESET, CODECS[await self.find_version()].reset())
 
     def on_change(self, callback: ChangeCallback) -> None:
         """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of
@@ -333,9 +333,6 @@ class USubscriptionClient:
 
     async def find_version(self) -> int:
         """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
-        return await self._version()
-
-    async def _version(self) -> int:
         if self.version is not None:
             return self.version
         self._require_open()
@@ -384,7 +381,7 @@ class USubscriptionClient:
     async def _call(self, method: str, request: Message) -> UPayload:
         self._require_open()
         timeout_ms = self._call_ms * (LIST_FACTOR if method == wire.FETCH_SUBSCRIPTIONS else 1)
-        return await self._invoke(await self._version(), method, request, timeout_ms)
+        return await self._invoke(await self.find_version(), method, request, timeout_ms)
 
     def _invoke(self, version: int, method: str, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
         sink = wire.service(self.authority, version, CODECS[version].methods[method].resource)
@@ -406,7 +403,7 @@ class USubscriptionClient:
             await self._history.subscribe_since(topic, since, listener)
             self._fed.add((uris.key(topic), id(listener)))
         else:
-            await self._transport.register_listener(topic, listener)
+            await self.transport.register_listener(topic, listener)
         listeners.append(listener)
 
     async def _unlisten(self, topic: UUri, listener: UListener) -> None:
@@ -422,7 +419,7 @@ class USubscriptionClient:
             await self._history.unsubscribe(topic, listener)
             return
         with contextlib.suppress(UStatusError):  # the transport may have lost it
-            await self._transport.unregister_listener(topic, listener)
+            await self.transport.unregister_listener(topic, listener)
 
     def _on_change(self, version: int, source: str, change: Subscription) -> None:
         for callback in self._changes:

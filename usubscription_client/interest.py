@@ -1,8 +1,8 @@
 """Who wants what, kept fresh: what a streamer asks before it forwards.
 
-uSubscription of A --fetch, notifications--> ServiceInterest ---+
-uSubscription in this process --hook-------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
-the file of the Rust streamer -------------> StaticFile --------+
+uSubscription of A --fetch, notifications-> ServiceInterest ---+
+uSubscription in this process --hook------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
+the file of the Rust streamer ------------> StaticFile --------+
 
 A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A
 service that is away does not change what is known of it; `healthy` says so. Until a service has given its first
@@ -30,7 +30,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.saved_interest import SavedInterest
-from usubscription_client.table import SUBSCRIPTIONS_MAX, Positions, TableSource, Want, merge
+from usubscription_client.table import SUBSCRIPTIONS_MAX, InterestSource, Positions, Want, merge
 
 # between fetches when all is well: notifications do the work, this only mends what they lost
 REFRESH_MS: Final = 60_000
@@ -47,48 +47,7 @@ EMBEDDED_SAVE_DELAY_S: Final = 60.0
 log = structlog.get_logger()
 
 
-class InterestSource(Protocol):
-    """One place that knows subscriptions."""
-
-    name: str
-    scope: str  # the authority whose clients and topics it knows; the wildcard: all
-    also: Collection[str]  # other authorities, or families of them, whose topics it knows
-    positions: Callable[[], Positions]  # where the logs are in which subscriptions count; set by the union
-
-    @property
-    def healthy(self) -> bool:
-        """False while what is known may be stale."""
-        ...
-
-    @property
-    def can_list(self) -> bool:
-        """False: this source knows only the topics it was asked about (see `ask`)."""
-        ...
-
-    async def start(self) -> None:
-        """Learn what there is. Returns when that has succeeded or failed once; a failure is retried, not raised."""
-
-    async def stop(self) -> None: ...
-
-    async def refresh(self) -> None:
-        """Fetch again now."""
-
-    async def ask(self, topic: UUri) -> None:
-        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
-        UStatusError."""
-
-    def decided(self, topic: UUri) -> bool:
-        """False until the first complete answer after a start, or, of a source that can't list, the first one about
-        `topic`."""
-        ...
-
-    def wants(self, topic: UUri) -> Mapping[str, Want]: ...
-    def names(self, topic: UUri) -> bool: ...
-    def topics(self) -> Collection[UUri]: ...
-    def on_change(self, callback: Callable[[], None]) -> None: ...
-
-
-class ServiceInterest(TableSource):
+class ServiceInterest(InterestSource):
     """What the uSubscription service of `authority` knows, asked over `transport`."""
 
     def __init__(
@@ -337,7 +296,7 @@ class EmbeddedService(Protocol):
         """Calls `hook` after the commit and before the answers leave."""
 
 
-class EmbeddedInterest(TableSource):
+class EmbeddedInterest(InterestSource):
     """Straight from the service in this process: fresh before a subscriber has its answer.
 
     `saved` is a file that keeps who wants what over a restart, for when the service's own file can't be read then.

@@ -237,8 +237,8 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
     return merged
 
 
-class TableSource:
-    """What the sources have in common.
+class InterestSource:
+    """One place that knows subscriptions: a service, or a file.
 
     `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where
     the logs are in which subscriptions count. A subscription that the first answer after a start names may be as old as
@@ -246,13 +246,13 @@ class TableSource:
     then.
     """
 
-    can_list = True
-    healthy = True
+    can_list = True  # False: it knows only the topics that it was asked about
+    healthy = True  # False while what is known may be stale
     complete = False  # True from the first complete answer after a start
 
     def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
         self.name, self.scope = name, scope if scope is not None else name
-        self.also: Collection[str] = ()
+        self.also: Collection[str] = ()  # other authorities, or families of them, whose topics it knows
         self.positions: Callable[[], Positions] = tuple
         self._meanwhile: list[Subscription] | None = None  # what changes while all of it is fetched
         self._table = InterestTable(
@@ -261,6 +261,16 @@ class TableSource:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"
+
+    async def start(self) -> None:
+        """Learn what there is. Returns when that has succeeded or failed once; a service's failure is retried, not
+        raised."""
+
+    async def stop(self) -> None:
+        """Nothing to stop, unless a source has something."""
+
+    async def refresh(self) -> None:
+        """Fetch again now."""
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         return self._table.wants(topic)
@@ -275,11 +285,13 @@ class TableSource:
         self._table.on_change(callback)
 
     def decided(self, topic: UUri) -> bool:
-        """True as soon as this source has told all that it knows ..."""
+        """False until the first complete answer after a start, or, of a source that can't list, the first one about
+        `topic`."""
         return self.complete
 
     async def ask(self, topic: UUri) -> None:
-        """... which it does by itself."""
+        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
+        UStatusError."""
 
     async def _take_all(self, fetch: Callable[[], Awaitable[Iterable[Subscription]]]) -> None:
         """These are all there are, and what changes meanwhile counts on top, so that nothing falls between."""

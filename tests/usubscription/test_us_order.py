@@ -201,7 +201,7 @@ async def test_the_clients_last_word_counts_over_a_reconnect_too(world: Any) -> 
     """What is restored never overtakes what the caller said since."""
     service = await world.service()
     client = await world.client()
-    transport = client._transport
+    transport = client.transport
     await client.subscribe(TOPIC, sample_period_ms=100)
     said = [asyncio.ensure_future(client.subscribe(TOPIC, sample_period_ms=period)) for period in (200, 300)]
     await asyncio.sleep(0)
@@ -232,17 +232,17 @@ async def test_a_restore_that_meets_a_shortage_is_tried_again(world: Any, versio
     raw = await world.raw(ue_id=0, version=9)
     await raw.call(4, 6)
     assert await service.subscriptions() == []
-    submit, full = service._store.submit, [True]
+    submit, full = service.store.submit, [True]
 
     def refuse(*given: Any) -> Any:
         if full:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, "full")
         return submit(*given)
 
-    put, service._store.submit = service._store.command, refuse
-    service._store.command = lambda *given: refuse() if full else put(*given)
-    client._transport.disconnect()
-    client._transport.reconnect()
+    put, service.store.submit = service.store.command, refuse
+    service.store.command = lambda *given: refuse() if full else put(*given)
+    client.transport.disconnect()
+    client.transport.reconnect()
     async with asyncio.timeout(20):
         while service.requests[f"subscribe_v{version}"] < 2:  # noqa: ASYNC110 - a counter, which has no event
             await asyncio.sleep(0.01)

@@ -302,9 +302,9 @@ async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(
     await asyncio.sleep(0)
     waiting[3].cancel()
     for upto, expected in ((2, [1]), (4, [1, 3]), (9, [1, 3, 5])):
-        tells._notified_up_to(base + upto)
+        tells.notified_up_to(base + upto)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert told == expected
-    assert tells._awaited == []
+    assert tells.awaited == []
     await asyncio.gather(*waiting, return_exceptions=True)

@@ -122,7 +122,7 @@ async def test_the_dispatcher_in_this_process_keeps_the_interest_of_others(world
     await subscribe(third, TOPIC, at="dev1")
     assert await reset(peer) == UCode.OK
     assert set(interest.wants(TOPIC)) == {"dev1", "dev3"}
-    found = service._store.index.subscribers(("dev1", 0x20, 1, 0x8001), 0, 0, 10)
+    found = service.store.index.subscribers(("dev1", 0x20, 1, 0x8001), 0, 0, 10)
     assert found is not None
     assert {key[0] for key in found[0]} == {"dev1", "dev3"}
 

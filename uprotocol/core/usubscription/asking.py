@@ -1,6 +1,6 @@
 """What every client of a uSubscription does: commands in order, and hearing of changes.
 
-put(topic, command) -> known -> (a delay) -> ready -> running, a window of topics -> run(topic, command) -> done, or again later
+put(topic, command) -> known -> (a delay) -> ready -> a window of topics -> run(topic, command) -> done, or again later
                          '-> replaced by a later command of its topic: the last one wins
 """
 
@@ -28,11 +28,17 @@ class CommandQueue(Generic[K, C]):
     the order in which they were last given, at most `window` at once. A topic is whatever has its turn in order."""
 
     def __init__(
-        self, run: Callable[[K, C], Awaitable[int | None]], window: int, idle: Callable[[], None] = lambda: None
+        self,
+        run: Callable[[K, C], Awaitable[int | None]],
+        window: int,
+        *,
+        idle: Callable[[], None] = lambda: None,
+        in_batches: bool = False,
     ) -> None:
         """`run(topic, command)` sees one command through: None when it is done, or after how many milliseconds it is to
-        run again, unless it was replaced meanwhile. `idle()` is called whenever nothing is left."""
-        self._run, self.window, self._idle = run, window, idle
+        run again, unless it was replaced meanwhile. `idle()` is called whenever nothing is left.
+        `in_batches`: the next ones leave when all before them are done, so that whoever gets them has many at once."""
+        self._run, self.window, self._idle, self._in_batches = run, window, idle, in_batches
         self._known: dict[K, C] = {}
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._ready: dict[K, None] = {}  # due, and nothing of that topic is running
@@ -76,7 +82,10 @@ class CommandQueue(Generic[K, C]):
         self._forget(topic)
         self._known[topic] = command
         self._at(topic, delay_ms)
-        self._go_on()
+        if self._in_batches:  # with all that is put on this turn of the loop
+            asyncio.get_running_loop().call_soon(self._go_on)
+        else:
+            self._go_on()
 
     def drop(self, topic: K) -> None:
         self._forget(topic)
@@ -124,7 +133,8 @@ class CommandQueue(Generic[K, C]):
         self._go_on()
 
     def _go_on(self) -> None:
-        while self._ready and len(self._running) < self.window:
+        may_leave = not self._in_batches or not self._running
+        while may_leave and self._ready and len(self._running) < self.window:
             topic = next(iter(self._ready))
             del self._ready[topic]
             self._running[topic] = task = asyncio.ensure_future(self._see_through(topic))

@@ -145,7 +145,7 @@ class Method(NamedTuple):
 
 
 class Codec:
-    """What both versions have in common. Reading raises UStatusError(INVALID_ARGUMENT), unless another code is named."""
+    """What both versions have in common. Reading raises UStatusError(INVALID_ARGUMENT), if no other code is named."""
 
     major: ClassVar[int]
     methods: ClassVar[dict[str, Method]]
@@ -527,10 +527,10 @@ def _fill_uri(uri: UUri, key: Key) -> None:
 
 
 def caller_of(request: UMessage, own: str) -> Key:
-    """Who sent the request, as it is stored: with authority, and with resource 0."""
-    if not request.attributes.HasField("source"):
-        raise invalid("the request has no source, so nobody could be subscribed")
-    return _named_entity(request.attributes.source, own)
+    """Who sent the request, as it is stored: with authority, and with resource 0. That it is one uEntity was checked
+    when it arrived."""
+    source = request.attributes.source
+    return (source.authority_name or own, source.ue_id, source.ue_version_major, uris.RESOURCE_REPLY)
 
 
 def _named_entity(uri: UUri, own: str) -> Key:
