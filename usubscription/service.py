@@ -93,7 +93,7 @@ class USubscriptionService:
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._transport, self._now_ms, self._message_bytes_max = transport, now_ms, message_bytes_max
+        self._now_ms, self._message_bytes_max = now_ms, message_bytes_max
         self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
         self.store = Store(
