@@ -34,7 +34,7 @@ from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription_client import static_file
-from usubscription_client.memory import InterestMemory
+from usubscription_client.saved_interest import SavedInterest
 
 INVALID: Final = UCode.INVALID_ARGUMENT
 
@@ -182,7 +182,7 @@ def mark(data: bytes) -> None:
 
 @target
 def remembered_interest(data: bytes) -> None:
-    for one in InterestMemory(file_of(data, "interest.json"), list).load():
+    for one in SavedInterest(file_of(data, "interest.json"), list).load():
         uris.validate(one.topic)
         assert one.sample_period_ms is None or 0 <= one.sample_period_ms < 1 << 32
 

@@ -24,6 +24,7 @@ from uprotocol.attributes import is_expired
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import RETRYABLE, UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -31,9 +32,8 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client import wire
+from usubscription_client import Status, Subscription
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.wire import Status, Subscription
 
 CALL_MS: Final = 4_000  # of a subscriber's call; then it tries again
 RETRY_S: Final = 0.4
@@ -199,10 +199,11 @@ class Subscriber:
         await self.wish(topic, last)  # the last one was not answered: say it again
 
     async def _raw(self, rpc: InMemoryRpcClient, topic: UUri, subscribe: bool) -> Status:
-        request = wire.subscribe(self.version, topic) if subscribe else wire.unsubscribe(self.version, topic)
+        codec = CODECS[self.version]
+        request = codec.subscribe(topic) if subscribe else codec.unsubscribe(topic)
         sink = uris.uri(self.authority, 0, self.version, SUBSCRIBE if subscribe else UNSUBSCRIBE)
         payload = await rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=CALL_MS))
-        return wire.read_status(self.version, payload) if subscribe else Status.UNSUBSCRIBED
+        return codec.read_status(payload) if subscribe else Status.UNSUBSCRIBED
 
 
 class Foreign:

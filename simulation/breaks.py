@@ -33,10 +33,10 @@ Patches = list[tuple[Any, str, Any]]
 
 
 def _restart_that_records() -> Patches:
-    from usubscription_client.table import TableSource
+    from usubscription_client.table import InterestSource
 
     # so what is known counts from the newest seq, whenever it came to be known
-    return [(TableSource, "decided", lambda self, topic: True)]
+    return [(InterestSource, "decided", lambda self, topic: True)]
 
 
 def _renamed_endpoint() -> Patches:
@@ -67,9 +67,9 @@ def _retention_by_age() -> Patches:
 def _passing_shortage() -> Patches:
     from uprotocol.status import RETRYABLE
     from uprotocol.v1.ucode_pb2 import UCode
-    from usubscription import lane
+    from usubscription import remote
 
-    return [(lane, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
+    return [(remote, "FINAL", frozenset(code for code in UCode.values() if code not in RETRYABLE))]
 
 
 def _silent_service() -> Patches:
@@ -84,7 +84,7 @@ def _silent_service() -> Patches:
 
 
 def _order_of_commands() -> Patches:
-    from usubscription.entry import CommandEntry
+    from usubscription.requests import CommandEntry
 
     take = CommandEntry.on_receive_batch
 

@@ -20,7 +20,7 @@ from uprotocol.encoded import decoded
 from uprotocol.status import code_name
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.wire import Status
+from usubscription_client import Status
 
 VIOLATIONS_MAX: Final = 20  # of one run: who needs more?
 

@@ -46,7 +46,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 from usubscription.service import USubscriptionService
-from usubscription_client.wire import Status
+from usubscription_client import Status
 
 OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
 SUFFIX, SUFFIX_SHARE = "x1", 0.3

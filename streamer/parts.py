@@ -129,7 +129,7 @@ def interest_sources_of(
                         LocalUriProvider(config.authority, ENTITY, VERSION),
                         authority,
                         refresh_ms=int(config.usubscription.refresh_s * 1000),
-                        memory=memory(authority),
+                        saved=memory(authority),
                         runtime=runtime,
                         lives_there=functools.partial(_lives_at, endpoints, endpoint),
                         subscriptions_max=limits_of(config).subscriptions_max,

@@ -159,12 +159,12 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("usubscription", "Topics don't wait for each other: # of an authority are in flight at first, one more with each "
                       "answer up to #", 1, [
-        "usubscription.lane:WINDOW_FIRST", "usubscription.lane:WINDOW_MAX",
+        "usubscription.remote:WINDOW_FIRST", "usubscription.remote:WINDOW_MAX",
     ]),
     ("usubscription", "with back-off (# s doubling to # s", 1_000, [
         "usubscription.state:RETRY_FIRST_MS", "usubscription.state:RETRY_MAX_MS",
     ]),
-    ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.partners:PARTNERS_MAX"]),
+    ("usubscription", "(`STORE.partners`, at most #)", 1, ["usubscription.audit:PARTNERS_MAX"]),
     ("usubscription", "at most # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("usubscription", "# subscriptions, # registrations for topics and # for everything, # changes not yet told", 1, [
         "usubscription.database:SUBSCRIPTIONS_MAX", "usubscription.database:REGISTRATIONS_MAX",

@@ -1,5 +1,11 @@
 """The uSubscription service, versions 3 and 4 on one store.
 
-request -> codec (v3, v4) -> store: one transaction per batch -> hook -> answer -> change messages -> remote commands
-                             state.py decides, database.py keeps, in the rows of tables.py
+service.py    joins the parts: a request's way from its arrival to what follows its commit
+requests.py   where requests come in and responses leave
+state.py      decides: what becomes of a subscription (pure)
+store.py      threads around database.py: one transaction per batch
+              reader.py, schema.py, tables.py, index.py, quota.py, handled.py: what those need
+notifier.py   tells changes, in order; telling.py: their messages, and destinations that are away
+remote.py     the services of other authorities; audit.py: what do you have of ours?
+inspect.py    a look into a store from outside
 """

@@ -23,9 +23,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from storage import logs
 from transports.plugin import create, explain
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import ENTITY_TYPE
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
-from usubscription.codec import ENTITY_TYPE
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 

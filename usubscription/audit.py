@@ -1,7 +1,11 @@
 """What do you have of ours? Asked of each service with which we have links, or which may hold copies from before a
 Reset.
 
-start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links -> Notified | Lost | Orphaned
+start, reconnect, Reset, every audit_ms -> FetchSubscriptions(subscriber = us) -> compare with the links
+                                                                                  '-> Notified | Lost | Orphaned
+Partners: the services that may hold copies of our subscriptions, in a file of its own beside the store: it outlives a
+Reset and the store's loss.
+first command to a service -> remember -> FILE -> the command leaves          an audit says: nothing of ours -> forget
 
 A topic counts only if no command about it was under way from before the question until after its answer, so neither
 list is stale.
@@ -12,15 +16,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from collections.abc import Awaitable, Callable
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 import structlog
 
+from storage.disk import REAL_DISK, Disk
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.partners import PARTNERS_MAX, Partner, Partners
 from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Status
 from usubscription.store import Store
 
@@ -29,7 +35,12 @@ AUDITS_AT_ONCE: Final = 16
 PARTNERS_A_ROUND_MAX: Final = 160
 # that a service may have of ours beside our links to it; more is a lie, or a store that was lost long ago
 UNKNOWN_MAX: Final = 20_000
+# services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
+PARTNERS_MAX: Final = 20_000
 SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
+
+Partner = tuple[str, int]
+"""Authority, and the major version in which we subscribed there."""
 
 Fetch = Callable[[str, int, int], Awaitable[dict[Key, Status]]]
 """(authority, major, how many at most) -> what that service has of ours. Raises UStatusError."""
@@ -46,13 +57,13 @@ class Auditor:
         partners: Partners,
         *,
         fetch: Fetch,
-        busy: Callable[[Key], bool],
+        is_busy: Callable[[Key], bool],
         submit: Callable[[Event], None],
         interval_ms: int,
         random: Callable[[], float],
     ) -> None:
         self._store, self._partners = store, partners
-        self._fetch, self._busy, self._submit = fetch, busy, submit
+        self._fetch, self._is_busy, self._submit = fetch, is_busy, submit
         self._interval_ms, self._random = interval_ms, random
         # and which suspicion it is, so that an answer ends none that came after the question
         self._suspects: dict[Key, int] = {}
@@ -139,7 +150,7 @@ class Auditor:
 
     async def _audit(self, authority: str, major: int) -> None:
         before, suspects = await self._links(authority), dict(self._suspects)
-        moving = {topic for topic in before if self._busy(topic)}
+        moving = {topic for topic in before if self._is_busy(topic)}
         theirs: dict[Key, Status] | None = None
         try:
             theirs = await self._fetch(authority, major, UNKNOWN_MAX + len(before))
@@ -157,13 +168,13 @@ class Auditor:
             and before.get(topic) == link
             and link.command is None
             and topic not in moving
-            and not self._busy(topic)
+            and not self._is_busy(topic)
         }
         self._compare(stable, theirs, suspects)
         if theirs is None:
             return
         for topic in theirs:
-            if topic[0] == authority and topic not in before and topic not in after and not self._busy(topic):
+            if topic[0] == authority and topic not in before and topic not in after and not self._is_busy(topic):
                 self._submit(Orphaned(topic, major))
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             self._partners.forget((authority, major))
@@ -189,3 +200,72 @@ class Auditor:
                 self._submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
             elif theirs[topic] is not link.state:
                 self._submit(Notified(topic, theirs[topic]))
+
+
+class Partners:
+    """Lives on the loop; the disk is written on a thread, once for all that came meanwhile."""
+
+    def __init__(self, path: Path, disk: Disk = REAL_DISK) -> None:
+        self.path, self._disk = path, disk
+        self._known: dict[Partner, int] = {}  # and with which change it came
+        self._changes = self._saved = 0
+        self._saving: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"Partners({len(self._known)})"
+
+    def __contains__(self, partner: Partner) -> bool:
+        return partner in self._known
+
+    def all(self) -> list[Partner]:
+        return list(self._known)
+
+    async def load(self) -> None:
+        """A file that can't be read is told and replaced: the links in the store name those that count most."""
+        try:
+            text = await asyncio.to_thread(self.path.read_text)
+            self._known = {(str(authority), int(major)): 0 for authority, major in json.loads(text)}
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            log.warning(
+                "the file of services that may have subscriptions of ours can't be read",
+                path=str(self.path),
+                why=str(error),
+            )
+
+    async def remember(self, partner: Partner) -> None:
+        """Completes when it is on disk, or can't be: that is told, and holds no command."""
+        mine = self._known.get(partner)
+        if mine is None:
+            self._changes += 1
+            mine = self._known[partner] = self._changes
+            if len(self._known) > PARTNERS_MAX:
+                del self._known[next(iter(self._known))]
+        while self._saved < mine:
+            await asyncio.shield(self._save())
+
+    def forget(self, partner: Partner) -> None:
+        """On disk with the next save: until then it is asked once more after a restart."""
+        if self._known.pop(partner, None) is not None:
+            self._changes += 1
+
+    async def close(self) -> None:
+        while self._saved < self._changes:
+            await self._save()
+
+    def _save(self) -> asyncio.Task[None]:
+        if self._saving is None:
+            self._saving = asyncio.ensure_future(self._write())
+        return self._saving
+
+    async def _write(self) -> None:
+        changes = self._changes
+        try:
+            await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
+        except OSError as error:
+            log.warning(
+                "the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error)
+            )
+        finally:
+            self._saved, self._saving = changes, None

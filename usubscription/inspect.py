@@ -14,12 +14,12 @@ from typing import Any, Final, Self
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.codec import Row, to_uri
 from usubscription.reader import Reader
-from usubscription.state import Command, Key, Link
+from usubscription.state import Command, Key, Link, Row
 
 WATCH_MS: Final = 200  # between looks whether the store has changed: one PRAGMA, so it costs nothing
 

@@ -1,7 +1,8 @@
 """The remote leg: what this service has to tell the services of other authorities, until they have answered.
 
-link with a command -> lane of its authority (lane.py) -> Subscribe, Unsubscribe -> Answered | TimedOut
-                          | repeated while no answer comes; after a failure again, with back-off, for ever
+link with a command -> Commands of its authority -> Subscribe, Unsubscribe -> Answered | TimedOut -> store -> update()
+                         | replaced while under way: waited for a little while, so that the two can't overtake
+                         | no answer: said again, with back-off; after a failure again, with back-off, for ever
 notifications to us, audits (audit.py: what do you have of ours?) -> Notified | Lost | Orphaned
 
 The subscriber in all of it is this service itself (core.usubscription).
@@ -13,8 +14,9 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import structlog
 from google.protobuf.message import Message
@@ -22,21 +24,25 @@ from google.protobuf.message import Message
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
-from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
-from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.asking import ChangeListener, CommandQueue
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    FETCH_SUBSCRIPTIONS,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    Subscription,
+    service,
+    to_uri,
+)
 from uprotocol.message import UPayload
-from uprotocol.status import UStatusError
+from uprotocol.pacing import Backoff
+from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
-from usubscription.audit import Auditor
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE, V4_CODEC, read_subscription, to_uri
-from usubscription.lane import REPEAT_FIRST_MS, Lane
-from usubscription.outbox import Pump
-from usubscription.partners import Partners
-from usubscription.state import Command, Event, Key, Link, Notified, Status
+from usubscription.audit import Auditor, Partners
+from usubscription.notifier import Notifier
+from usubscription.state import Answered, Command, Event, Key, Link, Notified, Status, TimedOut, retry_delay_ms
 from usubscription.store import Store
 
 TIMEOUT_MS: Final = 300_000  # of one remote command: req~usubscription-remote-max-timeout~1
@@ -47,18 +53,32 @@ AUDIT_CALL_MS: Final = 10_000  # for the answer to one
 RECENT_MS: Final = 60_000  # a late notification about an Unsubscribe may be under way that long
 RECENT_MAX: Final = 10_000  # topics for which that is remembered
 
+# topics in flight before there was an answer: a few lost requests hold nobody up, a dead service costs little
+WINDOW_FIRST: Final = 16
+WINDOW_MAX: Final = 256  # topics in flight: fills one group commit of the other service
+# of one command: the first, which has its whole timeout, and the newest; more would only cost memory
+CALLS_KEPT_MAX: Final = 2
+# without an answer the same command is said again, for networks that lose what nobody hears; doubles ...
+REPEAT_FIRST_MS: Final = 10_000
+REPEAT_MAX_MS: Final = 60_000  # ... up to this
+# a command that a later one replaced may still be answered: so that they can't overtake each other
+SUPERSEDED_GRACE_MS: Final = 2_000
+STORE_RETRY_MS: Final = 1_000  # after the store refused an answer
+# between two times that a sign of life ends the waiting: a busy service gives thousands a second
+RETRY_NOW_MS: Final = 1_000
+
 log = structlog.get_logger()
 
 
 class Remote:
-    """All lanes. `update` gives it every link that changes."""
+    """The commands to all authorities. `update` gives it every link that changes."""
 
     def __init__(
         self,
         transport: UTransport,
         authority: str,
         store: Store,
-        pump: Pump,
+        notifier: Notifier,
         *,
         timeout_ms: int = TIMEOUT_MS,
         repeat_first_ms: int = REPEAT_FIRST_MS,
@@ -68,23 +88,23 @@ class Remote:
         disk: Disk = REAL_DISK,
     ) -> None:
         self._transport, self._authority = transport, authority
-        self._store, self._pump, self.random = store, pump, random
+        self.store, self._notifier, self.random = store, notifier, random
         self._timeout_ms, self.repeat_first_ms, self._audit_call_ms = timeout_ms, repeat_first_ms, audit_call_ms
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._clients = {
             major: InMemoryRpcClient(transport, local, calls_pending_max=CALLS_PENDING_MAX)
             for major, local in self._locals.items()
         }
-        self._ears = {major: _Ear(major, self._hear) for major in CODECS}
-        self._lanes: dict[str, Lane] = {}
+        self._listeners = {major: ChangeListener(major, self._on_change, strict=True) for major in CODECS}
+        self._commands: dict[str, Commands] = {}
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
-        self._partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
-        self._auditor = Auditor(
+        self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
+        self.auditor = Auditor(
             store,
-            self._partners,
+            self.partners,
             fetch=self._fetch,
-            busy=self._busy,
+            is_busy=self._is_busy,
             submit=self._submit,
             interval_ms=audit_ms,
             random=random,
@@ -93,246 +113,299 @@ class Remote:
         transport.on_connection(self._connection_changed)
 
     def __repr__(self) -> str:
-        return f"Remote({self._authority}, lanes={len(self._lanes)}, commands={sum(map(len, self._lanes.values()))}, {self._auditor!r})"
+        commands = sum(map(len, self._commands.values()))
+        return f"Remote({self._authority}, authorities={len(self._commands)}, commands={commands}, {self.auditor!r})"
 
     async def start(self) -> None:
         """Listen, then go on with what was not answered before the restart."""
         self._open = True
         self._started_at = asyncio.get_running_loop().time()
-        await self._partners.load()
+        await self.partners.load()
         for client in self._clients.values():
             await client.open()
-        for major, ear in self._ears.items():
-            await self._transport.register_listener(
-                uris.pattern("*", ENTITY_TYPE, major, CHANGE_RESOURCE), ear, self._locals[major].get_source()
-            )
-        last = await self._store.read(lambda reader: reader.outbox_last())
-        links = await self._store.read(lambda reader: reader.links())
+        for major, listener in self._listeners.items():
+            await self._transport.register_listener(service("*", major), listener, self._locals[major].get_source())
+        last = await self.store.read(lambda reader: reader.outbox_last())
+        links = await self.store.read(lambda reader: reader.links())
         for topic, link in links:
             self.update(topic, link, last)
-        if self._partners.all() or any(link.command is None for _, link in links):
-            self._auditor.now()
-        self._auditor.start()
+        if self.partners.all() or any(link.command is None for _, link in links):
+            self.auditor.now()
+        self.auditor.start()
 
     async def stop(self) -> None:
         """What was not answered goes on after the restart."""
         self._open = False
-        await self._auditor.stop()
-        for lane in list(self._lanes.values()):
-            await lane.stop()
-        for major, ear in self._ears.items():
+        await self.auditor.stop()
+        for commands in list(self._commands.values()):
+            await commands.stop()
+        for major, listener in self._listeners.items():
             with contextlib.suppress(UStatusError):
-                source = uris.pattern("*", ENTITY_TYPE, major, CHANGE_RESOURCE)
-                await self._transport.unregister_listener(source, ear, self._locals[major].get_source())
+                own = self._locals[major].get_source()
+                await self._transport.unregister_listener(service("*", major), listener, own)
         for client in self._clients.values():
             await client.close()
-        await self._partners.close()
+        await self.partners.close()
 
-    @property
-    def auditor(self) -> Auditor:
-        return self._auditor
+    def commands_to(self, authority: str) -> int:
+        """How many are not answered."""
+        return len(self._commands.get(authority, ()))
 
     def update(self, topic: Key, link: Link, after: int) -> None:
         """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
         if not self._open:
             return
-        lane = self._lanes.get(topic[0])
-        if lane is None:
+        commands = self._commands.get(topic[0])
+        if commands is None:
             if link.command is None:
                 return
-            lane = self._lanes[topic[0]] = Lane(self, topic[0])
+            commands = self._commands[topic[0]] = Commands(self, topic[0])
         if link.command is Command.UNSUBSCRIBE:
             self._recent.pop(topic, None)
             self._recent[topic] = asyncio.get_running_loop().time()
             if len(self._recent) > RECENT_MAX:
                 del self._recent[next(iter(self._recent))]
-        lane.update(topic, link, after)
+        commands.update(topic, link, after)
 
     def forget_all(self) -> None:
         """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
-        for lane in self._lanes.values():
-            lane.clear()
+        for commands in self._commands.values():
+            commands.clear()
         self.ask_all()
 
     def ask_all(self) -> None:
         """What do they have of ours?"""
-        self._auditor.now()
+        self.auditor.now()
 
-    # -- for the lanes
+    # -- for the commands
     # ----------------------------------------------------------------------------------------------------------------
 
-    def idle(self, lane: Lane) -> None:
-        """`lane` has nothing left to do."""
-        if self._lanes.get(lane.authority) is lane:
-            del self._lanes[lane.authority]
+    def idle(self, commands: Commands) -> None:
+        """`commands` has nothing left to do."""
+        if self._commands.get(commands.authority) is commands:
+            del self._commands[commands.authority]
 
-    def _busy(self, topic: Key) -> bool:
-        lane = self._lanes.get(topic[0])
-        return lane is not None and lane.busy(topic)
+    def _is_busy(self, topic: Key) -> bool:
+        commands = self._commands.get(topic[0])
+        return commands is not None and commands.is_busy(topic)
 
     async def prepare(self, topic: Key, link: Link, after: int) -> None:
         """The dispatcher prepares on the pending change, so that is told first."""
         if link.command is Command.SUBSCRIBE:
-            await self._partners.remember((topic[0], link.major))
-        await self._pump.told(after)
-
-    async def store_event(self, event: Event) -> None:
-        await self._store.submit(event)
+            await self.partners.remember((topic[0], link.major))
+        await self._notifier.notified(after)
 
     # -- the calls
     # ------------------------------------------------------------------------------------------------------------------
 
     async def call(self, topic: Key, link: Link) -> Status:
         """One try. Raises UStatusError."""
-        command = link.command
-        assert command is not None
-        sink = uris.uri(topic[0], ENTITY_TYPE, link.major, int(command))
-        request = _request(topic, link, self._locals[link.major].get_source())
-        answer = await self._clients[link.major].invoke_method(
-            sink, UPayload.pack(request), CallOptions(timeout_ms=self._timeout_ms)
-        )
-        if command is Command.UNSUBSCRIBE:
+        codec, topic_uri, own = CODECS[link.major], to_uri(topic), self._locals[link.major].get_source()
+        if link.command is Command.UNSUBSCRIBE:
+            await self._invoke(topic[0], link.major, UNSUBSCRIBE, codec.unsubscribe(topic_uri, own), self._timeout_ms)
             return Status.UNSUBSCRIBED
-        with _readable(topic[0]):
-            return _read_status(link.major, answer)
+        # without expiry; older services read who subscribes (C-11)
+        request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)
+        return codec.read_status(await self._invoke(topic[0], link.major, SUBSCRIBE, request, self._timeout_ms))
+
+    async def _invoke(self, authority: str, major: int, method: str, request: Message, timeout_ms: int) -> UPayload:
+        sink = service(authority, major, CODECS[major].methods[method].resource)
+        return await self._clients[major].invoke_method(
+            sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms)
+        )
 
     # -- what the others say
     # --------------------------------------------------------------------------------------------------------------
 
-    def _hear(self, major: int, message: UMessage) -> None:
-        source = message.attributes.source.authority_name
-        try:
-            told = CODECS[major].read_change(UPayload.of(message))
-        except UStatusError as error:
-            log.warning("a change notification can't be read", source=source, why=error.message)
-            return
-        if told.topic[0] != source or told.subscriber[:3] != (self._authority, ENTITY_TYPE, major):
+    def _on_change(self, major: int, source: str, told: Subscription) -> None:
+        topic = uris.key(told.topic)
+        if topic[0] != source or uris.key(told.subscriber)[:3] != (self._authority, ENTITY_TYPE, major):
             return  # not about us, or not theirs to say
-        lane = self._lanes.get(source)
-        if lane is not None:
-            lane.kick()  # it is there
-        elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self._partners:
-            self._auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
+        commands = self._commands.get(source)
+        if commands is not None:
+            commands.retry_now()  # it is there
+        elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
+            self.auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
         # about an earlier Unsubscribe of ours, or about what came after it? Ask.
         if told.status is Status.UNSUBSCRIBED:
             # what was recent before the start is forgotten
-            since = max(self._recent.get(told.topic, -math.inf), self._started_at)
+            since = max(self._recent.get(topic, -math.inf), self._started_at)
             if asyncio.get_running_loop().time() - since < RECENT_MS / 1000:
-                self._auditor.suspect(told.topic)
+                self.auditor.suspect(topic)
                 return
-            self._recent.pop(told.topic, None)
-        self._submit(Notified(told.topic, told.status))
+            self._recent.pop(topic, None)
+        self._submit(Notified(topic, told.status))
 
     def _connection_changed(self, connected: bool) -> None:
         if connected and self._open:
-            for lane in list(self._lanes.values()):
-                lane.kick(connected=True)
-            self._auditor.now()
+            for commands in list(self._commands.values()):
+                commands.retry_now(connected=True)
+            self.auditor.now()
 
     def _submit(self, event: Event) -> None:
         with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
-            self._store.submit(event)
+            self.store.submit(event)
 
     # -- audits
     # ------------------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
         """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
-        it says nothing."""
-        own = self._locals[major].get_source()
-        if major == 4:
-            return await self._fetch_4(authority, own, most)
+        it says nothing about a subscription, so it ends none."""
+        codec, own = CODECS[major], self._locals[major].get_source()
         found: dict[Key, Status] = {}
-        offset = 0
-        while True:
-            _bounded(authority, found, most)
-            request = v3.FetchSubscriptionsRequest(subscriber=v3.SubscriberInfo(uri=own), offset=offset or None)
-            answer = await self._list(authority, 3, request)
-            with _readable(authority):
-                page = answer.unpack(v3.FetchSubscriptionsResponse)
-                found |= {uris.key(one.topic): Status(one.status.state) for one in page.subscriptions}
-            offset += len(page.subscriptions)
-            if not page.has_more_records or not page.subscriptions:
-                break
+        place: int | None = 0
+        while place is not None:
+            if len(found) > most:
+                what = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
+                raise UStatusError(UCode.DATA_LOSS, what)
+            request = codec.fetch_subscriptions(None, own, place)
+            answer = await self._invoke(authority, major, FETCH_SUBSCRIPTIONS, request, self._audit_call_ms)
+            page, place = codec.read_subscriptions(answer, place, strict=True)
+            found |= {uris.key(one.topic): one.status for one in page}
         return found
 
-    async def _fetch_4(self, authority: str, own: UUri, most: int) -> dict[Key, Status]:
-        """In pages, where the other side knows them (paging.proto); else all at once."""
-        found: dict[Key, Status] = {}
-        after: int | None = 0
-        while after is not None:
-            _bounded(authority, found, most)
-            request = v4.FetchSubscriptionsRequest(subscriber_filter=own)
-            request.MergeFromString(PageAsked(after=after).SerializeToString())
-            answer = await self._list(authority, 4, request)
-            with _readable(authority):
-                page = answer.unpack(v4.FetchSubscriptionsResponse)
-                rows = [read_subscription(one) for one in page.subscriptions]
-                given = PageGiven.FromString(page.SerializeToString())
-                if given.HasField("next") and given.next <= after:
-                    raise ValueError("its pages don't come to an end")
-            found |= {row.topic: row.status for row in rows}
-            after = given.next if given.HasField("next") else None
-        return found
 
-    async def _list(self, authority: str, major: int, request: Message) -> UPayload:
-        method = uris.uri(authority, ENTITY_TYPE, major, V4_CODEC.methods["fetch_subscriptions"])
-        return await self._clients[major].invoke_method(
-            method, UPayload.pack(request), CallOptions(timeout_ms=self._audit_call_ms)
-        )
+@dataclass(slots=True, eq=False)
+class _Command:
+    """The last word on one topic."""
+
+    link: Link
+    after: int  # changes up to this number are told first
+    news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced, or to be said again now
+    again: bool = False
+    repeats: int = 0
 
 
-def _bounded(authority: str, found: dict[Key, Status], most: int) -> None:
-    if len(found) > most:
-        raise UStatusError(
-            UCode.DATA_LOSS, f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
-        )
+class Commands:
+    """Those to the service of one authority, until each is answered. `update` gives it every link that changes.
 
+    Topics don't wait for each other, so a lost request holds its own topic only. The window grows with the answers: a
+    service that is not there gets few calls, one that answers some hundreds at once.
+    """
 
-@contextlib.contextmanager
-def _readable(authority: str) -> Iterator[None]:
-    """What can't be read says nothing about a subscription, so it ends nothing: DATA_LOSS, and asked again."""
-    try:
-        yield
-    except (UStatusError, ValueError) as error:
-        raise UStatusError(
-            UCode.DATA_LOSS, f"the answer of the uSubscription of {authority} can't be read: {error}"
-        ) from None
+    def __init__(self, remote: Remote, authority: str) -> None:
+        self._remote, self.authority = remote, authority
+        self._loop = asyncio.get_running_loop()
+        self._queue = CommandQueue(self._run, WINDOW_FIRST, idle=lambda: remote.idle(self))
+        self._answered_at = self._retried_at = self._loop.time()
 
+    def __repr__(self) -> str:
+        return f"Commands({self.authority}, {self._queue!r})"
 
-def _read_status(major: int, answer: UPayload) -> Status:
-    """Raises INVALID_ARGUMENT, or ValueError for a status that is not there or of a later specification."""
-    if major == 4:
-        return Status(answer.unpack(v4.SubscribeResponse).status - 1)
-    response = answer.unpack(v3.SubscriptionResponse)
-    if not response.HasField("status"):
-        raise ValueError("it has no status")
-    return Status(response.status.state)
+    def __len__(self) -> int:
+        return len(self._queue)
 
+    def is_busy(self, topic: Key) -> bool:
+        """True while a command about `topic` waits or may be under way."""
+        return self._queue.is_busy(topic)
 
-def _request(topic: Key, link: Link, own: UUri) -> Message:
-    """No expiry. Version 3 names itself as subscriber, for services that still read that field (C-11)."""
-    uri, subscribing = to_uri(topic), link.command is Command.SUBSCRIBE
-    if link.major == 4:
-        return (
-            v4.SubscribeRequest(topic=uri, sample_period=link.sample_period_ms)
-            if subscribing
-            else v4.UnsubscribeRequest(topic=uri)
-        )
-    subscriber = v3.SubscriberInfo(uri=own)
-    if not subscribing:
-        return v3.UnsubscribeRequest(topic=uri, subscriber=subscriber)
-    request = v3.SubscriptionRequest(topic=uri, subscriber=subscriber)
-    if link.sample_period_ms is not None:
-        request.attributes.sample_period_ms = link.sample_period_ms
-    return request
+    def update(self, topic: Key, link: Link, after: int) -> None:
+        """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
+        known = self._queue.get(topic)
+        if link.command is None:
+            self._queue.drop(topic)
+        else:
+            if known is not None and known.link.generation == link.generation:
+                after = known.after
+            delay_ms = retry_delay_ms(link.attempt, self._remote.random()) if link.attempt else 0
+            self._queue.put(topic, _Command(link, after), delay_ms)
+        if known is not None:
+            known.news.set()
 
+    def clear(self) -> None:
+        """No command is due any more."""
+        under_way = self._queue.under_way()
+        self._queue.clear()
+        for command in under_way:
+            command.news.set()
 
-class _Ear:
-    """Listens to what remote services tell us in one version."""
+    def retry_now(self, *, connected: bool = False) -> None:
+        """The other service may be there again: don't wait. `connected`: what is under way may have been lost."""
+        now = self._loop.time()
+        if not connected and now - self._retried_at < RETRY_NOW_MS / 1000:
+            return
+        self._retried_at = now
+        for command in self._queue.under_way():
+            if connected or command.repeats > 1:
+                command.again = True
+                command.news.set()
+        self._queue.hurry()
 
-    def __init__(self, major: int, hear: Callable[[int, UMessage], None]) -> None:
-        self._major, self._hear = major, hear
+    async def stop(self) -> None:
+        """What was not answered goes on after the restart."""
+        await self._queue.stop()
 
-    def on_receive(self, message: UMessage) -> None:
-        self._hear(self._major, message)
+    async def _run(self, topic: Key, command: _Command) -> int:
+        """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
+        try:
+            await self._remote.prepare(topic, command.link, command.after)
+            event = await self._answer(topic, command) if self._queue.is_current(topic, command) else None
+            if event is not None:
+                await self._remote.store.submit(event)
+        except UStatusError as error:
+            log.warning("the answer of a remote uSubscription could not be stored: asking again", why=error.message)
+        except Exception:
+            log.exception("a command to a remote uSubscription failed: asking again", authority=self.authority)
+        return STORE_RETRY_MS
+
+    async def _answer(self, topic: Key, command: _Command) -> Event | None:
+        """What the other service made of the command; None if a later command replaced it and no answer came in
+        time."""
+        calls: list[asyncio.Future[Status]] = []
+        backoff = Backoff(self._remote.repeat_first_ms, REPEAT_MAX_MS)
+        command.repeats = 0
+        try:
+            while True:
+                current, wait_ms = self._queue.is_current(topic, command), SUPERSEDED_GRACE_MS
+                if current:
+                    wait_ms = backoff.next_ms()
+                    command.repeats += 1
+                    calls.append(asyncio.ensure_future(self._remote.call(topic, command.link)))
+                    if len(calls) > CALLS_KEPT_MAX:
+                        calls.pop(1).cancel()
+                await self._wait(topic, command, calls, wait_ms)
+                done = next((call for call in calls if call.done()), None)
+                if done is not None:
+                    return self._event(topic, command.link, done)
+                if not current:
+                    return None
+                if self._loop.time() - self._answered_at > wait_ms / 1000:
+                    self._queue.window = 1  # nobody answers at all
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Future[Status]], wait_ms: int) -> None:
+        """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""
+        end = self._loop.time() + wait_ms / 1000
+        was_current = self._queue.is_current(topic, command)
+        command.again = False
+        while (left_s := end - self._loop.time()) > 0:
+            command.news.clear()
+            news = asyncio.ensure_future(command.news.wait())
+            waiters: set[asyncio.Future[Any]] = {*calls, news}
+            try:
+                await asyncio.wait(waiters, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
+            replaced = was_current and not self._queue.is_current(topic, command)
+            if command.again or replaced or any(call.done() for call in calls):
+                return
+
+    def _event(self, topic: Key, link: Link, call: asyncio.Future[Status]) -> Event:
+        """Only a "no" for good ends a subscription; whatever else comes back is a shortage, and waited out."""
+        try:
+            status = call.result()
+        except UStatusError as error:
+            if error.code not in FINAL:
+                return TimedOut(topic, link.generation)
+            log.info("a remote uSubscription refused", topic=uris.format(to_uri(topic)), why=str(error))
+            status = Status.UNSUBSCRIBED
+        except Exception:
+            log.exception("asking a remote uSubscription failed", topic=uris.format(to_uri(topic)))
+            return TimedOut(topic, link.generation)
+        self._answered_at = self._loop.time()
+        self._queue.window = min(self._queue.window + 1, WINDOW_MAX)
+        return Answered(topic, link.generation, status)

@@ -1,7 +1,7 @@
 """The uSubscription service over any UTransport: version 3 at up://AUTHORITY/0/3/..., version 4 at
 up://AUTHORITY/0/4/..., one store.
 
-request -> codec -> store (committed) -> hooks -> response -> outbox: notifications, publishes -> remote commands
+request -> codec -> store (committed) -> hooks -> response -> notifier: notifications, publishes -> remote commands
                                          on_change: a dispatcher in this process gets ready before the subscriber has
                                          its answer
 """
@@ -22,26 +22,35 @@ from google.protobuf.message import Message
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    ENTITY_TYPE,
+    FETCH_SUBSCRIBERS,
+    FETCH_SUBSCRIPTIONS,
+    REGISTER,
+    RESET,
+    UNREGISTER,
+    V3,
+    V3_CODEC,
+    V4,
+    Page,
+)
 from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription.codec import CODECS, ENTITY_TYPE, V3, V3_CODEC, V4, Page, Row
 from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
-from usubscription.entry import DRAIN_MS_MAX, CommandEntry, Method
-from usubscription.gate import Gate
-from usubscription.lane import REPEAT_FIRST_MS
-from usubscription.outbox import AnswersFirst, Pump
+from usubscription.notifier import Notifier
 from usubscription.reader import Reader
-from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.state import Change, Expire, Key
+from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
+from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
+from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
 
 PAGE_ENTRIES_MAX: Final = 20_000  # of a listing (A-37), and three quarters of what a message may have
 REQUESTS_RUNNING_MAX: Final = 10_000  # of one version; each waits for its commit, and a commit takes hundreds
 EXPIRY_CHECK_MS: Final = 1_000  # at the latest: the clock may jump
 EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
-COMMANDS: Final = ("subscribe", "unsubscribe")
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 MayReset = Literal["linked", "all", "off"]
@@ -84,11 +93,10 @@ class USubscriptionService:
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
         now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._transport, self._now_ms, self._message_bytes_max = transport, now_ms, message_bytes_max
+        self._now_ms, self._message_bytes_max = now_ms, message_bytes_max
         self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
-        self._answers = AnswersFirst(gate)
-        self._store = Store(
+        self.store = Store(
             Database(
                 path,
                 authority,
@@ -102,12 +110,12 @@ class USubscriptionService:
             now_ms=now_ms,
             runtime=runtime,
         )
-        self._pump = Pump(transport, authority, self._store, self._answers, self.also)
-        self._remote = Remote(
+        self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
+        self.remote = Remote(
             gate,
             authority,
-            self._store,
-            self._pump,
+            self.store,
+            self.notifier,
             timeout_ms=remote_timeout_ms,
             repeat_first_ms=remote_repeat_ms,
             audit_ms=audit_ms,
@@ -117,7 +125,7 @@ class USubscriptionService:
         )
         self._servers = {
             major: InMemoryRpcServer(
-                self._answers,
+                gate,
                 LocalUriProvider(authority, ENTITY_TYPE, major),
                 check=check,
                 requests_running_max=REQUESTS_RUNNING_MAX,
@@ -125,9 +133,8 @@ class USubscriptionService:
             )
             for major in CODECS
         }
-        methods = [self._command(major, name) for major in CODECS for name in COMMANDS]
-        self._entry = CommandEntry(self._answers, self._store, methods, check, self.also | {authority})
-        self._store.on_trouble = self._in_trouble
+        self.entry = CommandEntry(gate, self.store, authority, check, self.also)
+        self.store.on_trouble = self._in_trouble
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
@@ -139,43 +146,43 @@ class USubscriptionService:
         self._refused: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"USubscriptionService({self.authority}, {self._store.database!r}, {self._pump!r}, {self._remote!r})"
+        return f"USubscriptionService({self.authority}, {self.store.database!r}, {self.notifier!r}, {self.remote!r})"
 
     @property
     def healthy(self) -> bool:
         """False while the disk does not take what is asked of it, and for good while there is `trouble`."""
-        return self._store.healthy
+        return self.store.healthy
 
     @property
     def trouble(self) -> str | None:
         """What is wrong with a store that is damaged, and what to do about it. Every request is answered UNAVAILABLE
         with it meanwhile."""
-        return self._store.trouble
+        return self.store.trouble
 
     @property
     def lost_changes(self) -> int:
         """Changes of subscriptions that were stored once and were not there any more at the start: those clients have
         to ask again."""
-        return self._store.database.lost_changes
+        return self.store.database.lost_changes
 
     @property
     def requests(self) -> Counter[str]:
         """Requests by method and version, as `subscribe_v4`."""
-        return self._calls + self._entry.requests
+        return self._calls + self.entry.requests
 
     @property
     def refused(self) -> Counter[str]:
         """Requests that a caller may not make, or not any more, by reason."""
-        return self._refused + self._store.database.refused + self._entry.refused
+        return self._refused + self.store.database.refused + self.entry.refused
 
     @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not taken, by reason."""
-        total = Counter(self._pump.dropped)
+        total = Counter(self.notifier.dropped)
         for server in self._servers.values():
             total.update(server.dropped)
-        total.update(self._entry.dropped)
-        total["outbox_full"] += self._store.database.outbox_dropped
+        total.update(self.entry.dropped)
+        total["outbox_full"] += self.store.database.outbox_dropped
         return total
 
     async def start(self) -> None:
@@ -185,31 +192,31 @@ class USubscriptionService:
         Raises UStatusError: ALREADY_EXISTS, FAILED_PRECONDITION, PERMISSION_DENIED, UNAVAILABLE (see
         schema.open_store), or what the transport says.
         """
-        await self._store.start()
+        await self.store.start()
         try:
             await self._go_on()
             for major, server in self._servers.items():
-                for method, resource in CODECS[major].methods.items():
-                    if method not in COMMANDS:
-                        await server.register_request_handler(resource, self._handler(major, method))
-            await self._entry.open()
+                for name, method in CODECS[major].methods.items():
+                    if name not in COMMANDS:
+                        await server.register_request_handler(method.resource, self._handler(major, name))
+            await self.entry.open()
             self._gate.unserved.is_settled = True
         except BaseException:
             await self.stop()
             raise
         if self.trouble is None:
-            self._expirer = asyncio.ensure_future(self._expire_for_ever())
+            self._expirer = asyncio.ensure_future(self._expire_loop())
         self._started = True
 
     async def _go_on(self) -> None:
         if self.trouble is None:
             try:
-                if await self._store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
-                    await self._store.submit(Settle())
-                self._pump.start()
-                await self._remote.start()
+                if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
+                    await self.store.submit(Settle())
+                self.notifier.start()
+                await self.remote.start()
             except UStatusError:
-                if self._store.trouble is None:
+                if self.store.trouble is None:
                     raise
                 await self._halt()  # damage that reading showed
 
@@ -217,12 +224,12 @@ class USubscriptionService:
         """Answer what is being handled, then close the store. May be called twice."""
         self._gate.unserved.is_settled = False
         await asyncio.gather(*(server.close() for server in self._servers.values()))
-        await self._entry.close()
+        await self.entry.close()
         if self._halting is not None:
             await self._halting
         await self._halt()
-        await self._store.stop()
-        await self._entry.drain(self._drain_ms_max)
+        await self.store.stop()
+        await self.entry.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
@@ -232,8 +239,8 @@ class USubscriptionService:
         if expirer is not None:
             expirer.cancel()
             await asyncio.gather(expirer, return_exceptions=True)
-        await self._remote.stop()
-        await self._pump.stop()
+        await self.remote.stop()
+        await self.notifier.stop()
 
     def _in_trouble(self) -> None:
         if self._started:
@@ -247,60 +254,48 @@ class USubscriptionService:
     async def subscriptions(self, topic: Key | None = None, subscriber: Key | None = None) -> list[Row]:
         """Those that match the patterns, in the order in which they came. Raises UNAVAILABLE if the service does not
         run."""
-        rows, _ = await self._store.read(
+        rows, _ = await self.store.read(
             lambda reader: reader.subscriptions(topic, subscriber, self._now_ms()), lane=LONG
         )
         return rows
 
     async def read(self, question: Callable[[Reader], Any]) -> Any:
         """`question(reader)` about the committed state."""
-        return await self._store.read(question)
+        return await self.store.read(question)
 
     # -- requests
     # ------------------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
-        codec, handle = CODECS[major], getattr(self, f"_{method}")
-        name = f"{method}_v{major}"
+        handles: dict[str, Callable[[Any, UMessage], Message | Awaitable[Message]]] = {
+            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
+            FETCH_SUBSCRIBERS: self._fetch_subscribers,
+            REGISTER: self._register,
+            UNREGISTER: self._unregister,
+            RESET: self._reset,
+        }
+        codec, handle, name = CODECS[major], handles[method], f"{method}_v{major}"
 
         def handler(request: UMessage) -> Message | Awaitable[Message]:
             self._calls[name] += 1
-            answer: Message | Awaitable[Message] = handle(codec, request)
-            return answer
+            return handle(codec, request)
 
         return handler
-
-    def _command(self, major: int, name: str) -> Method:
-        codec, host = CODECS[major], self._host
-        sink = LocalUriProvider(self.authority, ENTITY_TYPE, major).get_resource(codec.methods[name])
-        if name == "subscribe":
-            return Method(
-                f"{name}_v{major}",
-                sink,
-                lambda request: codec.subscribe(request, host(request)),
-                lambda topic, outcome: codec.subscribed(topic, outcome.answer),
-            )
-        return Method(
-            f"{name}_v{major}",
-            sink,
-            lambda request: (codec.unsubscribe(request, host(request)), None),
-            lambda _, outcome: codec.unsubscribed(),
-        )
 
     def _host(self, request: UMessage) -> str:
         """The host that the caller is on: what an address without authority in its request means."""
         return request.attributes.source.authority_name or self.authority
 
     async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self._host(request))
-        await self._store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
-        return codec.registered()
+        client, topic = codec.read_registration(request, self._host(request))
+        await self.store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
+        return codec.done(REGISTER)
 
     async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.registration(request, self._host(request))
+        client, topic = codec.read_registration(request, self._host(request))
         # OK, also where there is nothing to end (A-48)
-        await self._store.submit(Unregister(client, codec.major, topic))
-        return codec.registered()
+        await self.store.submit(Unregister(client, codec.major, topic))
+        return codec.done(UNREGISTER)
 
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
         caller = uris.format(request.attributes.source)
@@ -308,7 +303,7 @@ class USubscriptionService:
             codec.check_reset(request)
             if self._may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
-            await self._store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+            await self.store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
@@ -319,10 +314,10 @@ class USubscriptionService:
             caller=caller,
             of="everybody" if self._may_reset == "all" else "its own authority",
         )
-        return codec.reset()
+        return codec.done(RESET)
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
-        asked, now_ms = codec.fetch(request, self._host(request)), self._now_ms()
+        asked, now_ms = codec.read_fetch(request, self._host(request)), self._now_ms()
 
         page = self._page
         if codec.major == 4 and asked.after is None:  # as the specification has it: everything at once
@@ -333,23 +328,20 @@ class USubscriptionService:
             with contextlib.closing(rows):  # it may not have been read to its end
                 return codec.fetched(rows, page)
 
-        return await self._store.read(fetch, lane=LONG)
+        return await self.store.read(fetch, lane=LONG)
 
     def _fetch_subscribers(self, _: V3, request: UMessage) -> Message | Awaitable[Message]:
-        asked, now_ms = V3_CODEC.fetch_subscribers(request, self._host(request)), self._now_ms()
-        topic = asked.topic
-        assert topic is not None
-
-        self._store.require()
-        page = self._page
-        found = self._store.index.subscribers(topic, now_ms, asked.offset, page.entries_max)
+        topic, offset = V3_CODEC.read_fetch_subscribers(request, self._host(request))
+        now_ms, page = self._now_ms(), self._page
+        self.store.require()
+        found = self.store.index.subscribers(topic, now_ms, offset, page.entries_max)
         if found is not None:
             return V3_CODEC.subscribers(*found, page)
 
         def fetch(reader: Reader) -> Message:
-            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, asked.offset, page.entries_max), page)
+            return V3_CODEC.subscribers(*reader.subscribers(topic, now_ms, offset, page.entries_max), page)
 
-        return self._store.read(fetch)
+        return self.store.read(fetch)
 
     # -- after a commit
     # ---------------------------------------------------------------------------------------------------------------
@@ -361,7 +353,7 @@ class USubscriptionService:
         changes = [stored.change for outcome in outcomes for stored in outcome.changes]
         for outcome in outcomes:
             if outcome.many_changes:
-                changes = changes + await self._told_by_reset()
+                changes = changes + await self._changes_by_reset()
         if not changes:
             return
         for hook in self._hooks:
@@ -373,28 +365,28 @@ class USubscriptionService:
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
-    async def _told_by_reset(self) -> list[Change]:
-        stored = await self._store.read(lambda reader: reader.outbox(self._pump.sent, -1))
+    async def _changes_by_reset(self) -> list[Change]:
+        stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
         return [one.change for one in stored]
 
     def _answered(self, outcomes: list[Outcome]) -> None:
         """The responses are on their way; now everybody else."""
         for outcome in outcomes:
             if outcome.many_changes:
-                self._remote.forget_all()
-                self._pump.look()
+                self.remote.forget_all()
+                self.notifier.look()
             if outcome.tag is not None:
-                self._answers.expect(outcome.tag)
+                self._gate.responses.expect(outcome.tag)
             if outcome.changes:
-                self._pump.add(outcome.changes, outcome.tag)
+                self.notifier.add(outcome.changes, outcome.tag)
                 self._watch_expiry(outcome)
             number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
-                self._remote.update(outcome.topic, outcome.link, number)
+                self.remote.update(outcome.topic, outcome.link, number)
             for topic, link in outcome.links:
-                self._remote.update(topic, link, number)
+                self.remote.update(topic, link, number)
             if outcome.links:
-                self._remote.ask_all()
+                self.remote.ask_all()
 
     # -- expiry
     # ------------------------------------------------------------------------------------------------------------------
@@ -406,7 +398,7 @@ class USubscriptionService:
                 self._next_expiry_ms = expires_ms
                 self._expiry_news.set()
 
-    async def _expire_for_ever(self) -> None:
+    async def _expire_loop(self) -> None:
         """Look at once (for what expired while we were down), when the next one is due, and once a second."""
         while True:
             try:
@@ -429,12 +421,12 @@ class USubscriptionService:
 
     async def _expire(self) -> bool:
         """True if there may be more."""
-        if not self._store.healthy:
-            await self._store.submit(Probe())
+        if not self.store.healthy:
+            await self.store.submit(Probe())
         now_ms = self._now_ms()
-        due, self._next_expiry_ms = await self._store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
+        due, self._next_expiry_ms = await self.store.read(lambda reader: reader.expired(now_ms, EXPIRED_BATCH_MAX))
         if due:
-            await asyncio.gather(*(self._store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
+            await asyncio.gather(*(self.store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
         return len(due) == EXPIRED_BATCH_MAX
 
 

@@ -1,9 +1,9 @@
 """What becomes of a subscription: the one machine behind versions 3 and 4, and no I/O in it.
 
-Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the remote service
-                                     ^   status that clients see                  |
-                                     +------------- LINK_... to every record -----+<-- its answer, its notifications, a
-                                     timeout
+Subscribe, Unsubscribe, expiry --> record (subscriber, topic) --want, unwant--> link (remote topic) --> Command to the
+                                     ^   status that clients see                  |                     remote service
+                                     +------------- LINK_... to every record -----+<-- its answer, its notifications,
+                                                                                       a timeout
 
 `step` takes what is stored about one topic and one event, and returns what is to be stored and said. Both levels are
 tables: a record is what one subscriber sees, a link is what this service has agreed with the topic's own service.
@@ -18,22 +18,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from uprotocol.core.usubscription.wire import Key as Key
+from uprotocol.core.usubscription.wire import Status as Status
+from uprotocol.core.usubscription.wire import Subscribe as Subscribe
+from uprotocol.core.usubscription.wire import Unsubscribe as Unsubscribe
+
 # before the first repetition of a remote command: a restart of the peer takes about that long
 RETRY_FIRST_MS: Final = 1_000
 RETRY_MAX_MS: Final = 60_000  # between later ones: a vehicle that comes back should not wait longer than a minute
-
-Key = tuple[str, int, int, int]
-"""A UUri as `uprotocol.uri.key` gives it."""
-
-
-class Status(enum.IntEnum):
-    """The numbers of version 3; version 4's are these plus one."""
-
-    UNSUBSCRIBED = 0
-    SUBSCRIBE_PENDING = 1
-    SUBSCRIBED = 2
-    UNSUBSCRIBE_PENDING = 3
-
 
 U, SP, S, UP = Status.UNSUBSCRIBED, Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED, Status.UNSUBSCRIBE_PENDING
 
@@ -69,24 +61,6 @@ class Link(NamedTuple):
 
 # -- events
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Subscribe:
-    topic: Key
-    subscriber: Key
-    major: int
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-    bare: bool = False  # the topic was passed without authority
-
-
-@dataclass(frozen=True, slots=True)
-class Unsubscribe:
-    topic: Key
-    subscriber: Key
-    major: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +128,17 @@ class Moved:
 Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
 
 
+class Row(NamedTuple):
+    """One subscription, as it is listed."""
+
+    topic: Key
+    subscriber: Key
+    status: Status
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+
+
 class Change(NamedTuple):
     """What subscribers and those who registered are told."""
 
@@ -175,11 +160,6 @@ class Records(Protocol):
     def get(self, subscriber: Key, /) -> Record | None: ...
     def has_others(self, subscriber: Key, /) -> bool: ...
     def items(self) -> Iterable[tuple[Key, Record]]: ...
-
-
-class DictRecords(dict[Key, Record]):
-    def has_others(self, subscriber: Key) -> bool:
-        return any(key != subscriber for key in self)
 
 
 @dataclass(slots=True)

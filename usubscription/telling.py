@@ -1,6 +1,6 @@
 """Changes as messages, by destination; and destinations in trouble, which catch up from the store.
 
-StoredChange -> parts: one per destination, with its messages -> send_batch -> taken | refused for good: counted | not now
+StoredChange -> parts: one per destination, with its messages -> send_batch -> taken | refused for good | not now
 in trouble: held in the store -> the oldest, again and again with back-off -> Released -> caught up: in trouble no more
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,14 +18,16 @@ import structlog
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import NOTIFICATION, PUBLISH
+from uprotocol.core.usubscription.asking import CommandQueue
+from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, service
 from uprotocol.message import PROTOBUF
+from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import CHANGE_RESOURCE, CODECS, ENTITY_TYPE, V3_CODEC
 from usubscription.database import Released
 from usubscription.reader import StoredChange
 from usubscription.state import Change, Key
@@ -60,7 +61,7 @@ class Teller:
     def __init__(self, transport: UTransport, authority: str, also: Collection[str] = ()) -> None:
         """`also`: authorities, or families of them, whose clients know this service under their own one."""
         self._transport, self._also = transport, also
-        topics = {major: uris.uri(authority, ENTITY_TYPE, major, CHANGE_RESOURCE) for major in CODECS}
+        topics = {major: service(authority, major) for major in CODECS}
         common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
         self._notifications = {
             major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()
@@ -160,7 +161,7 @@ def _message(attributes: UAttributes, payload: bytes) -> UMessage:
 
 @dataclass(slots=True)
 class _Trouble:
-    delay_ms: int = RETRY_FIRST_MS
+    backoff: Backoff = field(default_factory=lambda: Backoff(RETRY_FIRST_MS, RETRY_MAX_MS))
     holding: int = 0  # of Hold that are not committed yet
     tries: int = 0  # of the oldest change
     # its messages and those of the next few: a try again is the same message
@@ -172,19 +173,17 @@ class _Trouble:
 
 
 class Troubles:
-    """The destinations that don't take what they should, and the task that helps them to catch up. `in` says whether
-    one is such."""
+    """The destinations that don't take what they should, and how they catch up. `in` says whether one is such."""
 
     def __init__(self, teller: Teller, store: Store) -> None:
         self._teller, self._store = teller, store
-        self._known: dict[str, _Trouble] = {}
-        # a heap: loop time of the next try of each; the one that is being tried is not in it
-        self._turns: list[tuple[float, str]] = []
-        self._news = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._known: CommandQueue[str, _Trouble] = CommandQueue(self._run, 1)
 
     def __repr__(self) -> str:
-        return f"Troubles({len(self._known)})"
+        return f"Troubles({len(self)})"
+
+    def __len__(self) -> int:
+        return len(self._known)
 
     def __contains__(self, destination: str) -> bool:
         return destination in self._known
@@ -192,80 +191,65 @@ class Troubles:
     async def start(self) -> None:
         """Those that a restart found waiting go first. Raises UStatusError if the store can't be read."""
         for destination in await self._store.read(lambda reader: reader.destinations_held()):
-            self._known[destination] = _Trouble()
-            self._turns.append((0.0, destination))
-        self._task = asyncio.ensure_future(self._run())
+            self._known.put(destination, _Trouble())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await self._known.stop()
 
-    def begin(self, destination: str) -> None:
-        if destination not in self._known:
+    def begin(self, destination: str) -> _Trouble:
+        trouble = self._known.get(destination)
+        if trouble is None:
             log.info("changes can't be told: they wait", destination=destination or "the own network")
-            self._known[destination] = _Trouble()
-            heapq.heappush(self._turns, (asyncio.get_running_loop().time() + RETRY_FIRST_MS / 1000, destination))
-            self._news.set()
+            trouble = _Trouble()
+            self._known.put(destination, trouble, RETRY_FIRST_MS)
+        return trouble
 
     @contextlib.contextmanager
     def holding(self, parts: Iterable[Part]) -> Iterator[None]:
         """While these are on the way to the store, none of their destinations has caught up."""
-        for part in parts:
-            self.begin(part.destination)  # it may have caught up since it was found in trouble
-            self._known[part.destination].keep(part)
-        troubles = [self._known[destination] for destination in {part.destination for part in parts}]
-        for trouble in troubles:
+        troubles: dict[str, _Trouble] = {}
+        for part in parts:  # it may have caught up since it was found in trouble
+            troubles[part.destination] = self.begin(part.destination)
+            troubles[part.destination].keep(part)
+        for trouble in troubles.values():
             trouble.holding += 1
         try:
             yield
         finally:
-            for trouble in troubles:
+            for trouble in troubles.values():
                 trouble.holding -= 1
 
-    def kick(self) -> None:
+    def retry_now(self) -> None:
         """The network is there again: don't wait."""
-        self._turns = [(0.0, destination) for _, destination in self._turns]  # all equal: a heap
-        for trouble in self._known.values():
-            trouble.delay_ms = RETRY_FIRST_MS
-        self._news.set()
+        for trouble in self._known.all():
+            trouble.backoff.reset()
+        self._known.hurry()
 
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            self._news.clear()
-            wait_s = self._turns[0][0] - loop.time() if self._turns else None
-            if wait_s is None or wait_s > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(wait_s):
-                        await self._news.wait()
-                continue
-            _, destination = heapq.heappop(self._turns)
-            trouble = self._known[destination]
-            try:
-                went_on = await self._retry(destination, trouble)
-            except UStatusError as error:
-                log.warning(
-                    "what a destination has not had can't be read or noted", destination=destination, why=error.message
-                )
-                went_on = False
-            except Exception:
-                log.exception("telling a destination failed", destination=destination)
-                went_on = False
-            if destination in self._known:
-                heapq.heappush(self._turns, (loop.time() + (0 if went_on else trouble.delay_ms / 1000), destination))
-            trouble.delay_ms = RETRY_FIRST_MS if went_on else min(trouble.delay_ms * 2, RETRY_MAX_MS)
-            await asyncio.sleep(0 if went_on else RETRY_GAP_MS / 1000)
+    async def _run(self, destination: str, trouble: _Trouble) -> int | None:
+        """When to go on; None: it has caught up."""
+        try:
+            went_on = await self._retry(destination, trouble)
+        except UStatusError as error:
+            log.warning(
+                "what a destination has not had can't be read or noted", destination=destination, why=error.message
+            )
+            went_on = False
+        except Exception:
+            log.exception("telling a destination failed", destination=destination)
+            went_on = False
+        if went_on is None:
+            return None
+        if went_on:
+            trouble.backoff.reset()
+            return 0
+        await asyncio.sleep(RETRY_GAP_MS / 1000)
+        return trouble.backoff.next_ms()
 
-    async def _retry(self, destination: str, trouble: _Trouble) -> bool:
-        """Tell the oldest. False: not yet."""
+    async def _retry(self, destination: str, trouble: _Trouble) -> bool | None:
+        """Tell the oldest. False: not yet; None: there is nothing left to tell."""
         found = await self._store.read(lambda reader: reader.held(destination, HELD_BATCH_MAX))
         if not found:
-            if trouble.holding:
-                return False
-            del self._known[destination]
-            return True
+            return False if trouble.holding else None
         parts = [trouble.made.get(stored.number) or self._teller.part(destination, stored) for stored in found]
         for part in parts:
             trouble.keep(part)

@@ -1,15 +1,17 @@
 """Asking uSubscription, whichever version it speaks.
 
-client.py       USubscriptionClient: subscribe, unsubscribe, fetch, register
-interest.py     Interest: who wants what, kept fresh from several services
-static_file.py  StaticFile: the same from a file
+client.py          USubscriptionClient: subscribe, unsubscribe, fetch, register
+interest.py        Interest: who wants what, kept fresh from several services
+static_file.py     StaticFile: the same from a file
+table.py           what each source keeps: topic -> who wants it
+saved_interest.py  the same on disk, for a start without the service
 """
 
+from uprotocol.core.usubscription.wire import Status, Subscription
 from usubscription_client.client import HistorySource, USubscriptionClient
-from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
+from usubscription_client.interest import EmbeddedInterest, Interest, ServiceInterest
 from usubscription_client.static_file import StaticFile
-from usubscription_client.table import Want
-from usubscription_client.wire import Status, Subscription
+from usubscription_client.table import InterestSource, Want
 
 __all__ = [
     "EmbeddedInterest",

@@ -1,6 +1,6 @@
 """RPC client of a uSubscription service, of version 3 or 4, whichever it speaks.
 
-subscribe, unsubscribe -> commands, one per topic, the last one wins -> a batch in flight, in order -> answers
+subscribe, unsubscribe -> CommandQueue: one per topic, the last one wins -> a batch in flight, in order -> answers
 fetch, register        -> at once
 (re)connected          -> what was subscribed and registered is said again, until it is taken or refused for good
 """
@@ -18,20 +18,31 @@ from google.protobuf.message import Message
 
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.usubscription import wire
+from uprotocol.core.usubscription.asking import ChangeListener, CommandQueue
+from uprotocol.core.usubscription.wire import (
+    CODECS,
+    SUBSCRIBE,
+    UNSUBSCRIBE,
+    V3_CODEC,
+    V4_CODEC,
+    Key,
+    Status,
+    Subscription,
+)
 from uprotocol.message import UPayload
+from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
-from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client import wire
-from usubscription_client.wire import Status, Subscription
 
 CALL_MS: Final = 10_000  # for one answer; a service that commits to disk under load needs well under a second
 # a listing may take that many times as long as other calls: a million subscriptions are 40 MB and some seconds
 LIST_FACTOR: Final = 6
 PROBE_MS: Final = 1_000  # how long the service may take to show which version it speaks
-COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that has not left yet
+COMMANDS_WAITING_MAX: Final = 100_000  # topics with a command that was not answered yet
+RESTORED_AT_ONCE_MAX: Final = 1_000  # topics and registrations that are said again after a reconnect
 COMMANDS_BATCH_MAX: Final = 64  # in flight at once: enough to fill a group commit of the service
 # before what could not be said again after a reconnect is tried once more; doubles up to ...
 RESTORE_FIRST_MS: Final = 500
@@ -55,13 +66,13 @@ class HistorySource(Protocol):
     async def unsubscribe(self, topic: UUri, listener: UListener) -> Any: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Command:
     """The last word on one topic, and everybody who waits for its answer."""
 
-    method: int
+    method: str
     topic: UUri
-    options: dict[str, int | None] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     waiting: list[asyncio.Future[Status]] = field(default_factory=list)
 
 
@@ -83,63 +94,61 @@ class USubscriptionClient:
         probe_ms: int = PROBE_MS,
         history: HistorySource | None = None,
     ) -> None:
-        if version is not None and version not in wire.VERSIONS:
+        if version is not None and version not in CODECS:
             raise invalid(f"uSubscription has the versions 3 and 4, not {version}")
-        self._transport, self._local = transport, local
+        self.transport, self._local = transport, local
         self.authority = authority or local.get_authority()
         self.version = version
         self._call_ms, self._probe_ms, self._history, self._listed_max = call_ms, probe_ms, history, listed_max
         self._rpc = InMemoryRpcClient(transport, local)
         self._probing: asyncio.Task[int] | None = None
-        self._commands: dict[tuple[str, int, int, int], _Command] = {}
-        self._in_flight: dict[tuple[str, int, int, int], _Command] = {}
-        self._sender: asyncio.Task[None] | None = None
-        self._subscribed: dict[tuple[str, int, int, int], _Command] = {}
-        self._listeners: dict[tuple[str, int, int, int], list[UListener]] = {}
+        self._commands = CommandQueue(self._send_command, COMMANDS_BATCH_MAX, in_batches=True)
+        self._subscribed: dict[Key, _Command] = {}
+        self._listeners: dict[Key, list[UListener]] = {}
         # (topic, id of the listener) that the history feeds
-        self._fed: set[tuple[tuple[str, int, int, int], int]] = set()
-        self._registered: dict[tuple[str, int, int, int] | None, UUri | None] = {}
+        self._fed: set[tuple[Key, int]] = set()
+        self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
-        self._ears: list[_Ear] = []
-        self._restoring: asyncio.Task[None] | None = None
-        self._to_restore: set[tuple[str, int, int, int]] = set()  # topics that the service may have forgotten
-        self._to_register: set[tuple[str, int, int, int] | None] = set()
-        self._reconnected = asyncio.Event()
+        self._change_listeners = [ChangeListener(version, self._on_change) for version in CODECS]
+        # what the service may have forgotten: what was asked, and of which topic
+        self._restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
+            self._restore, RESTORED_AT_ONCE_MAX
+        )
+        self._told_of_failure = False
         self._open = False
         transport.on_connection(self._connection_changed)
 
     def __repr__(self) -> str:
         return f"USubscriptionClient({self.authority}, version={self.version}, subscribed={len(self._subscribed)})"
 
+    @property
+    def restoring(self) -> int:
+        """Of how many topics and registrations the service has not been told again since the last reconnect."""
+        return len(self._restoring)
+
     async def open(self) -> None:
         """Listen for answers and for change notifications. May be called twice."""
         if self._open:
             return
         await self._rpc.open()
-        for version in wire.VERSIONS:
-            ear = _Ear(version, self._hear)
-            await self._transport.register_listener(
-                self._service(wire.CHANGE_RESOURCE, version), ear, self._local.get_source()
-            )
-            self._ears.append(ear)
+        for listener in self._change_listeners:
+            source = wire.service(self.authority, listener.version)
+            await self.transport.register_listener(source, listener, self._local.get_source())
         self._open = True
 
     async def close(self) -> None:
         """Stop. What is subscribed stays so, in the service. May be called twice."""
         self._open = False
-        for task in (self._sender, self._probing, self._restoring):
-            if task is not None:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
-        for command in self._commands.values():
+        for command in await self._commands.stop():
             _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
-        self._commands.clear()
-        ears, self._ears = self._ears, []
-        for ear in ears:
+        await self._restoring.stop()
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
+        for listener in self._change_listeners:
             with contextlib.suppress(UStatusError):  # the transport may have been closed before us
-                await self._transport.unregister_listener(
-                    self._service(wire.CHANGE_RESOURCE, ear.version), ear, self._local.get_source()
-                )
+                source = wire.service(self.authority, listener.version)
+                await self.transport.unregister_listener(source, listener, self._local.get_source())
         await self._rpc.close()
 
     async def __aenter__(self) -> Self:
@@ -149,7 +158,7 @@ class USubscriptionClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- commands: in order, one batch in flight, the last one wins
+    # -- commands: in order, the last one wins
     # -----------------------------------------------------------------
 
     async def subscribe(
@@ -174,7 +183,7 @@ class USubscriptionClient:
             )
         if listener is not None:
             await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
-        command = _Command(wire.SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
+        command = _Command(SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
         try:
             status = await self._command(command)
         except BaseException:
@@ -192,7 +201,7 @@ class USubscriptionClient:
             await self._unlisten(topic, listener)
             return
         self._subscribed.pop(uris.key(topic), None)
-        await self._command(_Command(wire.UNSUBSCRIBE, topic))
+        await self._command(_Command(UNSUBSCRIBE, topic))
         for one in listeners:
             await self._unlisten(topic, one)
 
@@ -204,61 +213,44 @@ class USubscriptionClient:
             raise UStatusError(
                 UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
             )
-        if before is not None:
+        if before is not None and not self._commands.has_left(key, before):
             if before.method == command.method:
                 command.waiting.extend(before.waiting)
             else:
-                _settle(
-                    before,
-                    UStatusError(UCode.ABORTED, "a later command for the same topic replaced this one before it left"),
-                )
-            # the new one goes to the end: commands leave in the order in which they were last given
-            del self._commands[key]
+                what = "a later command for the same topic replaced this one before it left"
+                _settle(before, UStatusError(UCode.ABORTED, what))
         future: asyncio.Future[Status] = asyncio.get_running_loop().create_future()
         command.waiting.append(future)
-        self._commands[key] = command
-        if self._sender is None:
-            self._sender = asyncio.ensure_future(self._send_commands())
+        self._commands.put(key, command)
         return await future
 
-    async def _send_commands(self) -> None:
-        batch: list[_Command] = []
+    async def _send_command(self, key: Key, command: _Command) -> None:
         try:
-            while self._commands:
-                keys = list(self._commands)[:COMMANDS_BATCH_MAX]
-                batch = [self._commands.pop(key) for key in keys]
-                self._in_flight = dict(zip(keys, batch, strict=True))
-                await asyncio.gather(*(self._send_command(command) for command in batch))
-                self._in_flight = {}
-        finally:
-            self._sender, self._in_flight = None, {}
-            for command in batch:
-                _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before the answer came"))
-
-    async def _send_command(self, command: _Command) -> None:
-        try:
-            version = await self._version()
-            if command.method == wire.SUBSCRIBE:
-                payload = await self._call(wire.SUBSCRIBE, wire.subscribe(version, command.topic, **command.options))
-                status = wire.read_status(version, payload)
+            codec = CODECS[await self.find_version()]
+            if command.method == SUBSCRIBE:
+                status = codec.read_status(
+                    await self._call(SUBSCRIBE, codec.subscribe(command.topic, **command.options))
+                )
             else:
-                await self._call(wire.UNSUBSCRIBE, wire.unsubscribe(version, command.topic))
+                await self._call(UNSUBSCRIBE, codec.unsubscribe(command.topic))
                 status = Status.UNSUBSCRIBED
         except UStatusError as error:
             _settle(command, error)
+        except asyncio.CancelledError:
+            _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before the answer came"))
+            raise
         except Exception as error:
             log.exception("a command could not be sent", command=repr(command))
             _settle(command, UStatusError(UCode.INTERNAL, repr(error)))
         else:
-            key = uris.key(command.topic)
             # in the order of the answers, before any caller goes on
-            if command.method == wire.SUBSCRIBE and key not in self._commands:
+            if command.method == SUBSCRIBE and self._commands.is_current(key, command):
                 self._keep(key, command, status)
             for future in command.waiting:
                 if not future.done():
                     future.set_result(status)
 
-    def _keep(self, key: tuple[str, int, int, int], command: _Command, status: Status) -> None:
+    def _keep(self, key: Key, command: _Command, status: Status) -> None:
         """What is to be said again after a reconnect."""
         if status.wanting:
             self._subscribed[key] = command
@@ -276,8 +268,8 @@ class USubscriptionClient:
 
         Raises UNIMPLEMENTED where the service's version can't do what is asked.
         """
-        version = await self._version()
-        if version == 3 and (topic is None) == (subscriber is None):
+        codec = CODECS[await self.find_version()]
+        if codec is V3_CODEC and (topic is None) == (subscriber is None):
             raise UStatusError(
                 UCode.UNIMPLEMENTED,
                 "a version 3 service lists the subscriptions of one topic or of one subscriber only",
@@ -285,8 +277,8 @@ class USubscriptionClient:
         found: list[Subscription] = []
         place: int | None = 0
         while place is not None:
-            request = wire.fetch_subscriptions(version, topic, subscriber, place)
-            page, place = wire.read_subscriptions(version, await self._call(wire.FETCH_SUBSCRIPTIONS, request), place)
+            request = codec.fetch_subscriptions(topic, subscriber, place)
+            page, place = codec.read_subscriptions(await self._call(wire.FETCH_SUBSCRIPTIONS, request), place)
             found.extend(page)
             self._require_bounded(found)
         return found
@@ -299,13 +291,13 @@ class USubscriptionClient:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
-        if await self._version() == 4:
-            return wire.subscribers_of(await self.fetch_subscriptions(topic))
+        if await self.find_version() == 4:
+            return [one.subscriber for one in await self.fetch_subscriptions(topic)]
         found: list[UUri] = []
         while True:
             self._require_bounded(found)
-            payload = await self._call(wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(topic, len(found)))
-            page, more = wire.read_subscribers(payload)
+            request = V3_CODEC.fetch_subscribers(topic, len(found))
+            page, more = V3_CODEC.read_subscribers(await self._call(wire.FETCH_SUBSCRIBERS, request))
             found.extend(page)
             if not more or not page:
                 break
@@ -321,15 +313,15 @@ class USubscriptionClient:
         self._registered.pop(uris.key(topic) if topic is not None else None, None)
         await self._register(wire.UNREGISTER, topic)
 
-    async def _register(self, method: int, topic: UUri | None) -> None:
-        version = await self._version()
+    async def _register(self, method: str, topic: UUri | None) -> None:
+        version = await self.find_version()
         if version == 3 and topic is None:
             raise UStatusError(UCode.UNIMPLEMENTED, "a version 3 service tells of one topic at a time: name one")
-        await self._call(method, wire.notifications(version, topic))
+        await self._call(method, CODECS[version].registration(topic))
 
     async def reset(self) -> None:
         """Flush the service. It allows that to uSubscription services only (PERMISSION_DENIED)."""
-        await self._call(wire.RESET, wire.reset(await self._version()))
+        await self._call(wire.RESET, CODECS[await self.find_version()].reset())
 
     def on_change(self, callback: ChangeCallback) -> None:
         """`callback(subscription)` for every change notification that reaches us, of own subscriptions and of
@@ -341,9 +333,6 @@ class USubscriptionClient:
 
     async def find_version(self) -> int:
         """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
-        return await self._version()
-
-    async def _version(self) -> int:
         if self.version is not None:
             return self.version
         self._require_open()
@@ -362,27 +351,26 @@ class USubscriptionClient:
 
         Version 4 is asked twice: one lost message must not make a service an old one for good.
         """
-        request = wire.fetch_subscriptions(4, self._service(0x8000, 4), None)
-        four = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request))
+        four, three = wire.service(self.authority, 4), wire.service(self.authority, 3)
+        request = V4_CODEC.fetch_subscriptions(four, None)
+        first = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request))
         again = asyncio.ensure_future(self._speaks(4, wire.FETCH_SUBSCRIPTIONS, request, after_ms=self._probe_ms // 2))
-        three = asyncio.ensure_future(
-            self._speaks(3, wire.FETCH_SUBSCRIBERS, wire.fetch_subscribers(self._service(0x8000, 3)))
-        )
+        old = asyncio.ensure_future(self._speaks(3, wire.FETCH_SUBSCRIBERS, V3_CODEC.fetch_subscribers(three)))
         try:
-            for asked in asyncio.as_completed((four, again)):
+            for asked in asyncio.as_completed((first, again)):
                 if await asked:
                     return 4
-            if await three:
+            if await old:
                 return 3
         finally:
-            for task in (four, again, three):
+            for task in (first, again, old):
                 task.cancel()
-            await asyncio.gather(four, again, three, return_exceptions=True)
+            await asyncio.gather(first, again, old, return_exceptions=True)
         raise UStatusError(
             UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?"
         )
 
-    async def _speaks(self, version: int, method: int, request: Message, after_ms: int = 0) -> bool:
+    async def _speaks(self, version: int, method: str, request: Message, after_ms: int = 0) -> bool:
         await asyncio.sleep(after_ms / 1000)
         try:
             await self._invoke(version, method, request, max(self._probe_ms - after_ms, 1))
@@ -390,17 +378,14 @@ class USubscriptionClient:
             return error.code not in NOT_SPOKEN
         return True
 
-    async def _call(self, method: int, request: Message) -> UPayload:
+    async def _call(self, method: str, request: Message) -> UPayload:
         self._require_open()
         timeout_ms = self._call_ms * (LIST_FACTOR if method == wire.FETCH_SUBSCRIPTIONS else 1)
-        return await self._invoke(await self._version(), method, request, timeout_ms)
+        return await self._invoke(await self.find_version(), method, request, timeout_ms)
 
-    def _invoke(self, version: int, method: int, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
-        sink = self._service(wire.METHODS[version][method], version)
+    def _invoke(self, version: int, method: str, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
+        sink = wire.service(self.authority, version, CODECS[version].methods[method].resource)
         return self._rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms))
-
-    def _service(self, resource: int, version: int) -> UUri:
-        return wire.service(self.authority, version, resource)
 
     def _require_open(self) -> None:
         if not self._open:
@@ -418,7 +403,7 @@ class USubscriptionClient:
             await self._history.subscribe_since(topic, since, listener)
             self._fed.add((uris.key(topic), id(listener)))
         else:
-            await self._transport.register_listener(topic, listener)
+            await self.transport.register_listener(topic, listener)
         listeners.append(listener)
 
     async def _unlisten(self, topic: UUri, listener: UListener) -> None:
@@ -434,102 +419,42 @@ class USubscriptionClient:
             await self._history.unsubscribe(topic, listener)
             return
         with contextlib.suppress(UStatusError):  # the transport may have lost it
-            await self._transport.unregister_listener(topic, listener)
+            await self.transport.unregister_listener(topic, listener)
 
-    def _hear(self, version: int, message: UMessage) -> None:
-        try:
-            change = wire.read_change(version, UPayload.of(message))
-        except UStatusError as error:
-            log.warning("a change notification can't be read", why=error.message)
-            return
+    def _on_change(self, version: int, source: str, change: Subscription) -> None:
         for callback in self._changes:
             callback(change)
 
     def _connection_changed(self, connected: bool) -> None:
         if not connected or not self._open:
             return
-        self._to_restore.update(self._subscribed)
-        self._to_register.update(self._registered)
-        self._reconnected.set()
-        if (self._to_restore or self._to_register) and self._restoring is None:
-            self._restoring = asyncio.ensure_future(self._restore())
+        self._told_of_failure = False
+        for method, known in ((SUBSCRIBE, self._subscribed), (wire.REGISTER, self._registered)):
+            for key in known:
+                self._restoring.put((method, key), Backoff(RESTORE_FIRST_MS, RESTORE_MAX_MS))
 
-    async def _restore(self) -> None:
+    async def _restore(self, what: tuple[str, Key | None], backoff: Backoff) -> int | None:
         """Say again what is wanted: the service may have been replaced while we were away. Repeating changes nothing
-        otherwise."""
-        delay_ms = RESTORE_FIRST_MS
+        otherwise. What it refuses for good is wanted no more."""
+        method, key = what
+        wanted: dict[Any, Any] = self._subscribed if method == SUBSCRIBE else self._registered
+        if key not in wanted:
+            return None  # ended meanwhile
         try:
-            while self._to_restore or self._to_register:
-                self._reconnected.clear()
-                failed = await self._restore_once()
-                if not failed:
-                    continue
-                log.warning(
-                    "not everything could be restored after the reconnect: trying again",
-                    failed=len(failed),
-                    why=str(failed[0]),
-                )
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(delay_ms / 1000):
-                        await self._reconnected.wait()
-                delay_ms = min(delay_ms * 2, RESTORE_MAX_MS)
-        finally:
-            self._restoring = None
-
-    async def _restore_once(self) -> list[UStatusError]:
-        """Why the rest could not be said; what was, or was refused for good, is no longer to be restored."""
-        topics, registrations = list(self._to_restore), list(self._to_register)
-        results = await asyncio.gather(
-            *(self._resubscribe(key) for key in topics),
-            *(self._reregister(key) for key in registrations),
-            return_exceptions=True,
-        )
-        failed: list[UStatusError] = []
-        for result in results:
-            if isinstance(result, UStatusError):
-                failed.append(result)
-            elif isinstance(result, BaseException):
-                raise result
-        return failed
-
-    async def _resubscribe(self, key: tuple[str, int, int, int]) -> None:
-        self._to_restore.discard(key)
-        known = self._subscribed.get(key)
-        if known is None or key in self._commands or key in self._in_flight:
-            return  # ended meanwhile, or a newer command is on its way
-        try:
-            await self._command(_Command(known.method, known.topic, known.options))
+            if method == wire.REGISTER:
+                await self._register(wire.REGISTER, wanted[key])
+            elif key is not None and not self._commands.is_busy(key):  # else a newer command is on its way
+                await self._command(_Command(SUBSCRIBE, wanted[key].topic, wanted[key].options))
         except UStatusError as error:
             if error.code in FINAL:
-                log.warning("the service refuses what it had granted", topic=uris.format(known.topic), why=str(error))
-                self._subscribed.pop(key, None)
-            elif key in self._subscribed:
-                self._to_restore.add(key)
-                raise
-
-    async def _reregister(self, key: tuple[str, int, int, int] | None) -> None:
-        self._to_register.discard(key)
-        if key not in self._registered:
-            return
-        try:
-            await self._register(wire.REGISTER, self._registered[key])
-        except UStatusError as error:
-            if error.code in FINAL:
-                log.warning("the service refuses a registration that it had granted", why=str(error))
-                self._registered.pop(key, None)
-            elif key in self._registered:
-                self._to_register.add(key)
-                raise
-
-
-class _Ear:
-    """Listens to the change topic of one version."""
-
-    def __init__(self, version: int, hear: Callable[[int, UMessage], None]) -> None:
-        self.version, self._hear = version, hear
-
-    def on_receive(self, message: UMessage) -> None:
-        self._hear(self.version, message)
+                log.warning("the service refuses what it had granted", what=method, topic=key, why=str(error))
+                wanted.pop(key, None)
+            elif key in wanted:
+                if not self._told_of_failure:
+                    self._told_of_failure = True
+                    log.warning("not everything could be restored after the reconnect: trying again", why=str(error))
+                return backoff.next_ms()
+        return None
 
 
 def _settle(command: _Command, error: UStatusError) -> None:

@@ -1,13 +1,12 @@
 """Who wants what, kept fresh: what a streamer asks before it forwards.
 
-uSubscription of A --fetch, notifications--> ServiceInterest ---+
-uSubscription in this process --hook-------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
-the file of the Rust streamer -------------> StaticFile --------+
+uSubscription of A --fetch, notifications-> ServiceInterest ---+
+uSubscription in this process --hook------> EmbeddedInterest --+--> Interest: wants(topic) -> {authority: Want}, version
+the file of the Rust streamer ------------> StaticFile --------+
 
 A subscription that is pending counts like one that stands: the streamer must be ready before the first message. A
 service that is away does not change what is known of it; `healthy` says so. Until a service has given its first
-complete answer, nobody knows who else wants a
-topic: it is undecided, and stays so for as long as that takes.
+complete answer, nobody knows who else wants a topic: it is undecided, and stays so for as long as that takes.
 """
 
 from __future__ import annotations
@@ -23,73 +22,32 @@ import structlog
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Entry, Key, Status, Subscription, to_uri
+from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.memory import InterestMemory
-from usubscription_client.table import SUBSCRIPTIONS_MAX, Key, Positions, TableSource, Want, merge, uri_of
-from usubscription_client.wire import Status, Subscription
+from usubscription_client.saved_interest import SavedInterest
+from usubscription_client.table import SUBSCRIPTIONS_MAX, InterestSource, Positions, Want, merge
 
 # between fetches when all is well: notifications do the work, this only mends what they lost
 REFRESH_MS: Final = 60_000
-RETRY_FIRST_MS: Final = 500  # after a failed fetch; doubles up to ...
+RETRY_FIRST_MS: Final = 500  # between two fetches at least; after a failed one twice as long, which doubles up to ...
 RETRY_MAX_MS: Final = 15_000  # ... so that a service that returns is noticed soon
+LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
 TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; each costs a registration there
 # of one authority, so that topics which it makes up keep out its own alone
 AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8
-LET_GO_LOOKS_MAX: Final = 64  # of the longest known topics, to find one that nobody wants
-ASKS_AT_ONCE: Final = 32  # calls in flight while a refresh asks again, topic by topic
+ASKS_AT_ONCE: Final = 32  # calls in flight to services that can't list
 # what the service has on disk itself is remembered a second time for its damage only
 EMBEDDED_SAVE_DELAY_S: Final = 60.0
-CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
 
 log = structlog.get_logger()
 
 
-class InterestSource(Protocol):
-    """One place that knows subscriptions."""
-
-    name: str
-    scope: str  # the authority whose clients and topics it knows; the wildcard: all
-    also: Collection[str]  # other authorities, or families of them, whose topics it knows
-    positions: Callable[[], Positions]  # where the logs are in which subscriptions count; set by the union
-
-    @property
-    def healthy(self) -> bool:
-        """False while what is known may be stale."""
-        ...
-
-    @property
-    def can_list(self) -> bool:
-        """False: this source knows only the topics it was asked about (see `ask`)."""
-        ...
-
-    async def start(self) -> None:
-        """Learn what there is. Returns when that has succeeded or failed once; a failure is retried, not raised."""
-
-    async def stop(self) -> None: ...
-
-    async def refresh(self) -> None:
-        """Fetch again now."""
-
-    async def ask(self, topic: UUri) -> None:
-        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
-        UStatusError."""
-
-    def decided(self, topic: UUri) -> bool:
-        """False until the first complete answer after a start, or, of a source that can't list, the first one about
-        `topic`."""
-        ...
-
-    def wants(self, topic: UUri) -> Mapping[str, Want]: ...
-    def names(self, topic: UUri) -> bool: ...
-    def topics(self) -> Collection[UUri]: ...
-    def on_change(self, callback: Callable[[], None]) -> None: ...
-
-
-class ServiceInterest(TableSource):
+class ServiceInterest(InterestSource):
     """What the uSubscription service of `authority` knows, asked over `transport`."""
 
     def __init__(
@@ -102,13 +60,13 @@ class ServiceInterest(TableSource):
         refresh_ms: int = REFRESH_MS,
         retry_first_ms: int = RETRY_FIRST_MS,
         call_ms: int | None = None,
-        memory: Path | None = None,
+        saved: Path | None = None,
         random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
         lives_there: Callable[[str], bool] = lambda authority: True,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
     ) -> None:
-        """`memory` is a file that keeps what is known over a restart, for when the service is away then.
+        """`saved` is a file that keeps what is known over a restart, for when the service is away then.
 
         `lives_there(authority)`: it is one of the service's own network. Of subscriptions to others' topics by others'
         clients, it has nothing to say.
@@ -116,11 +74,11 @@ class ServiceInterest(TableSource):
         super().__init__(authority, subscriptions_max=subscriptions_max)
         self._lives_there = lives_there
         self.ignored = 0  # subscriptions of which it has nothing to say
-        self._memory = InterestMemory(memory, self._table.subscriptions, runtime.disk) if memory is not None else None
+        self._saved = SavedInterest(saved, self._table.subscriptions, runtime.disk) if saved is not None else None
         settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
         settings["listed_max"] = subscriptions_max
         self._client = USubscriptionClient(transport, local, authority, version, **settings)
-        self._client.on_change(self._hear)
+        self._client.on_change(self._on_change)
         self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random or runtime.rng.random
         self.healthy = False
         self._started = False
@@ -128,9 +86,8 @@ class ServiceInterest(TableSource):
         self._asked_count = 0
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
-        self._during_fetch: list[Subscription] | None = None
         self._fetching = asyncio.Lock()
-        self._kick = asyncio.Event()
+        self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         transport.on_connection(self._connection_changed)
 
@@ -142,8 +99,8 @@ class ServiceInterest(TableSource):
         if self._started:
             return
         self._started = True
-        if self._memory is not None:
-            self._recall(self._memory)
+        if self._saved is not None:
+            self._recall(self._saved)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._run(first))
         await first
@@ -155,17 +112,17 @@ class ServiceInterest(TableSource):
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
         await self._client.close()
-        if self._memory is not None:
-            await self._memory.close()
+        if self._saved is not None:
+            await self._saved.close()
 
-    def _recall(self, memory: InterestMemory) -> None:
+    def _recall(self, saved: SavedInterest) -> None:
         """Serve what was known before the restart, until the service is heard."""
-        known = memory.load()
+        known = saved.load()
         if self._table.replace(known):
             self._table.changed()
         for subscription in known:
             self._note_asked(subscription.topic)
-        self._table.on_change(memory.changed)
+        self._table.on_change(saved.changed)
 
     async def refresh(self) -> None:
         await self._try()
@@ -187,7 +144,7 @@ class ServiceInterest(TableSource):
                 return
         self._note_asked(topic)
         if not await self._ask(topic):
-            self._kick.set()
+            self._news.set()
         if freed is not None:
             with contextlib.suppress(UStatusError):  # it may go on telling us
                 await self._client.unregister_for_notifications(freed)
@@ -215,20 +172,21 @@ class ServiceInterest(TableSource):
         return self.complete if self.can_list else uris.key(topic) in self._answered
 
     async def _run(self, first: asyncio.Future[None]) -> None:
-        delay_ms = self._retry_first_ms
+        backoff = Backoff(2 * self._retry_first_ms, RETRY_MAX_MS)
         loop = asyncio.get_running_loop()
         while True:
-            self._kick.clear()
+            self._news.clear()
             # whatever we are told: a notification costs its sender nothing
             earliest = loop.time() + self._retry_first_ms / 1000
             ok = await self._try()
             if not first.done():
                 first.set_result(None)
-            delay_ms = self._retry_first_ms if ok else min(delay_ms * 2, RETRY_MAX_MS)
-            wait_ms = (self._refresh_ms if ok else delay_ms) * (0.75 + self._random() / 2)
+            if ok:
+                backoff.reset()
+            wait_ms = (self._refresh_ms if ok else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
-                    await self._kick.wait()
+                    await self._news.wait()
             await asyncio.sleep(max(earliest - loop.time(), 0))
 
     async def _try(self) -> bool:
@@ -252,26 +210,18 @@ class ServiceInterest(TableSource):
             return self.healthy
 
     async def _fetch(self) -> None:
-        """Register first, then fetch; what changes meanwhile is applied on top, so that nothing falls between."""
+        """Register first, then fetch."""
         could_list = self.can_list
         if await self._client.find_version() == 3:
             if could_list:
                 self._table.changed()  # who waits for this service has to ask it by topic
             await self._ask_all_again()
             return
-        self._during_fetch = []
-        try:
-            await self._client.register_for_notifications()
-            subscriptions = await self._client.fetch_subscriptions()
-            meanwhile = self._during_fetch
-        finally:
-            self._during_fetch = None
-        changed = self._table.replace(filter(self._may_say, subscriptions))
-        for change in meanwhile:
-            changed = self._table.put(change) or changed
-        if changed or not self.complete:
-            self.complete = True
-            self._table.changed()
+        await self._take_all(self._fetch_all)
+
+    async def _fetch_all(self) -> Iterable[Subscription]:
+        await self._client.register_for_notifications()
+        return filter(self._may_say, await self._client.fetch_subscriptions())
 
     def _may_say(self, told: Subscription) -> bool:
         topic, subscriber = told.topic, told.subscriber
@@ -318,20 +268,16 @@ class ServiceInterest(TableSource):
             self._table.changed()
         return True
 
-    def _hear(self, change: Subscription) -> None:
+    def _on_change(self, change: Subscription) -> None:
         if not change.topic.resource_id:
-            self._kick.set()  # it was reset, and with it our registration
+            self._news.set()  # it was reset, and with it our registration
             return
-        if not self._may_say(change):
-            return
-        if self._during_fetch is not None and len(self._during_fetch) < CHANGES_KEPT_MAX:
-            self._during_fetch.append(change)
-        if self._table.put(change):
-            self._table.changed()
+        if self._may_say(change):
+            self._take([change])
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:
-            self._kick.set()
+            self._news.set()
         elif self._started:
             self.healthy = False
 
@@ -344,29 +290,26 @@ class EmbeddedService(Protocol):
     @property
     def also(self) -> Collection[str]: ...
 
-    async def subscriptions(self) -> Sequence[Any]:
-        """Rows with topic, subscriber (keys), status, expires_ms, sample_period_ms."""
-        ...
+    async def subscriptions(self) -> Sequence[Entry]: ...
 
-    def on_change(self, hook: Callable[[Sequence[Any]], Awaitable[None] | None]) -> None:
-        """Calls `hook` with rows after the commit and before the answers leave."""
+    def on_change(self, hook: Callable[[Sequence[Entry]], Awaitable[None] | None]) -> None:
+        """Calls `hook` after the commit and before the answers leave."""
 
 
-class EmbeddedInterest(TableSource):
+class EmbeddedInterest(InterestSource):
     """Straight from the service in this process: fresh before a subscriber has its answer.
 
-    `memory` is a file that keeps who wants what over a restart, for when the service's own file can't be read then.
+    `saved` is a file that keeps who wants what over a restart, for when the service's own file can't be read then.
     """
 
-    def __init__(self, service: EmbeddedService, memory: Path | None = None, runtime: Runtime = REAL) -> None:
+    def __init__(self, service: EmbeddedService, saved: Path | None = None, runtime: Runtime = REAL) -> None:
         super().__init__(service.authority)
         self._service, self.also = service, service.also
-        self._memory = (
-            InterestMemory(memory, self._table.one_of_each_authority, runtime.disk, delay_s=EMBEDDED_SAVE_DELAY_S)
-            if memory is not None
+        self._saved = (
+            SavedInterest(saved, self._table.one_of_each_authority, runtime.disk, delay_s=EMBEDDED_SAVE_DELAY_S)
+            if saved is not None
             else None
         )
-        self._loading: list[Subscription] | None = None
         self.healthy = False
         service.on_change(self._changed)
 
@@ -376,50 +319,35 @@ class EmbeddedInterest(TableSource):
 
     async def stop(self) -> None:
         """The service has its own owner."""
-        if self._memory is not None:
-            await self._memory.close()
+        if self._saved is not None:
+            await self._saved.close()
 
     async def refresh(self) -> None:
         """Read everything. Where the service can't read its file, what was known before serves."""
         try:
-            await self._read()
+            await self._take_all(self._read)
         except UStatusError as error:
             log.error(
                 "the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error)
             )
             self.healthy = False
-            if not self.complete and self._memory is not None and self._table.replace(self._memory.load()):
+            if not self.complete and self._saved is not None and self._table.replace(self._saved.load()):
                 self._table.changed()
 
-    async def _read(self) -> None:
-        self._loading = []
-        try:
-            rows = await self._service.subscriptions()
-            changed = self._table.replace(map(_subscription, rows))
-            for change in self._loading:
-                changed = self._table.put(change) or changed
-        finally:
-            self._loading = None
+    async def _read(self) -> Iterable[Subscription]:
+        entries = await self._service.subscriptions()
         self.healthy = True
-        if changed or not self.complete:
-            if self._memory is not None and not self.complete:
-                self._table.on_change(self._memory.changed)
-            self.complete = True
-            self._table.changed()
+        if self._saved is not None and not self.complete:
+            self._table.on_change(self._saved.changed)
+        return map(_subscription, entries)
 
-    def _changed(self, changes: Sequence[Any]) -> None:
-        fresh = [_subscription(change) for change in changes if change.topic[3]]
-        if self._loading is not None:
-            self._loading.extend(fresh)
-        changed = [self._table.put(change) for change in fresh]
-        if any(changed):
-            self._table.changed()
+    def _changed(self, changes: Sequence[Entry]) -> None:
+        self._take(_subscription(change) for change in changes if change.topic[3])
 
 
-def _subscription(row: Any) -> Subscription:
-    return Subscription(
-        uri_of(row.topic), uri_of(row.subscriber), Status(row.status), row.expires_ms, row.sample_period_ms
-    )
+def _subscription(entry: Entry) -> Subscription:
+    topic, subscriber = to_uri(entry.topic), to_uri(entry.subscriber)
+    return Subscription(topic, subscriber, entry.status, entry.expires_ms, entry.sample_period_ms)
 
 
 class Interest:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client.table import TableSource
-from usubscription_client.wire import Status, Subscription
+from usubscription_client.table import InterestSource
 
 FILE_BYTES_MAX: Final = 256 * 1024 * 1024  # a million subscriptions; more is no file that somebody wrote
 
 
-class StaticFile(TableSource):
+class StaticFile(InterestSource):
     """The interest that `path` lists. Read at start and at every refresh."""
 
     def __init__(self, path: str | Path) -> None:
@@ -29,24 +29,19 @@ class StaticFile(TableSource):
 
     async def start(self) -> None:
         """Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with the entry that can't be read."""
-        await self._load()
-
-    async def stop(self) -> None:
-        """Nothing to stop."""
+        await self._take_all(self._load)
 
     async def refresh(self) -> None:
         """Read it again. A file that went bad leaves what is known, and `healthy` False."""
         try:
-            await self._load()
+            await self._take_all(self._load)
         except UStatusError:
             self.healthy = False
 
-    async def _load(self) -> None:
+    async def _load(self) -> list[Subscription]:
         subscriptions = await asyncio.to_thread(read, self._path)
         self.healthy = True
-        if self._table.replace(subscriptions) or not self.complete:
-            self.complete = True
-            self._table.changed()
+        return subscriptions
 
 
 def read(path: Path) -> list[Subscription]:

@@ -6,20 +6,20 @@ put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Key, Status, Subscription, to_uri
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.wire import Status, Subscription
 
-Key = tuple[str, int, int, int]
 Positions = tuple[int, ...]
 """Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
 
 FROM_THE_CURSOR: Final[Positions] = ()
+CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # as many as our own service stores
 
 
@@ -37,10 +37,6 @@ class Want:
 class _Subscriber(NamedTuple):
     period_ms: int | None
     since: Positions
-
-
-def uri_of(key: Key) -> UUri:
-    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
 NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
@@ -96,7 +92,7 @@ class InterestTable:
         for entries in (self._topics, self._patterns):
             for entry in entries.values():
                 for key, subscriber in entry.subscribers.items():
-                    yield Subscription(entry.uri, uri_of(key), Status.SUBSCRIBED, None, subscriber.period_ms)
+                    yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, subscriber.period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
         """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
@@ -109,7 +105,7 @@ class InterestTable:
                     named.setdefault(key[0], key)
                 for authority, key in named.items():
                     yield Subscription(
-                        entry.uri, uri_of(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
+                        entry.uri, to_uri(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
                     )
 
     def put(self, subscription: Subscription) -> bool:
@@ -241,8 +237,8 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
     return merged
 
 
-class TableSource:
-    """What the sources have in common.
+class InterestSource:
+    """One place that knows subscriptions: a service, or a file.
 
     `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where
     the logs are in which subscriptions count. A subscription that the first answer after a start names may be as old as
@@ -250,20 +246,31 @@ class TableSource:
     then.
     """
 
-    can_list = True
-    healthy = True
+    can_list = True  # False: it knows only the topics that it was asked about
+    healthy = True  # False while what is known may be stale
     complete = False  # True from the first complete answer after a start
 
     def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
         self.name, self.scope = name, scope if scope is not None else name
-        self.also: Collection[str] = ()
+        self.also: Collection[str] = ()  # other authorities, or families of them, whose topics it knows
         self.positions: Callable[[], Positions] = tuple
+        self._meanwhile: list[Subscription] | None = None  # what changes while all of it is fetched
         self._table = InterestTable(
             lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max
         )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"
+
+    async def start(self) -> None:
+        """Learn what there is. Returns when that has succeeded or failed once; a service's failure is retried, not
+        raised."""
+
+    async def stop(self) -> None:
+        """Nothing to stop, unless a source has something."""
+
+    async def refresh(self) -> None:
+        """Fetch again now."""
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         return self._table.wants(topic)
@@ -278,8 +285,35 @@ class TableSource:
         self._table.on_change(callback)
 
     def decided(self, topic: UUri) -> bool:
-        """True as soon as this source has told all that it knows ..."""
+        """False until the first complete answer after a start, or, of a source that can't list, the first one about
+        `topic`."""
         return self.complete
 
     async def ask(self, topic: UUri) -> None:
-        """... which it does by itself."""
+        """Find out about `topic` and follow it from here on; nothing to do where the source can list. Never raises
+        UStatusError."""
+
+    async def _take_all(self, fetch: Callable[[], Awaitable[Iterable[Subscription]]]) -> None:
+        """These are all there are, and what changes meanwhile counts on top, so that nothing falls between."""
+        try:
+            meanwhile: list[Subscription] | None = None
+            while meanwhile is None or len(meanwhile) >= CHANGES_KEPT_MAX:
+                self._meanwhile = meanwhile = []
+                subscriptions = await fetch()
+        finally:
+            self._meanwhile = None
+        changed = self._table.replace(subscriptions)
+        for change in meanwhile:
+            changed = self._table.put(change) or changed
+        if changed or not self.complete:
+            self.complete = True
+            self._table.changed()
+
+    def _take(self, changes: Iterable[Subscription]) -> None:
+        changed = False
+        for change in changes:
+            if self._meanwhile is not None and len(self._meanwhile) < CHANGES_KEPT_MAX:
+                self._meanwhile.append(change)
+            changed = self._table.put(change) or changed
+        if changed:
+            self._table.changed()

@@ -40,8 +40,8 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client import Status
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.wire import Status
 
 CLOUD: Final = "cloud"
 CLOUD_APP: Final = 0x9001

@@ -29,8 +29,8 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from usubscription_client import Status
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.wire import Status
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "vehicle-cloud"
 WAIT_S = 60

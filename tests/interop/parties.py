@@ -22,6 +22,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient, InMemoryRpcServer
+from uprotocol.core.usubscription import wire
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -30,9 +31,8 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uuid_pb2 import UUID
-from usubscription_client import wire
+from usubscription_client import Subscription
 from usubscription_client.client import USubscriptionClient
-from usubscription_client.wire import Subscription
 
 WAIT_S: Final = 30.0  # a cell that waits longer for one thing has failed; long, since the machine may be busy
 STOP_S: Final = 5.0

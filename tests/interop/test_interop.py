@@ -37,7 +37,7 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.message import UMessageBuilder
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription_client.wire import Status
+from usubscription_client import Status
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.broker, pytest.mark.timeout(300)]
 

@@ -308,8 +308,8 @@ async def test_a_store_that_cant_be_opened_leaves_the_last_known_interest(
 
 
 async def test_interest_is_remembered_once_for_each_authority(tmp_path: Path) -> None:
+    from usubscription_client import Status, Subscription
     from usubscription_client.table import InterestTable
-    from usubscription_client.wire import Status, Subscription
 
     table = InterestTable()
     for entity, period in ((1, 100), (2, 50), (3, None)):

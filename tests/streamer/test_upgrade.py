@@ -17,7 +17,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Reset
 from usubscription.reader import Reader
 from usubscription.state import Subscribe
-from usubscription_client.memory import InterestMemory
+from usubscription_client.saved_interest import SavedInterest
 
 OldData = Callable[[str], Path]
 NAMES = pytest.mark.parametrize("name", ["stopped", "killed"])
@@ -103,7 +103,7 @@ def test_dead_letters(old_data: OldData, old_content: Any, name: str) -> None:
 
 @NAMES
 def test_the_remembered_interest(old_data: OldData, old_content: Any, name: str) -> None:
-    known = InterestMemory(old_data(name) / "interest-cloud.json", list).load()
+    known = SavedInterest(old_data(name) / "interest-cloud.json", list).load()
     found = [[uris.format(one.topic), uris.format(one.subscriber), one.sample_period_ms] for one in known]
     assert [
         [topic.removeprefix("up:"), subscriber.removeprefix("up:"), period] for topic, subscriber, period in found

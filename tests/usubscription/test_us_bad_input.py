@@ -16,6 +16,7 @@ from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.message import PROTOBUF, UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -24,7 +25,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import CODECS
 from usubscription.service import USubscriptionService
 
 GOOD = uris.parse("//dev1/20/1/8001")
@@ -141,7 +141,8 @@ RESPONSES = {
 @spec("local~error-response-message")
 @spec("dsn~service-error-model-error-response~1")
 @pytest.mark.parametrize(
-    ("major", "method"), [(major, method) for major, codec in CODECS.items() for method in codec.methods.values()]
+    ("major", "method"),
+    [(major, method.resource) for major, codec in CODECS.items() for method in codec.methods.values()],
 )
 async def test_a_failure_is_told_by_commstatus_and_ustatus_and_never_in_a_response_message(
     world: Any, raw: Any, major: int, method: int
@@ -215,7 +216,9 @@ async def test_v4_filters_only_have_to_be_uris(world: Any, raw: Any, field: str,
     await nothing_happened(world, raw)
 
 
-OPERATIONS = [(major, name, method) for major, codec in CODECS.items() for name, method in codec.methods.items()]
+OPERATIONS = [
+    (major, name, method.resource) for major, codec in CODECS.items() for name, method in codec.methods.items()
+]
 # whose message may be empty
 OPTIONAL = {(4, "register"), (4, "unregister"), (4, "fetch_subscriptions"), (3, "reset"), (4, "reset")}
 GARBAGE = random.Random(7).randbytes(64 * 1024)
@@ -340,12 +343,12 @@ def test_raw_bytes_never_do_more_than_an_error(operation: tuple[int, str, int], 
     ).build_from_upayload(UPayload(data, format))
     assert uuids.is_v7(message.attributes.id)
     read = {
-        "subscribe": codec.subscribe,
-        "unsubscribe": codec.unsubscribe,
-        "fetch_subscriptions": codec.fetch,
-        "register": codec.registration,
-        "unregister": codec.registration,
-        "fetch_subscribers": CODECS[3].fetch_subscribers,
+        "subscribe": codec.read_subscribe,
+        "unsubscribe": codec.read_unsubscribe,
+        "fetch_subscriptions": codec.read_fetch,
+        "register": codec.read_registration,
+        "unregister": codec.read_registration,
+        "fetch_subscribers": CODECS[3].read_fetch_subscribers,
     }
     try:
         if name == "reset":

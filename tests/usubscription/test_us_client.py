@@ -134,8 +134,8 @@ async def test_subscriptions_are_restored_after_a_reconnect(world: Any) -> None:
     service = await world.service()
     heard: asyncio.Queue[Subscription] = asyncio.Queue()
     client.on_change(heard.put_nowait)
-    client._transport.disconnect()
-    client._transport.reconnect()
+    client.transport.disconnect()
+    client.transport.reconnect()
     restored = await asyncio.wait_for(heard.get(), 20)
     assert (restored.topic, restored.sample_period_ms) == (TOPIC, 5)
     assert len(await service.subscriptions()) == 1
@@ -165,7 +165,7 @@ async def test_a_failed_subscribe_leaves_no_listener(world: Any) -> None:
     with pytest.raises(UStatusError):
         await client.subscribe(uris.parse("//dev1/20/1/1"), listener)
     with pytest.raises(UStatusError):
-        await client._transport.unregister_listener(uris.parse("//dev1/20/1/1"), listener)
+        await client.transport.unregister_listener(uris.parse("//dev1/20/1/1"), listener)
 
 
 async def test_since_needs_a_history_and_uses_it(world: Any) -> None:

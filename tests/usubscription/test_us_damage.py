@@ -15,9 +15,9 @@ from structlog.testing import capture_logs
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import CODECS
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription.codec import CODECS
 from usubscription.database import Database
 from usubscription.state import Subscribe
 
@@ -44,7 +44,7 @@ async def all_unavailable(world: Any, service: Any) -> None:
         asked = requests(major)
         for name, method in codec.methods.items():
             with pytest.raises(UStatusError) as error:
-                await caller.call(major, method, asked.get(name))
+                await caller.call(major, method.resource, asked.get(name))
             assert error.value.code == UCode.UNAVAILABLE, (major, name)
             assert error.value.message == service.trouble
     with pytest.raises(UStatusError) as error:
@@ -161,9 +161,9 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     service = await world.service()
     raw = await world.raw()
     await raw.call(4, 1, v4.SubscribeRequest(topic=FAR))  # so that a remote command is under way, too
-    writer = service._store.database._db
+    writer = service.store.database._db
     writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    for db in (writer, *(reader._db for reader in service._store._reading.values())):
+    for db in (writer, *(reader._db for reader in service.store._reading.values())):
         db.execute("PRAGMA cache_size=0")
     overwrite(path)
     with capture_logs() as lines:
@@ -188,7 +188,7 @@ async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(
 ) -> None:
     service = await world.service()
     raw = await world.raw()
-    db = service._store.database._db
+    db = service.store.database._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     db.execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to be full
     assert await subscribe_until_refused(raw) == UCode.RESOURCE_EXHAUSTED

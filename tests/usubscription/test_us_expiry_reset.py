@@ -11,11 +11,11 @@ import pytest
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import EXPIRY_MS_MAX, EXPIRY_MS_MIN, timestamp
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription import service as service_module
-from usubscription.codec import EXPIRY_MS_MAX, EXPIRY_MS_MIN, timestamp
 from usubscription.state import Status, is_past
 
 TOPIC = uris.parse("//dev1/20/1/8001")

@@ -18,9 +18,9 @@ from uprotocol.status import FINAL
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription import outbox, telling
+from usubscription import notifier, telling
 from usubscription.database import Database, Hold
-from usubscription.outbox import ANSWER_WAIT_MS_MAX, AnswersFirst
+from usubscription.requests import ANSWER_WAIT_MS_MAX, ResponseTracker
 from usubscription.state import Change, Key, Status
 
 WAIT_S = 20
@@ -109,7 +109,7 @@ async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_i
     for authority, heard in watchers.items():
         if authority != stuck:
             assert numbers(await heard.count(40)) == list(range(40))
-    await until(lambda: service._pump.idle and service._pump.sent >= 40)
+    await until(lambda: service.notifier.idle and service.notifier.sent >= 40)
     if stuck == "publishes at home":
         assert raw.published[4].heard == []
     else:
@@ -117,7 +117,7 @@ async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_i
     away = False
     late = raw.published[4] if stuck == "publishes at home" else watchers[stuck]
     assert numbers(await late.count(40)) == list(range(40))
-    await until(lambda: not service._pump._troubles._known)
+    await until(lambda: not service.notifier.troubles)
     assert await service.read(lambda reader: reader.destinations_held()) == []
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(40)))
     assert numbers(await late.count(41))[-1] == 40
@@ -145,7 +145,7 @@ async def test_what_a_destination_has_not_had_outlives_a_restart_and_comes_first
     heard = numbers(await watchers["dev2"].until(lambda messages: 20 in numbers(messages)))
     assert list(dict.fromkeys(heard)) == list(range(21)), "in order; twice, perhaps"
     assert heard == sorted(heard) or heard[-1] == 20
-    await until(lambda: not service._pump._troubles._known)
+    await until(lambda: not service.notifier.troubles)
 
 
 async def test_a_change_that_a_destination_refuses_for_ever_is_given_up_and_counted(
@@ -173,7 +173,7 @@ async def test_a_no_for_good_is_counted_and_nothing_waits_for_it(world: Any) -> 
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(0)))
     await watchers["dev1"].count(1)
     await until(lambda: service.dropped["PERMISSION_DENIED"] == 1)
-    assert not service._pump._troubles._known
+    assert not service.notifier.troubles
 
 
 async def test_a_try_again_is_the_same_message(world: Any) -> None:
@@ -213,7 +213,7 @@ async def test_with_random_troubles_every_destination_gets_everything_in_order(
     for heard in watchers.values():
         got = numbers(await heard.until(lambda messages: 59 in numbers(messages)))
         assert list(dict.fromkeys(got)) == list(range(60))
-    await until(lambda: not service._pump._troubles._known)
+    await until(lambda: not service.notifier.troubles)
 
 
 def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first(tmp_path: Any) -> None:
@@ -236,13 +236,6 @@ def test_what_is_held_is_bounded_and_the_destination_that_holds_most_loses_first
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Sink:
-    capabilities = 0
-
-    async def send_batch(self, messages: Any) -> list[UStatus]:
-        return [UStatus() for _ in messages]
-
-
 def response(number: int) -> UMessage:
     message = UMessage()
     message.attributes.reqid.msb, message.attributes.reqid.lsb = 1, number
@@ -251,26 +244,24 @@ def response(number: int) -> UMessage:
 
 async def test_no_burst_is_so_large_that_answers_are_forgotten() -> None:
     """Each batch behind 20,000 answers used to wait out a second."""
-    inner: Any = Sink()
-    answers = AnswersFirst(inner)
+    answers = ResponseTracker()
     tags = [(1, number) for number in range(60_000)]
     for tag in tags:
         answers.expect(tag)
-    await answers.send_batch([response(number) for _, number in tags])
+    answers.sent([response(number) for _, number in tags])
     async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000 / 2):
         await answers.left(set(tags[:16]))
         await answers.left(set(tags[-16:]))
-    assert answers._expected == {}
+    assert not len(answers)
 
 
 async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() -> None:
-    inner: Any = Sink()
-    answers = AnswersFirst(inner)
+    answers = ResponseTracker()
     answers.expect((1, 1))
     waiting = asyncio.ensure_future(answers.left({(1, 1), (1, 99)}))  # the other one was never expected
     await asyncio.sleep(0)
     assert not waiting.done()
-    await answers.send_batch([response(1)])
+    answers.sent([response(1)])
     async with asyncio.timeout(ANSWER_WAIT_MS_MAX / 1000 / 2):
         await waiting
     loop = asyncio.get_running_loop()
@@ -283,7 +274,7 @@ async def test_a_change_waits_for_its_answer_and_not_for_one_that_never_comes() 
 
 
 async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "GATHER_MS", 0)
+    monkeypatch.setattr(notifier, "GATHER_MS", 0)
     await world.service()
     sieve = Sieve(world.transports["dev1"])
     left: list[int] = []
@@ -300,20 +291,20 @@ async def test_the_answer_leaves_before_the_change_is_told(world: Any, monkeypat
 
 async def test_those_that_wait_for_a_change_are_woken_once_and_when_it_was_told(world: Any) -> None:
     """Not all of them at each batch: in a burst there are thousands."""
-    pump = (await world.service())._pump
-    base, told = pump.sent, list[int]()
+    tells = (await world.service()).notifier
+    base, told = tells.sent, list[int]()
 
     async def wait(number: int) -> None:
-        await pump.told(number)
+        await tells.notified(number)
         told.append(number - base)
 
     waiting = [asyncio.ensure_future(wait(base + number)) for number in (5, 1, 3, 3)]
     await asyncio.sleep(0)
     waiting[3].cancel()
     for upto, expected in ((2, [1]), (4, [1, 3]), (9, [1, 3, 5])):
-        pump._told_up_to(base + upto)
+        tells.notified_up_to(base + upto)
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert told == expected
-    assert pump._awaited == []
+    assert tells.awaited == []
     await asyncio.gather(*waiting, return_exceptions=True)

@@ -15,8 +15,8 @@ from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder
-from usubscription import audit, partners
-from usubscription.partners import Partners
+from usubscription import audit
+from usubscription.audit import Partners
 
 WAIT_S = 20
 TOPICS = {name: uris.uri(name, 0x20, 1, 0x8001) for name in "bc"}
@@ -53,7 +53,7 @@ async def no_copies(world: Any) -> bool:
 
 
 async def no_partners(world: Any) -> bool:
-    return not world.services["a"]._remote._partners.all()
+    return not world.services["a"].remote.partners.all()
 
 
 async def test_a_reset_ends_our_copies_at_every_other_service(world: Any) -> None:
@@ -63,7 +63,7 @@ async def test_a_reset_ends_our_copies_at_every_other_service(world: Any) -> Non
     await until(lambda: no_copies(world))
 
     async def forgotten() -> bool:
-        world.services["a"]._remote.auditor.now()
+        world.services["a"].remote.auditor.now()
         return await no_partners(world)
 
     await until(forgotten)
@@ -122,11 +122,11 @@ async def test_a_subscription_that_stands_is_not_touched_by_any_of_it(world: Any
     service, raw = await three(world)
     await subscribed(raw, 4, uris.uri("b", 0x20, 1, 0x8002))
     for _ in range(3):
-        service._remote.auditor.now()
+        service.remote.auditor.now()
         await asyncio.sleep(0.1)
     assert {row.status.name for row in await service.subscriptions()} == {"SUBSCRIBED"}
     assert len(await world.services["b"].subscriptions()) == 2
-    assert sorted(service._remote._partners.all()) == [("b", 3), ("b", 4), ("c", 4)]
+    assert sorted(service.remote.partners.all()) == [("b", 3), ("b", 4), ("c", 4)]
 
 
 async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
@@ -141,7 +141,7 @@ async def test_many_partners_are_asked_in_rounds_and_all_of_them_in_the_end(
     await world.service("a", audit_call_ms=50)
 
     async def asked() -> bool:
-        left = {authority for authority, _ in world.services["a"]._remote._partners.all()}
+        left = {authority for authority, _ in world.services["a"].remote.partners.all()}
         # those that don't answer are kept, the others have nothing of ours
         return left == {f"gone{number}" for number in range(20)}
 
@@ -165,7 +165,7 @@ async def test_what_is_remembered_is_on_disk_when_remember_returns(tmp_path: Pat
 
 
 async def test_the_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partners, "PARTNERS_MAX", 10)
+    monkeypatch.setattr(audit, "PARTNERS_MAX", 10)
     known = Partners(tmp_path / "p")
     for number in range(25):
         await known.remember((f"v{number}", 4))

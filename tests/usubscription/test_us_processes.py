@@ -162,7 +162,7 @@ async def the_last_one_wins(networks: Networks) -> None:
     for service in networks.services.values():
         await service.start()
     client, _ = await networks.client("a", 4)
-    async with USubscriptionClient(client._transport, LocalUriProvider("a", 0x10, 1), version=3) as old:
+    async with USubscriptionClient(client.transport, LocalUriProvider("a", 0x10, 1), version=3) as old:
         for one in (client, old):  # then each end knows the way to each method
             await one.subscribe(topic("a", 0))
             await one.unsubscribe(topic("a", 0))
@@ -183,7 +183,7 @@ async def the_last_one_wins(networks: Networks) -> None:
                     else v3.UnsubscribeRequest(topic=topic("a", start))
                 )
             requests.append(UMessageBuilder.request(source, uris.uri("a", 0, major, method), 60_000).pack(asked))
-        assert {status.code for status in await client._transport.send_batch(requests)} == {UCode.OK}
+        assert {status.code for status in await client.transport.send_batch(requests)} == {UCode.OK}
     async with asyncio.timeout(WAIT_S):
         while (found := len(await client.fetch_subscriptions())) < 20:  # noqa: ASYNC110 - what others do
             await asyncio.sleep(0.05)

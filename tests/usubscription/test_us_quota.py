@@ -20,7 +20,7 @@ from usubscription.database import DETAILS_BYTES_MAX, Database, Hold, Outcome, P
 from usubscription.quota import UNIT_BYTES, Quota
 from usubscription.state import Change, Expire, Key, Status, Subscribe, Unsubscribe
 from usubscription.store import WAITING_MAX
-from usubscription_client.wire import Subscription
+from usubscription_client import Subscription
 
 WHOLE = 64  # a caller has 16 of them, another authority 8, the own one 48
 
@@ -157,7 +157,7 @@ async def filled(world: Any, count: int = MANY, **options: Any) -> Any:
     topics: list[Key] = [("dev1", ENTITY + number // 30_000, 1, 0x8000 + number % 30_000) for number in range(count)]
     for start in range(0, count, 1_000):
         events = [Subscribe(key, subscriber, 4) for key in topics[start : start + 1_000]]
-        service._store.database.apply(events, 0)  # on this thread: nothing else is asked of the service yet
+        service.store.database.apply(events, 0)  # on this thread: nothing else is asked of the service yet
     return service
 
 
@@ -192,12 +192,12 @@ async def test_v3_subscribers_come_in_such_messages_too(world: Any) -> None:
         ("a-rather-long-name-of-a-vehicle-behind-a-gateway", number, 1, 0) for number in range(15_000)
     ]
     for start in range(0, len(subscribers), 1_000):
-        service._store.database.apply(
+        service.store.database.apply(
             [Subscribe(("dev1", ENTITY, 1, 0x8001), one, 3) for one in subscribers[start : start + 1_000]], 0
         )
     sizes = Sizes(world.transports["dev1"])
     client = await world.client(version=3)
-    service._store.index.load(service._store._reading["long"])
+    service.store.index.load(service.store._reading["long"])
     found = await client.fetch_subscribers(uris.uri("dev1", ENTITY, 1, 0x8001))
     assert {uris.key(one) for one in found} == set(subscribers)
     assert len(found) == len(subscribers)
@@ -225,7 +225,7 @@ async def test_pages_go_on_where_they_were_while_others_come_and_go(world: Any) 
         nonlocal calls
         calls += 1
         if calls == 2:
-            service._store.database.apply([Unsubscribe(("dev1", ENTITY, 1, 0x8000), ("dev1", 0x10, 1, 0), 4)], 0)
+            service.store.database.apply([Unsubscribe(("dev1", ENTITY, 1, 0x8000), ("dev1", 0x10, 1, 0), 4)], 0)
         payload: UPayload = await call(*args)
         return payload
 
@@ -249,16 +249,16 @@ async def test_a_listing_without_end_is_given_up(world: Any, version: int) -> No
 
 async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, before the store has answered any of them."""
-    monkeypatch.setattr("usubscription.entry.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
-    entry = service._entry
-    method = entry._methods[4, 1]
+    entry = service.entry
+    method = uris.uri("dev1", 0, 4, 1)
 
     def ask(authority: str, ue_id: int, count: int) -> None:
         source = uris.uri(authority, ue_id, 1, 0)
         for number in range(count):
             asked = v4.SubscribeRequest(topic=uris.uri("dev1", ENTITY, 1, 0x8000 + number))
-            entry.on_receive(UMessageBuilder.request(source, method.sink, 20_000).pack(asked))
+            entry.on_receive(UMessageBuilder.request(source, method, 20_000).pack(asked))
 
     ask("dev2", 0x10, 100)
     assert entry.refused["waiting"] == 100 - 8 // 2
@@ -268,21 +268,21 @@ async def test_one_that_fills_the_queue_leaves_room_for_others(world: Any, monke
     ask("dev2", 0x11, 4)
     assert entry.refused["waiting"] == 100 - 8 // 2, "its neighbour on that host finds room"
     assert entry.waiting.used == 32
-    await service._store.submit(Probe())  # behind all of them
+    await service.store.submit(Probe())  # behind all of them
     assert entry.waiting.used == 0
     assert not entry.waiting._callers
     assert len(await service.subscriptions()) == 32
 
 
 async def test_large_requests_take_the_room_of_many(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("usubscription.entry.WAITING_MAX", WHOLE)
+    monkeypatch.setattr("usubscription.requests.WAITING_MAX", WHOLE)
     service = await world.service()
-    entry = service._entry
-    method = entry._methods[3, 1]
+    entry = service.entry
+    method = uris.uri("dev1", 0, 3, 1)
     asked = v3.SubscriptionRequest(topic=uris.uri("dev1", ENTITY, 1, 0x8001))
     asked.attributes.details.add(value=b"x" * 3 * UNIT_BYTES)
     for _ in range(5):
-        entry.on_receive(UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), method.sink, 20_000).pack(asked))
+        entry.on_receive(UMessageBuilder.request(uris.uri("dev1", 0x10, 1, 0), method, 20_000).pack(asked))
     assert entry.refused["waiting"] == 1
 
 

@@ -15,6 +15,7 @@ from uprotocol.attributes import NOTIFICATION, REQUEST, RESPONSE
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import timestamp
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider
@@ -23,8 +24,7 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
-from usubscription.codec import timestamp
-from usubscription.lane import WINDOW_FIRST
+from usubscription.remote import WINDOW_FIRST
 from usubscription.state import Status
 
 A_TOPIC = uris.parse("//a/20/1/8001")
@@ -755,9 +755,9 @@ async def test_an_answer_that_is_older_than_the_last_notification_does_not_end_t
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
     await wait_for(lambda: _is(peer.asked > before))
     peer.has = []
-    first = service._remote.auditor._suspects.get(uris.key(B_TOPIC))
+    first = service.remote.auditor._suspects.get(uris.key(B_TOPIC))
     await peer.tell(4, B_TOPIC, Status.UNSUBSCRIBED)
-    await wait_for(lambda: _is(service._remote.auditor._suspects.get(uris.key(B_TOPIC)) != first))
+    await wait_for(lambda: _is(service.remote.auditor._suspects.get(uris.key(B_TOPIC)) != first))
     peer.lists.set()
     assert told(4, await raw.notified[4].count(3))[-1] is Status.UNSUBSCRIBED
 
@@ -767,7 +767,7 @@ async def _is(condition: bool) -> bool:
 
 
 async def _audited(service: Any) -> bool:
-    return service._remote.auditor.quiet
+    return service.remote.auditor.quiet
 
 
 async def test_responses_and_notifications_of_the_remote_leg_carry_valid_attributes(world: Any) -> None:

@@ -71,8 +71,7 @@ async def test_it_ends_the_commands_to_the_sender_and_goes_on_with_those_to_othe
     for topic in (FAR, THIRD):
         await subscribe(app, topic)
     assert await reset(peer) == UCode.OK
-    assert "dev3" in service._remote._lanes
-    assert "dev2" not in service._remote._lanes or not service._remote._lanes["dev2"]
+    assert (service.remote.commands_to("dev2"), service.remote.commands_to("dev3")) == (0, 1)
     links = await service.read(lambda reader: reader.links())
     assert [(topic[0], link.command) for topic, link in links] == [("dev3", Command.SUBSCRIBE)]
 
@@ -123,7 +122,7 @@ async def test_the_dispatcher_in_this_process_keeps_the_interest_of_others(world
     await subscribe(third, TOPIC, at="dev1")
     assert await reset(peer) == UCode.OK
     assert set(interest.wants(TOPIC)) == {"dev1", "dev3"}
-    found = service._store.index.subscribers(("dev1", 0x20, 1, 0x8001), 0, 0, 10)
+    found = service.store.index.subscribers(("dev1", 0x20, 1, 0x8001), 0, 0, 10)
     assert found is not None
     assert {key[0] for key in found[0]} == {"dev1", "dev3"}
 

@@ -11,6 +11,7 @@ from uprotocol import uri as uris
 from uprotocol.attributes import NOTIFICATION, PUBLISH
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.core.usubscription.wire import timestamp
 from uprotocol.message import PROTOBUF, UPayload
 from uprotocol.status import UStatusError
 from uprotocol.uuid import now_ms
@@ -18,7 +19,6 @@ from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription.codec import timestamp
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 OTHER = uris.parse("//dev1/20/1/8002")

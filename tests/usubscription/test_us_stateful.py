@@ -23,7 +23,6 @@ from usubscription.state import (
     RECORD_TRANSITIONS,
     Answered,
     Command,
-    DictRecords,
     Expire,
     Key,
     Link,
@@ -54,6 +53,11 @@ TOPIC, SUBSCRIBER, MAJOR = (
 )
 LIFETIME = st.none() | st.none() | st.integers(-5, 50)
 START_MS = 1_900_000_000_000
+
+
+class DictRecords(dict[Key, Record]):
+    def has_others(self, subscriber: Key) -> bool:
+        return any(key != subscriber for key in self)
 
 
 class Fault(Exception):

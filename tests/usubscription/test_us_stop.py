@@ -12,7 +12,7 @@ import pytest
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.transport import LocalUriProvider
-from usubscription_client.interest import ServiceInterest
+from usubscription_client import ServiceInterest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = (
@@ -45,19 +45,20 @@ async def test_a_cancellation_that_meets_the_news_ends_the_task(world: Any, part
                 service._expiry_news.set()
                 await service._halt()
             case "auditor":
-                service._remote.auditor._wake.set()
-                await service._remote.auditor.stop()
+                service.remote.auditor._wake.set()
+                await service.remote.auditor.stop()
             case "troubles":
-                service._pump._troubles._news.set()
-                await service._pump._troubles.stop()
+                service.notifier.troubles.begin("b")
+                service.notifier.troubles.retry_now()
+                await service.notifier.troubles.stop()
             case "pump":
-                service._pump._news.set()
-                await service._pump.stop()
+                service.notifier._news.set()
+                await service.notifier.stop()
             case "interest":
                 interest = ServiceInterest(await world.transport("a", 0x77), LocalUriProvider("a", 0x77, 1), "a")
                 await interest.start()
                 await settled()
-                interest._kick.set()
+                interest._news.set()
                 await interest.stop()
         await world.stop("a")
 

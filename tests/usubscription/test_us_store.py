@@ -297,7 +297,7 @@ async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any) -> None:
     service = await world.service()
     client = await world.client(version=4)
     topic = uris.parse("//dev1/20/1/8001")
-    database = service._store.database
+    database = service.store.database
     database._db.execute("PRAGMA query_only=ON")
     with pytest.raises(UStatusError) as error:
         await client.subscribe(topic)

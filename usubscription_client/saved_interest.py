@@ -15,15 +15,15 @@ import structlog
 
 from storage.disk import REAL_DISK, Disk
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError
-from usubscription_client.wire import Status, Subscription
 
 SAVE_DELAY_S: Final = 1.0  # changes come in bursts; what is lost with the power is asked again
 
 log = structlog.get_logger()
 
 
-class InterestMemory:
+class SavedInterest:
     """One file for one source. A file that can't be read or written is told and does no harm: the service is asked
     anyway."""
 

@@ -1,0 +1,190 @@
+"""What every client of a uSubscription does: commands in order, and hearing of changes.
+
+put(topic, command) -> known -> (a delay) -> ready -> a window of topics -> run(topic, command) -> done, or again later
+                         '-> replaced by a later command of its topic: the last one wins
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+import structlog
+
+from uprotocol.core.usubscription.wire import CODECS, Subscription
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.umessage_pb2 import UMessage
+
+K = TypeVar("K", bound=Hashable)
+C = TypeVar("C")
+
+log = structlog.get_logger()
+
+
+class CommandQueue(Generic[K, C]):
+    """One command of a topic is in flight, and the last one wins; topics don't wait for each other. Commands leave in
+    the order in which they were last given, at most `window` at once. A topic is whatever has its turn in order."""
+
+    def __init__(
+        self,
+        run: Callable[[K, C], Awaitable[int | None]],
+        window: int,
+        *,
+        idle: Callable[[], None] = lambda: None,
+        in_batches: bool = False,
+    ) -> None:
+        """`run(topic, command)` sees one command through: None when it is done, or after how many milliseconds it is to
+        run again, unless it was replaced meanwhile. `idle()` is called whenever nothing is left.
+        `in_batches`: the next ones leave when all before them are done, so that whoever gets them has many at once."""
+        self._run, self.window, self._idle, self._in_batches = run, window, idle, in_batches
+        self._known: dict[K, C] = {}
+        self._timers: dict[K, asyncio.TimerHandle] = {}
+        self._ready: dict[K, None] = {}  # due, and nothing of that topic is running
+        self._running: dict[K, asyncio.Task[None]] = {}
+        self._left: dict[K, C] = {}  # what is under way
+
+    def __repr__(self) -> str:
+        return f"CommandQueue(known={len(self)}, running={len(self._running)}, window={self.window})"
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, topic: K) -> bool:
+        return topic in self._known
+
+    def get(self, topic: K) -> C | None:
+        """The last command of `topic`."""
+        return self._known.get(topic)
+
+    def is_current(self, topic: K, command: C) -> bool:
+        """False once it was replaced."""
+        return self._known.get(topic) is command
+
+    def has_left(self, topic: K, command: C) -> bool:
+        """True while it is under way."""
+        return self._left.get(topic) is command
+
+    def is_busy(self, topic: K) -> bool:
+        """True while a command about `topic` waits or may be under way."""
+        return topic in self._known or topic in self._running
+
+    def all(self) -> list[C]:
+        return list(self._known.values())
+
+    def under_way(self) -> list[C]:
+        """Those that nothing has replaced."""
+        return [command for topic, command in self._left.items() if self.is_current(topic, command)]
+
+    def put(self, topic: K, command: C, delay_ms: int = 0) -> None:
+        """The last word on `topic`; it goes to the end."""
+        self._forget(topic)
+        self._known[topic] = command
+        self._at(topic, delay_ms)
+        if self._in_batches:  # with all that is put on this turn of the loop
+            asyncio.get_running_loop().call_soon(self._go_on)
+        else:
+            self._go_on()
+
+    def drop(self, topic: K) -> None:
+        self._forget(topic)
+        self._go_on()
+
+    def clear(self) -> None:
+        """No command is due any more; those that run go on."""
+        for topic in list(self._known):
+            self._forget(topic)
+
+    def hurry(self) -> None:
+        """What waits for its time need not."""
+        for topic in list(self._timers):
+            self._at(topic, 0)
+        self._go_on()
+
+    async def stop(self) -> list[C]:
+        """End what is under way; returns what had not left."""
+        rest = [command for topic, command in self._known.items() if not self.has_left(topic, command)]
+        self.clear()
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return rest
+
+    def _forget(self, topic: K) -> None:
+        self._known.pop(topic, None)
+        self._ready.pop(topic, None)
+        timer = self._timers.pop(topic, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _at(self, topic: K, delay_ms: int) -> None:
+        timer = self._timers.pop(topic, None)
+        if timer is not None:
+            timer.cancel()
+        if delay_ms:
+            self._timers[topic] = asyncio.get_running_loop().call_later(delay_ms / 1000, self._come_due, topic)
+        elif topic not in self._running:
+            self._ready[topic] = None
+
+    def _come_due(self, topic: K) -> None:
+        self._at(topic, 0)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        may_leave = not self._in_batches or not self._running
+        while may_leave and self._ready and len(self._running) < self.window:
+            topic = next(iter(self._ready))
+            del self._ready[topic]
+            self._running[topic] = task = asyncio.ensure_future(self._see_through(topic))
+            task.add_done_callback(lambda _, topic=topic: self._ended(topic))  # type: ignore[misc]
+        if not self._known and not self._running:
+            self._idle()
+
+    async def _see_through(self, topic: K) -> None:
+        command = self._known.get(topic)
+        if command is None or topic in self._timers:
+            return  # it was taken back, or replaced by one that is not due
+        self._left[topic] = command
+        again_ms = None
+        try:
+            again_ms = await self._run(topic, command)
+        except Exception:
+            log.exception("a command failed, and is given up", topic=topic)
+        finally:
+            del self._left[topic]
+        if self.is_current(topic, command):
+            if again_ms is None:
+                self._forget(topic)
+            else:
+                self._at(topic, again_ms)
+
+    def _ended(self, topic: K) -> None:
+        del self._running[topic]
+        if topic in self._known and topic not in self._timers:
+            self._ready[topic] = None
+        self._go_on()
+
+
+class ChangeListener:
+    """Listens to what services tell in one version."""
+
+    def __init__(
+        self, version: int, on_change: Callable[[int, str, Subscription], None], *, strict: bool = False
+    ) -> None:
+        """`on_change(version, the authority that tells, the change)`; `strict` as in Codec.read_change."""
+        self.version, self._on_change, self._strict = version, on_change, strict
+
+    def on_receive(self, message: UMessage) -> None:
+        source = message.attributes.source.authority_name
+        try:
+            change = CODECS[self.version].read_change(UPayload.of(message), strict=self._strict)
+        except UStatusError as error:
+            log.warning("a change notification can't be read", source=source, why=error.message)
+            return
+        self._on_change(self.version, source, change)
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        for message in messages:
+            self.on_receive(message)

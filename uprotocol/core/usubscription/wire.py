@@ -1,0 +1,610 @@
+"""core.usubscription on the wire: versions 3 and 4, both directions. Pure.
+
+client                                                               service
+subscribe(topic, ...) --> SubscribeRequest, SubscriptionRequest  --> read_subscribe(request) -> Subscribe
+read_status(payload) <--- SubscribeResponse, ...                <--- subscribed(topic, status)
+read_change(payload) <--- Subscription, Update                  <--- change(entry)
+
+Version 3 is read in all its published revisions (with and without subscriber, offset, before). The two differ in method
+numbers, status numbers and topic rules; whoever uses a codec sees neither.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from uprotocol import uri as uris
+from uprotocol.core.usubscription.paging_pb2 import PageAsked, PageGiven
+from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UPayload
+from uprotocol.status import UStatusError, invalid
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+R = TypeVar("R")
+
+ENTITY_TYPE: Final = 0x0000  # of core.usubscription
+CHANGE_RESOURCE: Final = 0x8000
+ENTRY_BYTES: Final = 5  # before each entry of a list: its tag and its size
+SEQ_MAX: Final = (1 << 63) - 1  # of SQLite's integers
+EXPIRY_MS_MIN: Final = -62_135_596_800_000  # 0001-01-01, the first Timestamp there is
+EXPIRY_MS_MAX: Final = 253_402_300_799_999  # the end of 9999, the last one
+
+SUBSCRIBE: Final = "subscribe"
+UNSUBSCRIBE: Final = "unsubscribe"
+FETCH_SUBSCRIPTIONS: Final = "fetch_subscriptions"
+FETCH_SUBSCRIBERS: Final = "fetch_subscribers"  # version 3 only
+REGISTER: Final = "register"
+UNREGISTER: Final = "unregister"
+RESET: Final = "reset"
+
+Key = tuple[str, int, int, int]
+"""A UUri as `uprotocol.uri.key` gives it."""
+
+
+class Status(enum.IntEnum):
+    """The numbers of version 3; version 4's are these plus one."""
+
+    UNSUBSCRIBED = 0
+    SUBSCRIBE_PENDING = 1
+    SUBSCRIBED = 2
+    UNSUBSCRIBE_PENDING = 3
+
+    @property
+    def wanting(self) -> bool:
+        """True while the subscriber wants the topic's messages: a pending one does, too."""
+        return self in (Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED)
+
+
+# -- what requests say
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Subscribe:
+    topic: Key
+    subscriber: Key
+    major: int
+    expires_ms: int | None = None  # Unix milliseconds; None: never
+    sample_period_ms: int | None = None
+    details: bytes = b""  # version 3's SubscribeAttributes.details, passed through
+    bare: bool = False  # the topic was passed without authority
+
+
+@dataclass(frozen=True, slots=True)
+class Unsubscribe:
+    topic: Key
+    subscriber: Key
+    major: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """What FetchSubscriptions asks for; the filters are patterns in version 4, and name one thing in version 3."""
+
+    topic: Key | None = None
+    subscriber: Key | None = None
+    offset: int = 0
+    after: int | None = None  # version 4, of who can take pages
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """How much of a listing one answer may hold, and whether its caller asks for the rest."""
+
+    entries_max: int
+    bytes_max: int
+    asked: bool = True
+
+
+# -- what answers and changes say
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+class Entry(Protocol):
+    """A subscription, or a change of one, as the service keeps it."""
+
+    @property
+    def topic(self) -> Key: ...
+    @property
+    def subscriber(self) -> Key: ...
+    @property
+    def status(self) -> Status: ...
+    @property
+    def expires_ms(self) -> int | None: ...
+    @property
+    def sample_period_ms(self) -> int | None: ...
+    @property
+    def details(self) -> bytes: ...
+
+
+class Subscription(NamedTuple):
+    """The same as others read it."""
+
+    topic: UUri
+    subscriber: UUri
+    status: Status
+    expires_ms: int | None = None  # Unix milliseconds; None: never
+    sample_period_ms: int | None = None  # None: every message
+
+
+class Method(NamedTuple):
+    """One method of one version: its resource, and the messages that go and come."""
+
+    resource: int
+    request: type[Any]
+    answer: type[Any]
+
+
+class Codec:
+    """What both versions have in common. Reading raises UStatusError(INVALID_ARGUMENT), if no other code is named."""
+
+    major: ClassVar[int]
+    methods: ClassVar[dict[str, Method]]
+    changes: ClassVar[type[Any]]
+    _service_mask: ClassVar[int]  # which part of a caller's entity id says that it is a uSubscription
+    _nests: ClassVar[bool]  # it has messages for the subscriber, the status and the options
+    _expiry: ClassVar[str]  # names of fields
+    _period: ClassVar[str]
+
+    # where the messages of a version keep something
+
+    def _options(self, message: Any) -> Any:
+        """The part with the expiry and the sample period."""
+        return message.attributes if self._nests else message
+
+    def _client(self, message: Any) -> Any:
+        return message.subscriber.uri if self._nests else message.subscriber
+
+    def _status(self, message: Any) -> int | None:
+        if self._nests:
+            return message.status.state if message.HasField("status") else None
+        return int(message.status) - 1
+
+    def _put_status(self, message: Any, status: Status) -> None:
+        if self._nests:
+            message.status.state = status
+        else:
+            message.status = status + 1
+
+    def _put_options(self, message: Any, expires_ms: int | None, sample_period_ms: int | None) -> None:
+        if expires_ms is not None:
+            getattr(self._options(message), self._expiry).CopyFrom(timestamp(expires_ms))
+        if sample_period_ms is not None:
+            setattr(self._options(message), self._period, sample_period_ms)
+
+    def _read_options(self, message: Any, read: Callable[[Timestamp], int]) -> tuple[int | None, int | None]:
+        options = self._options(message)
+        expires_ms = read(getattr(options, self._expiry)) if options.HasField(self._expiry) else None
+        return expires_ms, getattr(options, self._period) or None
+
+    # requests: a client writes, the service reads; `own` is what an address without authority means
+
+    def subscribe(
+        self,
+        topic: UUri,
+        expires_ms: int | None = None,
+        sample_period_ms: int | None = None,
+        subscriber: UUri | None = None,
+    ) -> Message:
+        """`subscriber`: named to services of version 3 that still read that field (C-11)."""
+        request: Message = self.methods[SUBSCRIBE].request(topic=topic, **self._naming(subscriber))
+        self._put_options(request, expires_ms, sample_period_ms)
+        return request
+
+    def unsubscribe(self, topic: UUri, subscriber: UUri | None = None) -> Message:
+        return self.methods[UNSUBSCRIBE].request(topic=topic, **self._naming(subscriber))  # type: ignore[no-any-return]
+
+    def reset(self) -> Message:
+        return self.methods[RESET].request()  # type: ignore[no-any-return]
+
+    def read_subscribe(self, request: UMessage, own: str) -> tuple[Subscribe, UUri]:
+        """What is asked, and the topic as it was passed, for the response."""
+        asked = self._read(request, SUBSCRIBE)
+        topic, subscriber = self._topic(asked, own), self._subscriber(request, asked, own)
+        expires_ms, period = self._read_options(asked, _read_time)
+        bare = not asked.topic.authority_name
+        return Subscribe(topic, subscriber, self.major, expires_ms, period, self._details(asked), bare), asked.topic
+
+    def read_unsubscribe(self, request: UMessage, own: str) -> Unsubscribe:
+        asked = self._read(request, UNSUBSCRIBE)
+        return Unsubscribe(self._topic(asked, own), self._subscriber(request, asked, own), self.major)
+
+    def check_reset(self, request: UMessage) -> None:
+        """req~usubscription-reset-only-usubscription~1. Raises PERMISSION_DENIED."""
+        self._read(request, RESET)
+        if request.attributes.source.ue_id & self._service_mask != ENTITY_TYPE:
+            source = uris.format(request.attributes.source)
+            what = f"only another uSubscription service (entity 0) may reset this one, not {source}"
+            raise UStatusError(UCode.PERMISSION_DENIED, what)
+
+    def _read(self, request: UMessage, method: str) -> Any:
+        type = self.methods[method].request
+        if not request.HasField("payload") and type not in _MAY_BE_EMPTY:
+            raise invalid(f"expected a {type.DESCRIPTOR.full_name} as payload, got no payload")
+        return UPayload.of(request).unpack(type)
+
+    def _naming(self, subscriber: UUri | None) -> dict[str, Any]:
+        return {}
+
+    def _topic(self, asked: Any, own: str) -> Key:
+        raise NotImplementedError
+
+    def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
+        return caller_of(request, own)
+
+    def _details(self, asked: Any) -> bytes:
+        return b""
+
+    # answers and changes: the service writes, a client reads
+
+    def subscribed(self, topic: UUri, status: Status) -> Message:
+        response: Message = self.methods[SUBSCRIBE].answer(topic=topic)
+        self._put_status(response, status)
+        return response
+
+    def done(self, method: str) -> Message:
+        """The answer that says nothing else."""
+        return self.methods[method].answer()  # type: ignore[no-any-return]
+
+    def fetched(self, rows: Iterable[tuple[int, Entry]], page: Page) -> Message:
+        """Raises RESOURCE_EXHAUSTED in version 4 for what needs a page, where the caller knows none."""
+        response = self.methods[FETCH_SUBSCRIPTIONS].answer()
+        last = _fill_page(response.subscriptions, rows, self._fill, page)
+        self._mark_more(response, last, page)
+        return response  # type: ignore[no-any-return]
+
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        raise NotImplementedError
+
+    def change(self, change: Entry, *, bare: bool = False) -> Message:
+        """`bare`: with the topic as a subscriber has passed it that gave no authority."""
+        made = self.changes()
+        self._fill(made, change)
+        if bare:
+            made.topic.authority_name = ""
+        return made  # type: ignore[no-any-return]
+
+    def _fill(self, made: Any, entry: Entry) -> None:
+        if entry.topic[3]:  # the end of a registration has no topic
+            _fill_uri(made.topic, entry.topic)
+        _fill_uri(self._client(made), entry.subscriber)
+        self._put_status(made, entry.status)
+        self._put_options(made, entry.expires_ms, entry.sample_period_ms)
+
+    def read_status(self, payload: UPayload) -> Status:
+        """The status in a subscribe response. Raises INTERNAL for one that says nothing: that is no refusal, and may be
+        asked again."""
+        try:
+            status = self._status(payload.unpack(self.methods[SUBSCRIBE].answer))
+            if status is not None:
+                return Status(status)
+            why = "it has no status"
+        except (UStatusError, ValueError) as error:
+            why = str(error)
+        raise UStatusError(UCode.INTERNAL, f"the answer of the uSubscription service can't be read: {why}")
+
+    def read_subscriptions(
+        self, payload: UPayload, place: int = 0, *, strict: bool = False
+    ) -> tuple[list[Subscription], int | None]:
+        """The subscriptions behind `place`, and the place behind which there are more of them.
+
+        What nobody can be subscribed to is left out, since one such entry must not cost all the others; `strict`: all
+        of it can be read, or DATA_LOSS.
+        """
+        try:
+            entries, following = self._page(payload.unpack(self.methods[FETCH_SUBSCRIPTIONS].answer), place)
+            told = [self._told(entry, strict) for entry in entries]
+        except UStatusError as error:
+            if not strict:
+                raise
+            what = f"the list of the uSubscription service can't be read: {error.message}"
+            raise UStatusError(UCode.DATA_LOSS, what) from None
+        return told if strict else list(filter(_means_something, told)), following
+
+    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+        raise NotImplementedError
+
+    def read_change(self, payload: UPayload, *, strict: bool = False) -> Subscription:
+        """What has changed; without topic (its resource is 0) everything has. `strict`: a status that is missing or of
+        a later specification does not end a subscription, but can't be read."""
+        told = payload.unpack(self.changes)
+        if strict and self._status(told) is None:
+            raise invalid("the notification has no status")
+        change = self._told(told, strict)
+        if not strict and change.topic.resource_id and not _means_something(change):
+            what = f"{uris.format(change.topic)}, or for {uris.format(change.subscriber)}"
+            raise invalid(f"the change is about {what}, which nobody can be")
+        return change
+
+    def _told(self, told: Any, strict: bool) -> Subscription:
+        status = self._status(told) or 0
+        if not 0 <= status < len(Status):  # of a later specification: no reason to forward for it
+            if strict:
+                raise invalid(f"subscription status {status} is unknown")
+            status = 0
+        options = self._read_options(told, _read_time if strict else _milliseconds)
+        return Subscription(told.topic, self._client(told), Status(status), *options)
+
+
+class V3(Codec):
+    major = 3
+    methods: ClassVar = {
+        SUBSCRIBE: Method(1, v3.SubscriptionRequest, v3.SubscriptionResponse),
+        UNSUBSCRIBE: Method(2, v3.UnsubscribeRequest, v3.UnsubscribeResponse),
+        FETCH_SUBSCRIPTIONS: Method(3, v3.FetchSubscriptionsRequest, v3.FetchSubscriptionsResponse),
+        REGISTER: Method(6, v3.NotificationsRequest, v3.NotificationsResponse),
+        UNREGISTER: Method(7, v3.NotificationsRequest, v3.NotificationsResponse),
+        FETCH_SUBSCRIBERS: Method(8, v3.FetchSubscribersRequest, v3.FetchSubscribersResponse),
+        RESET: Method(9, v3.ResetRequest, v3.ResetResponse),
+    }
+    changes = v3.Update
+    _service_mask = 0xFFFF_FFFF
+    _nests, _expiry, _period = True, "expire", "sample_period_ms"
+
+    # requests
+
+    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, place: int = 0) -> Message:
+        """What comes behind `place`, as the page before has told it (0: from the beginning)."""
+        assert (topic is None) != (subscriber is None), "version 3 fetches by a topic or by a subscriber"
+        return v3.FetchSubscriptionsRequest(topic=topic, offset=place or None, **self._naming(subscriber))
+
+    def fetch_subscribers(self, topic: UUri, offset: int = 0) -> Message:
+        return v3.FetchSubscribersRequest(topic=topic, offset=offset or None)
+
+    def registration(self, topic: UUri | None) -> Message:
+        return v3.NotificationsRequest(topic=topic)
+
+    def _naming(self, subscriber: UUri | None) -> dict[str, Any]:
+        return {"subscriber": v3.SubscriberInfo(uri=subscriber)} if subscriber is not None else {}
+
+    def read_fetch(self, request: UMessage, own: str) -> Fetch:
+        asked = self._read(request, FETCH_SUBSCRIPTIONS)
+        match asked.WhichOneof("request"):
+            case "topic":
+                return Fetch(topic=self._topic(asked, own), offset=asked.offset)
+            case "subscriber":
+                if asked.subscriber.uri == UUri():  # it is missing or empty: neither names anybody
+                    raise invalid("FetchSubscriptions names a subscriber, but the SubscriberInfo has no uri")
+                return Fetch(subscriber=_named_entity(asked.subscriber.uri, own), offset=asked.offset)
+        raise invalid("FetchSubscriptions of version 3 names a topic or a subscriber, got neither")
+
+    def read_fetch_subscribers(self, request: UMessage, own: str) -> tuple[Key, int]:
+        """The topic, and how many to pass over."""
+        asked = self._read(request, FETCH_SUBSCRIBERS)
+        return self._topic(asked, own), asked.offset
+
+    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
+        """Who, and for which topic (None: for all)."""
+        asked = self._read(request, REGISTER)
+        topic = self._topic(asked, own)
+        return self._subscriber(request, asked, own), topic
+
+    def _topic(self, asked: Any, own: str) -> Key:
+        """No wildcards, in type, instance or version either; an empty authority is the local one."""
+        topic = _named_topic(asked)
+        if uris.has_wildcard(topic):
+            raise invalid(f"the topic names one thing, but {uris.format(topic)} has wildcards")
+        return _check_resource(topic, own)
+
+    def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
+        """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other
+        authorities (C-11)."""
+        caller = caller_of(request, own)
+        if not asked.HasField("subscriber") or not asked.subscriber.HasField("uri"):
+            return caller
+        named = _named_entity(asked.subscriber.uri, caller[0])
+        return named if named[0] == caller[0] else caller
+
+    def _details(self, asked: Any) -> bytes:
+        details = asked.attributes.details
+        return v3.SubscribeAttributes(details=details).SerializeToString() if details else b""
+
+    # answers
+
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        response.has_more_records = last is not None
+
+    def _fill(self, made: Any, entry: Entry) -> None:
+        if entry.details:
+            made.attributes.MergeFromString(entry.details)
+        super()._fill(made, entry)
+
+    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+        count = len(page.subscriptions)
+        return page.subscriptions, place + count if page.has_more_records and count else None
+
+    def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> Message:
+        response = v3.FetchSubscribersResponse()
+        rows = ((1, key) for key in subscribers)
+        left_out = _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page)
+        response.has_more_records = more or left_out is not None
+        return response
+
+    def read_subscribers(self, payload: UPayload) -> tuple[list[UUri], bool]:
+        """And whether there are more."""
+        response = payload.unpack(v3.FetchSubscribersResponse)
+        return [one.uri for one in response.subscribers if _is_valid(one.uri)], response.has_more_records
+
+
+class V4(Codec):
+    major = 4
+    methods: ClassVar = {
+        SUBSCRIBE: Method(1, v4.SubscribeRequest, v4.SubscribeResponse),
+        UNSUBSCRIBE: Method(2, v4.UnsubscribeRequest, v4.UnsubscribeResponse),
+        FETCH_SUBSCRIPTIONS: Method(3, v4.FetchSubscriptionsRequest, v4.FetchSubscriptionsResponse),
+        REGISTER: Method(4, v4.NotificationsRequest, v4.NotificationsResponse),
+        UNREGISTER: Method(5, v4.NotificationsRequest, v4.NotificationsResponse),
+        RESET: Method(6, v4.ResetRequest, v4.ResetResponse),
+    }
+    changes = v4.Subscription
+    _service_mask = 0xFFFF  # the entity's type counts here, whatever its instance
+    _nests, _expiry, _period = False, "expiration", "sample_period"
+
+    # requests
+
+    def fetch_subscriptions(self, topic: UUri | None, subscriber: UUri | None, place: int = 0) -> Message:
+        """What comes behind `place`, as the page before has told it (0: from the beginning)."""
+        request = v4.FetchSubscriptionsRequest(topic_filter=topic, subscriber_filter=subscriber)
+        # beside what the specification has: paging.proto
+        request.MergeFromString(PageAsked(after=place).SerializeToString())
+        return request
+
+    def registration(self, topic: UUri | None) -> Message:
+        return v4.NotificationsRequest()
+
+    def read_fetch(self, request: UMessage, own: str) -> Fetch:
+        asked = self._read(request, FETCH_SUBSCRIPTIONS)
+        topic = _filter(asked.topic_filter, own) if asked.HasField("topic_filter") else None
+        subscriber = _filter(asked.subscriber_filter, own) if asked.HasField("subscriber_filter") else None
+        page = PageAsked.FromString(asked.SerializeToString())  # beside what the specification has, see paging.proto
+        return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
+
+    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
+        """Who, and for which topic (None: for all)."""
+        self._read(request, REGISTER)
+        return caller_of(request, own), None
+
+    def _topic(self, asked: Any, own: str) -> Key:
+        """The authority is named, type and resource are specific; instance and version may be wildcards."""
+        topic = _named_topic(asked)
+        if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
+            raise invalid(f"the topic names its authority, but {uris.format(topic)} does not")
+        if topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
+            raise invalid(f"the topic names its entity type, but {uris.format(topic)} has a wildcard there")
+        return _check_resource(topic, topic.authority_name)
+
+    # answers
+
+    def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
+        if last is None:
+            return
+        if not page.asked:
+            raise UStatusError(
+                UCode.RESOURCE_EXHAUSTED,
+                f"more subscriptions match than one answer can hold ({page.bytes_max} bytes): "
+                "narrow the filters, or ask for pages",
+            )
+        response.MergeFromString(PageGiven(next=last).SerializeToString())
+
+    def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
+        given = PageGiven.FromString(page.SerializeToString())
+        if not given.HasField("next"):
+            return page.subscriptions, None
+        if given.next <= place:
+            raise UStatusError(UCode.DATA_LOSS, "the pages of the uSubscription service don't come to an end")
+        return page.subscriptions, given.next
+
+
+V3_CODEC: Final = V3()
+V4_CODEC: Final = V4()
+CODECS: Final[dict[int, V3 | V4]] = {3: V3_CODEC, 4: V4_CODEC}
+
+
+# -- parts
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def service(authority: str, major: int, resource: int = CHANGE_RESOURCE) -> UUri:
+    """A resource of the service of `authority`: the change topic, unless named."""
+    return uris.uri(authority, ENTITY_TYPE, major, resource)
+
+
+def to_uri(key: Key) -> UUri:
+    return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
+
+
+def _fill_uri(uri: UUri, key: Key) -> None:
+    uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id = key
+
+
+def caller_of(request: UMessage, own: str) -> Key:
+    """Who sent the request, as it is stored: with authority, and with resource 0. That it is one uEntity was checked
+    when it arrived."""
+    source = request.attributes.source
+    return (source.authority_name or own, source.ue_id, source.ue_version_major, uris.RESOURCE_REPLY)
+
+
+def _named_entity(uri: UUri, own: str) -> Key:
+    uris.validate(uri)
+    if uris.has_wildcard(uri):
+        raise invalid(f"a subscriber is one uEntity, but {uris.format(uri)} has wildcards")
+    return (uri.authority_name or own, uri.ue_id, uri.ue_version_major, uris.RESOURCE_REPLY)
+
+
+def _named_topic(asked: Any) -> UUri:
+    if not asked.HasField("topic"):
+        raise invalid("the request names no topic")
+    topic: UUri = asked.topic
+    uris.validate(topic)
+    return topic
+
+
+def _check_resource(topic: UUri, own: str) -> Key:
+    if not uris.is_topic(topic):
+        raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
+    return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
+
+
+def _filter(pattern: UUri, own: str) -> Key:
+    uris.validate(pattern)
+    return uris.key(uris.with_authority(pattern, own))
+
+
+_MAY_BE_EMPTY: Final = (v3.ResetRequest, v4.ResetRequest, v4.NotificationsRequest, v4.FetchSubscriptionsRequest)
+
+
+def _fill_page(entries: Any, rows: Iterable[tuple[int, R]], fill: Callable[[Any, R], None], page: Page) -> int | None:
+    """The number of the last entry, if there are more behind it; an answer has at least one."""
+    size = last = 0
+    for number, row in rows:
+        entry = entries.add()
+        fill(entry, row)
+        size += entry.ByteSize() + ENTRY_BYTES
+        if len(entries) > page.entries_max or (last and size > page.bytes_max):
+            del entries[-1]
+            return last
+        last = number
+    return None
+
+
+def _means_something(told: Subscription) -> bool:
+    """False for what no topic and no subscriber can be."""
+    topic = told.topic
+    may_match = uris.is_topic(topic) or topic.resource_id == uris.WILDCARD_RESOURCE
+    return may_match and _is_valid(topic) and _is_valid(told.subscriber)
+
+
+def _is_valid(address: UUri) -> bool:
+    try:
+        uris.validate(address)
+    except UStatusError:
+        return False
+    return True
+
+
+def timestamp(milliseconds: int) -> Timestamp:
+    seconds, rest = divmod(milliseconds, 1000)
+    return Timestamp(seconds=seconds, nanos=rest * 1_000_000)
+
+
+def _milliseconds(time: Timestamp) -> int:
+    return time.seconds * 1000 + time.nanos // 1_000_000
+
+
+def _read_time(time: Timestamp) -> int:
+    """Unix milliseconds; nothing that no Timestamp may hold."""
+    if not 0 <= time.nanos < 1_000_000_000:
+        raise invalid(f"the expiry has {time.nanos} nanoseconds; a Timestamp has 0 to 999999999")
+    milliseconds = _milliseconds(time)
+    if not EXPIRY_MS_MIN <= milliseconds <= EXPIRY_MS_MAX:
+        raise invalid(f"the expiry lies {time.seconds} s from 1970; a Timestamp is of the years 1 to 9999")
+    return milliseconds
