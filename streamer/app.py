@@ -332,7 +332,12 @@ class Streamer:
         if self.config.streamer.admin is None:
             return None
         return Admin(
-            self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles
+            self.config.streamer.admin,
+            self.problems,
+            lambda: metrics.expose(self),
+            self.notes,
+            self.all_vehicles,
+            guard=self.config.admin,
         )
 
     def _forget_streams(self, one: Log, streams: frozenset[int]) -> None:
@@ -825,7 +830,8 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
             log.error("the streamer can't start; trying again", error=trouble)
         async with contextlib.AsyncExitStack() as stack:
             if config.streamer.admin is not None:
-                await stack.enter_async_context(Admin(config.streamer.admin, lambda why=trouble: [why]))  # type: ignore[misc]
+                problems = functools.partial(list, (told,))
+                await stack.enter_async_context(Admin(config.streamer.admin, problems, guard=config.admin))
             waiting = asyncio.ensure_future(stopping.wait())
             await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
             waiting.cancel()

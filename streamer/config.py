@@ -2,6 +2,7 @@
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
+[admin]     who may ask at the admin port
 [[access]]  who reads what of the history, where that is not what the rules say
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -83,6 +85,15 @@ def _host_port(text: str) -> str:
     return text
 
 
+def _is_loopback(address: str) -> bool:
+    """A name may be anything, but for one."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 Mistake = tuple[int, str]  # the line on which it is, and what it is
 Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the name of the second endpoint
 Authority = Annotated[str, AfterValidator(_authority)]
@@ -134,6 +145,21 @@ class StreamerSection(_Section):
     log_format: Literal["text", "json"] = Field(
         default="text",
         description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds",
+    )
+
+
+class AdminSection(_Section):
+    """Who may ask at `streamer.admin`."""
+
+    cert_file: Path | None = Field(default=None, description="certificate of the port, PEM; with it, TLS only")
+    key_file: Path | None = Field(default=None, description="its key, PEM, without a passphrase")
+    token_file: Path | None = Field(
+        default=None, description="a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"
+    )
+    unprotected: bool = Field(
+        default=False,
+        description="lets `streamer.admin` listen beyond loopback without certificate or token: for a network that "
+        "nobody but the monitor is on",
     )
 
 
@@ -353,6 +379,7 @@ class DispatchSection(_Section):
 
 class Config(_Section):
     streamer: StreamerSection = StreamerSection()
+    admin: AdminSection = AdminSection()
     endpoint: list[EndpointSection] = Field(min_length=1)
     rule: list[RuleSection] = []
     access: list[AccessSection] = []
@@ -365,10 +392,24 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
-        mistakes = [*self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
+        mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
         if mistakes:
             raise Incoherent(mistakes)
         return self
+
+    def _mistakes_of_admin(self) -> Iterator[tuple[str, Location]]:
+        address, guard = self.streamer.admin, self.admin
+        if (guard.cert_file is None) != (guard.key_file is None):
+            yield "cert_file and key_file go together", ("admin",)
+        if address is None and guard.model_fields_set:
+            yield "[admin] says who may ask at streamer.admin, which is not set", ("admin",)
+        is_guarded = None not in (guard.cert_file, guard.token_file)
+        if address is not None and not (is_guarded or guard.unprotected or _is_loopback(address)):
+            what = (
+                f"streamer.admin {address!r} can be reached from other machines: give [admin] cert_file, key_file and "
+                "token_file, or, where the network itself keeps everybody out, unprotected = true"
+            )
+            yield what, ("streamer", "admin")
 
     def _mistakes_of_endpoints(self) -> Iterator[tuple[str, Location]]:
         names: set[str] = set()

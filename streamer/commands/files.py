@@ -49,6 +49,7 @@ def _named(config: Config) -> Iterator[tuple[Location, Path]]:
     """Every path, and where it stands. The models of the transports, foreign ones too, say by their types what is a
     path."""
     yield ("streamer", "data_dir"), config.streamer.data_dir
+    yield from _paths(config.admin, ("admin",))
     if config.usubscription.static_file is not None:
         yield ("usubscription", "static_file"), config.usubscription.static_file
     for index, endpoint in enumerate(config.endpoint):

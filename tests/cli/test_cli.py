@@ -205,6 +205,22 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
         ["bad.toml:3: streamer.admin: expected HOST:PORT"],
     ),
     (ONE.replace("[streamer]", '[streamer]\nadmin = "9090"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
+    *(
+        (
+            ONE.replace("[streamer]", f'[streamer]\nadmin = "{address}"'),
+            ["bad.toml:3: streamer.admin", "other machines"],
+        )
+        for address in ("0.0.0.0:9464", "192.168.7.1:9464", "gateway:9464", "[::]:9464")
+    ),
+    (
+        ONE.replace("[streamer]", '[admin]\ncert_file = "a"\nkey_file = "b"\n[streamer]\nadmin = "0.0.0.0:9464"'),
+        ["bad.toml:6: streamer.admin '0.0.0.0:9464' can be reached from other machines"],
+    ),
+    (
+        ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:9464"') + '[admin]\nkey_file = "b"\n',
+        ["bad.toml:9: cert_file and key_file go together"],
+    ),
+    (ONE + '[admin]\ntoken_file = "a"\n', ["bad.toml:8: [admin] says who may ask at streamer.admin, which is not set"]),
     (ONE + ONE.partition("data")[2].partition("\n")[2], ["two endpoints are named 'v'"]),
     (
         ONE + '[[endpoint]]\nname = "w"\ntransport = "local"\nauthorities = ["vehicle1"]\n',
@@ -235,6 +251,26 @@ def test_every_mistake_of_a_configuration_is_said_with_its_line(
     assert -1 not in places, result.stderr
     assert places == sorted(places)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "admin"),
+    [
+        ("127.0.0.1:0", ""),
+        ("localhost:9464", ""),
+        ("[::1]:9464", ""),
+        ("::1:9464", ""),
+        ("0.0.0.0:9464", "[admin]\nunprotected = true\n"),
+        ("0.0.0.0:9464", '[admin]\ncert_file = "{folder}/x"\nkey_file = "{folder}/x"\ntoken_file = "{folder}/x"\n'),
+    ],
+)
+def test_an_admin_port_for_this_machine_or_for_whom_it_knows_is_right(
+    invoke: Invoke, tmp_path: Path, address: str, admin: str
+) -> None:
+    (tmp_path / "x").touch(0o600)
+    text = ONE.replace("[streamer]", f'[streamer]\nadmin = "{address}"') + admin
+    (tmp_path / "one.toml").write_text(text.replace("{folder}", str(tmp_path)))
+    assert invoke("check", "-c", "one.toml").exit_code == 0
 
 
 def test_a_configuration_that_is_no_text_is_said(invoke: Invoke, tmp_path: Path) -> None:
