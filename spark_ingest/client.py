@@ -30,13 +30,12 @@ from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest, PollResponse, Position, RecordBatch
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
-SERVICE_UE_ID: Final = 0x4  # core.ustreamer
-SERVICE_VERSION: Final = 1
 # free for applications; the instance differs from task to task, so that no task hears another's replies
 OWN_UE_TYPE: Final = 0x8004
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
@@ -115,7 +114,7 @@ class Options(BaseModel):
     @field_validator("authority", "local_authority")
     @classmethod
     def _is_an_authority(cls, authority: str) -> str:
-        LocalUriProvider(authority, SERVICE_UE_ID, SERVICE_VERSION)
+        LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
         return authority
 
     @classmethod
@@ -149,7 +148,7 @@ class History:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._service = uris.uri(options.authority, SERVICE_UE_ID, SERVICE_VERSION)
+        self._service = ids.at(options.authority)
         self._topics = [uris.parse(topic) for topic in options.topics]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None

@@ -46,6 +46,7 @@ from streamer.view import View
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import ENTITY, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
@@ -58,8 +59,6 @@ from usubscription.service import USubscriptionService
 from usubscription_client.interest import EmbeddedInterest, Interest, InterestSource, ServiceInterest
 from usubscription_client.static_file import StaticFile
 
-ENTITY: Final = 0x0004  # core.ustreamer
-VERSION: Final = 1
 RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a network delivers again is known
 INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
 JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
@@ -830,7 +829,7 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
             log.error("the streamer can't start; trying again", error=trouble)
         async with contextlib.AsyncExitStack() as stack:
             if config.streamer.admin is not None:
-                problems = functools.partial(list, (told,))
+                problems: Callable[[], list[str]] = functools.partial(list, (told,))
                 await stack.enter_async_context(Admin(config.streamer.admin, problems, guard=config.admin))
             waiting = asyncio.ensure_future(stopping.wait())
             await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
