@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamer.commands.client import Network
+from streamer.commands.network import Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
 from streamer.demo.processes import START_TIMEOUT_S, Child, free_port
@@ -224,12 +224,8 @@ class Demo:
 
     def _tell_problems(self, drive: drives.Drive) -> None:
         self._outcome.problems = drive.problems_total
-        for problem in drive.problems[:10]:
-            self._console.print(f"{self._options.data}: {problem}", markup=False, style="yellow")
-        if drive.problems_total > 10:
-            self._console.print(
-                f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow"
-            )
+        for line in drive.told(10):
+            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
 
     async def _start_broker(self) -> None:
         if not self._options.with_mqtt:
@@ -578,9 +574,3 @@ def show(outcome: Outcome, console: Console) -> None:
         )
     if outcome.plot is not None:
         console.print(f"plot: {outcome.plot}")
-
-
-async def perform(options: Options, console: Console) -> Outcome:
-    """Run the demo. Raises UStatusError for what keeps it from running."""
-    demo = Demo(options, console)
-    return await demo.run()

@@ -138,6 +138,13 @@ class Drive:
     def sample_count(self) -> int:
         return sum(len(row) - row.count(None) for row in self.rows)
 
+    def told(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
+        """A line for each problem, and one for how many more there are."""
+        shown = self.problems[:at_most]
+        yield from map(str, shown)
+        if self.problems_total > len(shown):
+            yield f"and {self.problems_total - len(shown)} more that can't be read"
+
     def samples(self, start_ms: int) -> Iterator[Sample]:
         """Every value there is, row by row; the first row is at `start_ms` (Unix milliseconds)."""
         for number, row in enumerate(self.rows):

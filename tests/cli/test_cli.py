@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from streamer.commands import cli
+from storage import logs
+from streamer.commands import cli, terminal
 
 COMMANDS = [
     "run",
@@ -50,7 +51,7 @@ authorities = ["vehicle1"]
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Invoke]:
     """`invoke("publish", ...)` in an empty folder. A traceback fails the test, whatever else it looks at."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)  # loggers of this process outlive the captured stderr
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # loggers of this process outlive the captured stderr
     interval = sys.getswitchinterval()
 
     def run(*arguments: str) -> Result:
@@ -393,7 +394,7 @@ def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
         (tmp_path / "one.toml").write_text(text)
         command = [sys.executable, "-m", "streamer.commands.cli", "run", "-c", str(tmp_path / "one.toml")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == cli.EXIT_FAILED
+    assert done.returncode == terminal.EXIT_FAILED
     last = [json.loads(line) for line in done.stderr.splitlines()][-1]
     assert (last["event"], last["code"]) == ("the process ends", "UNAVAILABLE")
     assert admin in last["error"]
@@ -418,10 +419,8 @@ def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -
 
 
 def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    table = cli.Table("name")
-    cli._row(table, "[red]vin1[/] \x1b]0;owned\x07\r")
-    cli.out.print(table)
-    cli._print(False, {}, "payload \x1b[2J [bold]")
+    terminal.show("", ["name"], [["[red]vin1[/] \x1b]0;owned\x07\r"]])
+    terminal.tell(False, {}, "payload \x1b[2J [bold]")
     shown = capsys.readouterr().out
     assert "[red]vin1[/]" in shown
     assert "\\x1b[2J [bold]" in shown
