@@ -16,20 +16,7 @@ from typing import Final
 
 import typer
 
-from streamer.commands import (
-    check,
-    client,
-    cursors,
-    demo,
-    dispatch,
-    history,
-    letters,
-    options,
-    replay,
-    run,
-    subscriptions,
-)
-from streamer.commands import usubscription as service
+from streamer.commands import check, client, cursors, drives, history, operating, options, run
 
 app = typer.Typer(
     name="up-streamer",
@@ -52,19 +39,19 @@ app.add_typer(cursors_app)
 COMMANDS: Final[dict[str, Callable[..., None]]] = {
     "run": run.run,
     "check": check.check,
-    "usubscription": service.usubscription,
+    "usubscription": run.usubscription,
     "subscribe": client.subscribe,
     "publish": client.publish,
     "call": client.call,
-    "replay": replay.replay,
+    "replay": drives.replay,
     "history": history.history_,
-    "pause": dispatch.pause,
-    "resume": dispatch.resume,
-    "paused": dispatch.paused,
-    "vehicles": dispatch.vehicles,
-    "subscriptions": subscriptions.subscriptions,
-    "dead-letters": letters.dead_letters,
-    "demo": demo.demo,
+    "pause": operating.pause,
+    "resume": operating.resume,
+    "paused": operating.paused,
+    "vehicles": operating.vehicles,
+    "subscriptions": operating.subscriptions,
+    "dead-letters": operating.dead_letters,
+    "demo": drives.demo,
 }
 ON_CURSORS: Final[dict[str, Callable[..., None]]] = {
     "list": cursors.list_,
