@@ -93,8 +93,7 @@ class Options(BaseModel):
     consumer: str = Field(
         default="",
         description="name of the cursor that holds the history's retention; give each query its own. Without it, made "
-        "from the options; "
-        "the job makes it from its checkpoint",
+        "from the options; the job makes it from its checkpoint",
     )
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000, description="of one call to the history")
 
