@@ -1,6 +1,6 @@
 """What callers of the core services bring: payloads of requests, answers and changes, and whole requests.
 
-payload -> service -> a response that can be read, with a code other than INTERNAL        answer -> client -> what it may believe
+payload -> service -> a response that can be read, with a code but INTERNAL    answer -> client -> what it may believe
 """
 
 from __future__ import annotations

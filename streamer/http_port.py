@@ -1,6 +1,6 @@
 """The admin port on the network: HTTP, GET (and HEAD), one request a connection.
 
-connection -> Line: how many, how long, how large -> TLS -> aiohttp: parsed, routed -> token -> the page that was asked for
+connection -> Line: how many, how long, how large -> TLS -> aiohttp: parsed, routed -> token -> the page asked for
 
 aiohttp has no limit of its own for the number of connections, nor for the time that a request may take to arrive:
 those, and the size of a request, are Line's.

@@ -72,4 +72,5 @@ def as_line(message: UMessage) -> str:
     if isinstance(payload, dict) and "path" in payload:
         value = next((payload[key] for key in ("double_value", "string_value", "bool_value") if key in payload), None)
         payload = f"{payload['path']} = {value}"
-    return f"{data['type']:<12} {data['source']}{' -> ' + data['sink'] if 'sink' in data else ''}  {payload if payload is not None else ''}"
+    way = f"{data['source']} -> {data['sink']}" if "sink" in data else data["source"]
+    return f"{data['type']:<12} {way}  {payload if payload is not None else ''}"

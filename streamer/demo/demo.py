@@ -1,9 +1,9 @@
 """The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted;
 nothing is left behind.
 
-    mcu1 (DDS) ----+                                     +----> cloud application (MQTT 5): only what it subscribed to
-                   +--> gateway: one up-streamer --------+
-    vehicle1 (Zenoh) +      log on disk                  +----> Spark (Zenoh, pull from the history) --> Parquet --> plot
+    mcu1 (DDS) ------+                                 +--> cloud application (MQTT 5): only what it subscribed to
+                     +--> gateway: one up-streamer ----+
+    vehicle1 (Zenoh) +        log on disk              +--> Spark (Zenoh, pull from the history) --> Parquet --> plot
 
 Each box is a process of its own, but for the cloud application, which counts in this one.
 """

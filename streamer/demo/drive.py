@@ -1,7 +1,7 @@
 """Drives: a recorded one from a CSV file of OBD-II parameters, or a simulated one from a seed. Pure.
 
-CSV text --read-->  Drive(signals, rows, problems)  --samples(start_ms)-->  Sample(signal, time, value)  --message-->  UMessage
-seed --simulate-->
+CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> Sample(signal, time, value) --message-> UMessage
+seed --simulate->
 
 Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in
 the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.

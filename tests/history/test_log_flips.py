@@ -1,6 +1,6 @@
 """One bit that turns, or a file that ends too early, anywhere in the files of a log: nothing moves in silence.
 
-made(log) -> turn one bit -> open -> read everything, filtered too -> each record is the one that was appended, or is told as lost
+made(log) -> turn one bit -> open -> read all, filtered too -> each record is the one appended, or is told as lost
 """
 
 from __future__ import annotations

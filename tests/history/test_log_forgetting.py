@@ -52,7 +52,8 @@ class Bench:
 
     async def open(self, *, streams_max: int = 100, authority: int | None = None, forget_after_s: float = 0.01) -> Log:
         self.log = await Log.open(
-            self.path, name="test", retention_ms=AGE_MS, tail_bytes=1, streams_max=streams_max, authority_streams_max=authority,
+            self.path, name="test", retention_ms=AGE_MS, tail_bytes=1, streams_max=streams_max,
+            authority_streams_max=authority,
             forget_after_s=forget_after_s, now_ms=lambda: self.now,
         )  # fmt: skip
         return self.log

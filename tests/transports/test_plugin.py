@@ -40,7 +40,8 @@ def test_the_plugins_of_this_package_are_found() -> None:
 
 
 def test_finding_them_imports_none() -> None:
-    code = "import sys; from transports import plugin; plugin.names(); print({'zenoh', 'paho', 'cyclonedds'} & set(sys.modules))"
+    code = "import sys; from transports import plugin; plugin.names(); "
+    code += "print({'zenoh', 'paho', 'cyclonedds'} & set(sys.modules))"
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
         == "set()"

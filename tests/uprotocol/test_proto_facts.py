@@ -1,6 +1,7 @@
 """The wire: every number, type, presence and reserved number of the specification's messages, as one table.
 
-entry = "[reserved N;] NUMBER TYPE[flag] NAME; ..."      ? explicit presence, * repeated, | in a oneof; enums: NUMBER NAME [option]
+entry = "[reserved N;] NUMBER TYPE[flag] NAME; ..."    ? explicit presence, * repeated, | in a oneof
+enums: NUMBER NAME [option]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The connection to the server and its JetStream; the one place where the library's errors become ours.
 
-connect -> stream is there -> changed(True) -- lost --> changed(False) -- the library tries without end --> changed(True)
-publish -> PubAck: OK      -> full: wait, so that the sender feels slow listeners     -> lost meanwhile: UNAVAILABLE, at once
+connect -> stream is there -> changed(True) -- lost --> changed(False) -- the library tries for ever --> changed(True)
+publish -> PubAck: OK      -> full: wait, so that the sender feels slow listeners    -> lost: UNAVAILABLE, at once
 """
 
 from __future__ import annotations

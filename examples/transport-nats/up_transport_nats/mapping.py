@@ -1,6 +1,6 @@
 """uProtocol on NATS: the mapping alone, pure.
 
-(source, sink), sender -> subject   up.vehicle%2E1.8001.0.1.8000.-.-.-.-.-.gateway1     five tokens each, `-` for no sink; who sends it
+(source, sink), sender -> subject   up.vehicle%2E1.8001.0.1.8000.-.-.-.-.-.gateway1  5 tokens each, `-`: no sink; sender
 UMessages              -> payload   each behind its length (varint), as protobuf's other languages write them, too
 
 NATS tells tokens apart by dots and can't escape, so `.` and `%` in an authority are percent-encoded. A filter has `*`

@@ -1,7 +1,7 @@
 """uProtocol over NATS JetStream: one stream is the network, and each filter has a consumer in it.
 
-send_batch -> packets, one run of messages of a (source, sink) each -> publish, one at a time per (source, sink) -> stream: PubAck = OK
-stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> taken: ack, or nak
+send_batch -> packets, one run of messages of a (source, sink) each -> publish, one of these at a time -> stream: PubAck
+stream -> consumer of a filter -> fetch, task of that filter -> Inbox -> unpack, ListenerTable -> listeners -> ack, nak
 
 The library lives on the event loop, so there is no thread. What bounds it: a task fetches only after the inbox had room
 for what it has fetched; the stream refuses what is more than `stream_mib_max`, and then senders wait.

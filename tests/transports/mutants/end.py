@@ -102,7 +102,8 @@ class HubTransport(UTransport):
         self._sending = asyncio.Lock()  # or a batch would come between two windows of another
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._authority}, {'connected' if self._connected else 'open' if self._open else 'closed'})"
+        state = "connected" if self._connected else "open" if self._open else "closed"
+        return f"{type(self).__name__}({self._authority}, {state})"
 
     @property
     def dropped(self) -> Counter[str]:
