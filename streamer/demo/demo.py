@@ -43,6 +43,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import USubscriptionClient
 from usubscription_client.wire import Status
 
+CLI: Final = "streamer.commands.cli"
 CLOUD: Final = "cloud"
 CLOUD_APP: Final = 0x9001
 WANTED: Final = (  # what the cloud application subscribes to; everything else stays in the vehicle
@@ -193,15 +194,8 @@ class Demo:
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
         self._tell_problems(drive)
         started = time.monotonic()
-        progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-        )
-        with progress:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
             stage = progress.add_task("starting networks and services", total=6)
             gateway = await self._start_services(progress, stage)
             signals = {signal.path: signal for signal in drive.signals}
@@ -242,8 +236,8 @@ class Demo:
             ) from None
         self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
 
-    async def _child(self, name: str, *command: str) -> Child:
-        child = await Child.start(name, *command)
+    async def _child(self, name: str, module: str, command: str, *more: str) -> Child:
+        child = await Child.start(name, module, *command.split(), *more)
         self._children.append(child)
         return child
 
@@ -257,7 +251,7 @@ class Demo:
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
-        gateway = await self._child("the gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
+        gateway = await self._child("the gateway", CLI, "run --json --config", str(config))
         services = [await self._usubscription(network) for network in (self._on_dds, self._cloud)]
         progress.update(stage, advance=1, description="starting uSubscription services")
         for child in services:
@@ -268,20 +262,9 @@ class Demo:
         return ready
 
     async def _usubscription(self, network: Network) -> Child:
-        store = self._folder / f"usubscription-{network.authority}.db"
-        where = ["--transport", network.transport, *_as_settings(network.settings)]
-        name = f"the uSubscription of {network.authority}"
-        return await self._child(
-            name,
-            "streamer.commands.cli",
-            "usubscription",
-            "--authority",
-            network.authority,
-            *where,
-            "--store",
-            str(store),
-            "--json",
-        )
+        store = str(self._folder / f"usubscription-{network.authority}.db")
+        name, command = f"the uSubscription of {network.authority}", "usubscription --json --store"
+        return await self._child(name, CLI, command, store, *_as_options(network))
 
     def _gateway_config(self) -> str:
         listen = {"mode": "peer", "listen": self._zenoh["connect"]}
@@ -420,11 +403,9 @@ processing_time_ms = {TRIGGER_MS}
         """Both publishers at once, each with its share of the rate, so that they drive through the same time
         together."""
         start_ms = uuids.now_ms()
-        source = (
-            ["--data", str(self._options.data)]
-            if self._options.data
-            else ["--seed", str(self._options.seed), "--seconds", str(self._options.seconds)]
-        )
+        options = self._options
+        simulated = ["--seed", str(options.seed), "--seconds", str(options.seconds)]
+        source = ["--data", str(options.data)] if options.data else simulated
         shares = Counter(sample.signal.publisher for sample in drive.samples(start_ms))
         replaying = progress.add_task("replaying the drive", total=shares.total())
         children = []
@@ -432,27 +413,9 @@ processing_time_ms = {TRIGGER_MS}
             share = shares[network.authority]
             if not share:
                 continue
-            rate = self._options.rate * share / shares.total()
-            where = [
-                "--transport",
-                network.transport,
-                "--authority",
-                network.authority,
-                *_as_settings(network.settings),
-            ]
+            command = f"replay --json --start-ms {start_ms} --rate {options.rate * share / shares.total():.3f}"
             name = f"the publisher of {network.authority}"
-            command = [
-                "streamer.commands.cli",
-                "replay",
-                *source,
-                *where,
-                "--start-ms",
-                str(start_ms),
-                "--rate",
-                f"{rate:.3f}",
-                "--json",
-            ]
-            children.append(await self._child(name, *command))
+            children.append(await self._child(name, CLI, command, *source, *_as_options(network)))
         done = dict.fromkeys(children, 0)
         async for child, said in _sayings(children):
             progress.update(replaying, advance=said["published"] - done[child])
@@ -486,15 +449,9 @@ processing_time_ms = {TRIGGER_MS}
             return 0
 
     def _read_gateway(self, metrics: str) -> None:
-        for name, labels, value in re.findall(
-            r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} "
-            r"([0-9.e+]+)$",
-            metrics,
-            re.MULTILINE,
-        ):
+        for labels, value in re.findall(r"^up_streamer_dropped_total\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
             given = dict(re.findall(r'(\w+)="(.*?)"', labels))
-            if name == "dropped":
-                self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
+            self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
 
 
 async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict[str, Any]]]:
@@ -540,8 +497,10 @@ async def _until_ready(port: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def _as_settings(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+def _as_options(network: Network) -> list[str]:
+    """What a command is told to be on that network."""
+    settings = [word for key, value in network.settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    return ["--transport", network.transport, "--authority", network.authority, *settings]
 
 
 def _toml(settings: dict[str, Any]) -> str:
