@@ -1,13 +1,4 @@
-"""The command line. Only this package prints and exits.
-
-run  check                           the streamer
-usubscription                        a uSubscription service of its own
-subscribe  publish  call  replay     an ordinary uEntity on one network
-history  cursors  dead-letters       what a streamer keeps, and for whom
-pause  resume  paused                stop and start dispatching a topic to a peer
-vehicles  subscriptions              who sends how much, who wants what
-demo                                 all of it at once
-"""
+"""The commands of the other files put together: `up-streamer`, or `python -m streamer.commands.cli`."""
 
 from __future__ import annotations
 
