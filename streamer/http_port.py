@@ -27,6 +27,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
 REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
 CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
+CLOSE_S_MAX: Final = 0.5  # for answers that are under way; a part of SERVICES_CLOSE_S
 
 TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
 
@@ -65,7 +66,9 @@ class HttpPort:
 
     async def serve(self) -> Callable[[], asyncio.Protocol]:
         """What makes aiohttp's side of a connection."""
-        self._runner = runner = web.AppRunner(self._application(), access_log=None, logger=_silent, lingering_time=0)
+        self._runner = runner = web.AppRunner(
+            self._application(), access_log=None, logger=_silent, lingering_time=0, shutdown_timeout=CLOSE_S_MAX
+        )
         await runner.setup()
         assert runner.server is not None, "setup makes it"
         return runner.server

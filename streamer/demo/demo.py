@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -209,12 +210,15 @@ class Demo:
             progress.update(stage, completed=6)
             await self._replay(drive, progress)
             await self._settle(ingest, progress)
-            self._read_gateway(await asyncio.to_thread(_metrics, gateway["admin_port"]))
+            self._read_gateway(await asyncio.to_thread(_get, gateway["admin_port"], "/metrics"))
             await client.close()
             await ingest.stop()
         self._read_parquet()
         self._outcome.seconds = time.monotonic() - started
-        self._outcome.plot = await asyncio.to_thread(self._plot)
+        from spark_ingest.plot import plot
+
+        self._outcome.plot = self._options.out / "demo.png"
+        await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
     def _tell_problems(self, drive: drives.Drive) -> None:
         self._outcome.problems = drive.problems_total
@@ -390,13 +394,6 @@ processing_time_ms = {TRIGGER_MS}
         self._outcome.rows = Counter(topics)
         self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
 
-    def _plot(self) -> Path:
-        from spark_ingest.plot import plot
-
-        png = self._options.out / "demo.png"
-        plot(self._parquet, png)
-        return png
-
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
@@ -471,25 +468,20 @@ async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict
             task.cancel()
 
 
-def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text: str = answer.read().decode()
-        return text
+def _get(port: int, path: str) -> str:
+    """What the gateway's admin port says, whatever the status."""
+    try:
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return str(answer.read(), "utf-8")
 
 
 async def _until_ready(port: int) -> None:
     """Until the gateway has heard from every uSubscription. Raises DEADLINE_EXCEEDED with what it still misses."""
-
-    def problems() -> list[str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
-                return list(json.load(answer)["problems"])
-        except urllib.error.HTTPError as error:
-            with error:
-                return list(json.load(error)["problems"])
-
     deadline = time.monotonic() + START_TIMEOUT_S
-    while missing := await asyncio.to_thread(problems):
+    while missing := json.loads(await asyncio.to_thread(_get, port, "/readyz"))["problems"]:
         if time.monotonic() > deadline:
             raise UStatusError(
                 UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
