@@ -1,8 +1,8 @@
 """The command line: `up-streamer`, or `python -m streamer.commands.cli`. Only this package prints and exits.
 
 cli        the commands put together, main            run      run, usubscription: what serves until it is told to end
-terminal   printing, errors, ending                   check    and files, which it looks at
-options    what several commands ask for              client   subscribe, publish, call; messages: what one says
+terminal   printing, errors, ending                   check    what a configuration says, and the files that it names
+options    what several commands ask for              client   subscribe, publish, call
 network    a network, and who we are on it            drives   replay, demo
 cursors  history  operating    what a streamer keeps, and for whom
 """

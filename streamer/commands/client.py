@@ -7,20 +7,23 @@ import json
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from google.protobuf.json_format import MessageToDict
 
 from storage import logs
-from streamer.commands import messages, terminal
+from streamer.commands import terminal
 from streamer.commands.network import Network
 from streamer.commands.options import AsJson, Payload, Where
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH
 from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter, Sample
 from uprotocol.message import UMessageBuilder, UPayload
-from uprotocol.status import UStatusError, invalid
-from uprotocol.v1.uattributes_pb2 import UPayloadFormat, UPriority
+from uprotocol.status import UStatusError, code_name, invalid
+from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -32,7 +35,7 @@ def subscribe(
         list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")
     ],
     where: Where,
-    count: Annotated[int | None, typer.Option(min=1, help="End after so many messages.")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many ")] = None,
     usubscription: Annotated[bool, typer.Option(help="Tell the network's uSubscription service.")] = True,
     as_json: AsJson = False,
 ) -> None:
@@ -108,7 +111,7 @@ def call(
     answer = terminal.finish(_call(network, uri, data or UPayload(), CallOptions(timeout_ms=timeout_ms)))
     shown = UMessage(payload=answer.data)
     shown.attributes.payload_format = answer.format
-    value = messages.payload_value(shown)
+    value = payload_value(shown)
     told = {
         "method": uris.format(uri),
         "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
@@ -118,9 +121,72 @@ def call(
     terminal.tell(as_json, told, str(value))
 
 
+# What a message says
+
+
 def show(message: UMessage, as_json: bool) -> None:
     """Print it."""
-    terminal.tell(as_json, messages.as_dict(message) if as_json else {}, "" if as_json else messages.as_line(message))
+    terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
+
+
+def payload_value(message: UMessage) -> Any:
+    """The payload as JSON can say it: known messages and text as such, everything else as hex."""
+    payload, format = message.payload, message.attributes.payload_format
+    if not message.HasField("payload"):
+        return None
+    try:
+        if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT:
+            return payload.decode()
+        if format == UPayloadFormat.UPAYLOAD_FORMAT_JSON:
+            return json.loads(payload)
+    except ValueError:
+        return payload.hex()
+    if format in (UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY):
+        for type in (Sample, DeadLetter):
+            try:
+                known = UPayload.of(message).unpack(type)
+            except UStatusError:
+                continue
+            if known.SerializeToString(deterministic=True) and (not isinstance(known, Sample) or known.path):
+                return MessageToDict(known, preserving_proto_field_name=True)
+    return payload.hex()
+
+
+def as_dict(message: UMessage) -> dict[str, Any]:
+    """A message as plain data; absent attributes are left out."""
+    attributes = message.attributes
+    data: dict[str, Any] = {
+        "id": uuids.format(attributes.id),
+        "time_ms": uuids.time_ms(attributes.id),
+        "type": UMessageType.Name(attributes.type)[len("UMESSAGE_TYPE_") :].lower(),
+        "source": uris.format(attributes.source),
+    }
+    if attributes.HasField("sink"):
+        data["sink"] = uris.format(attributes.sink)
+    if attributes.priority in UPriority.values() and attributes.priority:
+        data["priority"] = UPriority.Name(attributes.priority)[len("UPRIORITY_") :]
+    if attributes.ttl:
+        data["ttl_ms"] = attributes.ttl
+    if attributes.HasField("commstatus"):
+        data["commstatus"] = code_name(attributes.commstatus)
+    if message.HasField("payload"):
+        data["payload_format"] = (
+            UPayloadFormat.Name(attributes.payload_format)[len("UPAYLOAD_FORMAT_") :]
+            if attributes.payload_format in UPayloadFormat.values()
+            else attributes.payload_format
+        )
+        data["payload"] = payload_value(message)
+    return data
+
+
+def as_line(message: UMessage) -> str:
+    data = as_dict(message)
+    payload = data.get("payload")
+    if isinstance(payload, dict) and "path" in payload:
+        value = next((payload[key] for key in ("double_value", "string_value", "bool_value") if key in payload), None)
+        payload = f"{payload['path']} = {value}"
+    way = f"{data['source']} -> {data['sink']}" if "sink" in data else data["source"]
+    return f"{data['type']:<12} {way}  {payload if payload is not None else ''}"
 
 
 # On the network
