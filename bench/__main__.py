@@ -1,6 +1,8 @@
 """`python -m bench`: the legs and their bare baselines as a table, and as JSON in the last line of stdout.
 
-python -m bench --legs zenoh_mqtt,dds_zenoh --messages 20000      python -m bench --soak 1000000      python -m bench --scale
+python -m bench --legs zenoh_mqtt,dds_zenoh --messages 20000
+python -m bench --soak 1000000
+python -m bench --scale
 
 Exit code 0 only if every message arrived, once and in order, and a soak's memory stayed flat.
 """

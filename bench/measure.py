@@ -1,7 +1,7 @@
 """One leg: the bare relay and the streamer side by side, measured in turn.
 
-round 1: bare run, streamer run, bare latency, streamer latency     each lane has its own networks, publisher and subscriber,
-round 2: the same                                                   started once; the lane that is not measured is idle
+round 1: bare run, streamer run, bare latency, streamer latency   each lane has its own networks, publisher, subscriber,
+round 2: the same                                                 started once; the lane that is not measured is idle
 ...   -> medians of what the rounds say
 """
 

@@ -1,7 +1,7 @@
 """uSubscription at its size: a million subscriptions in one store, asked while it is written to.
 
-fill (bulk, not measured) -> start -> FetchSubscribers one by one (p99) while subscribers subscribe, each answer durable -> memory
-                             service process                    two client processes, over Zenoh on loopback
+fill (bulk, not measured) -> start -> FetchSubscribers one by one (p99) while subscribers subscribe -> memory
+                             service process         two client processes, over Zenoh on loopback; each answer durable
 
 Prints a table, and as its last line one JSON object. `python bench/usubscription_scale.py [--subscriptions N]
 [--seconds S]`

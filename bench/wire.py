@@ -1,9 +1,9 @@
 """What travels in a benchmark: one topic, 256-byte payloads, and the bytes of each network around them. Pure.
 
-payload  = run (4) | number in the run (4) | time stamp in ns (8) | padding       so a subscriber can count, check order and time
-zenoh    : payload, attachment = 0x01 + UAttributes
-mqtt     : PUBLISH, QoS 1, uProtocol's user properties                           made and taken apart here, because a client library
-dds      : CDR of uprotocol::v1::UMessage, written by cyclonedds                 would be slower than what is to be measured
+payload  = run (4) | number in the run (4) | time stamp in ns (8) | padding   so a subscriber can count, and check order
+zenoh    : payload, attachment = 0x01 + UAttributes                          and time
+mqtt     : PUBLISH, QoS 1, uProtocol's user properties                       made and taken apart here: a client library
+dds      : CDR of uprotocol::v1::UMessage, written by cyclonedds             would be slower than what is measured
 
 Every message has an id of its own, for a dispatcher drops an id that it has seen.
 """

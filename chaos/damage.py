@@ -1,7 +1,7 @@
 """Damaged files: a stopped gateway's data_dir with one file torn or one bit turned, then started. What may not happen
 is silence.
 
-base: half delivered, half waiting -> copy -> tear at a byte, or turn a bit -> start -> what is delivered, what Poll shows, what is told
+base: half delivered, half waiting -> copy -> tear at a byte, or turn a bit -> start -> delivered, shown by Poll, told
 
 In one process and over `transports.local`, for speed: hundreds of starts in a minute. Judged against what the undamaged
 base has shown.

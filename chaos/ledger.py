@@ -33,7 +33,8 @@ class Entry:
     told: bool = False
 
     def __str__(self) -> str:
-        return f"{self.flow} #{self.index} ({self.id.hex()}, sent {self.sent_at:.2f}, acked {self.acked_at:.2f}, shown {self.shown_at:.2f})"
+        times = f"sent {self.sent_at:.2f}, acked {self.acked_at:.2f}, shown {self.shown_at:.2f}"
+        return f"{self.flow} #{self.index} ({self.id.hex()}, {times})"
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """What this machine lets us do to a process: a small disk, failing writes, another clock. What it doesn't is skipped
 with the reason.
 
-small_disk(): a tmpfs     IoFault: chaos/faultio.c, compiled here and preloaded     Clock: libfaketime, moved while running
+small_disk(): a tmpfs    IoFault: chaos/faultio.c, compiled here and preloaded    Clock: libfaketime, moved meanwhile
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Processes that start quickly: Python and the product are loaded once, and every start is a fork of that.
 
-Nursery: "start" -> the loaded process forks -> the child runs `up-streamer ARGUMENTS`, with its output in a file -> "ended CODE"
+Nursery: "start" -> the loaded process forks -> the child runs `up-streamer ARGUMENTS`, output in a file -> "ended CODE"
 
 Loading takes most of a start's time, and a process that is killed while it loads has nothing to lose. So this makes
 more kills, and more of them where they hurt. What runs is the command itself; the first start of each process is an

@@ -1,6 +1,6 @@
 """A campaign's world as data, and the configurations that make it.
 
-Plan -> TOML of the vehicle's gateway (and of the cloud's, if there are two)          flows: who sends what, from where to where
+Plan -> TOML of the vehicle's gateway (and of the cloud's, if there are two)  flows: who sends what, from where to where
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class Places(NamedTuple):
 def vehicle_config(plan: Plan, at: Places) -> str:
     """The gateway in the vehicle."""
     zenoh = f'transport = "zenoh"\nsettings = {{ mode = "router", listen = ["tcp/127.0.0.1:{at.zenoh_port}"] }}'
-    mqtt = f'transport = "mqtt5"\nsettings = {{ port = {at.ports.get(VEHICLE)}, client_id = "gateway-vehicle", {SESSION} }}'
+    settings = f'port = {at.ports.get(VEHICLE)}, client_id = "gateway-vehicle", {SESSION}'
+    mqtt = f'transport = "mqtt5"\nsettings = {{ {settings} }}'
     home = "none" if plan.interest == "static" else "embedded"
     away = "remote" if plan.interest == "remote" else "none"
     network = mqtt if plan.vehicle == "mqtt5" else zenoh
@@ -128,4 +129,5 @@ def _head(at: Places) -> str:
 
 def _off_vehicle(plan: Plan, at: Places, name: str = "cloud") -> str:
     port = at.ports[ROAD if plan.two else CLOUD]
-    return f'transport = "mqtt5"\nsettings = {{ port = {port}, mode = "off-vehicle", client_id = "gateway-{name}", {SESSION} }}'
+    settings = f'port = {port}, mode = "off-vehicle", client_id = "gateway-{name}", {SESSION}'
+    return f'transport = "mqtt5"\nsettings = {{ {settings} }}'

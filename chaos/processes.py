@@ -1,6 +1,6 @@
 """The processes that are hurt: started, killed at any moment, started again. All die with us, however we end.
 
-Process -> start, wait_ready, kill (-9), stop (SIGTERM), pause, resume          Broker(Process): mosquitto          Gateway(Process)
+Process -> start, wait_ready, kill (-9), stop (SIGTERM), pause, resume      Broker(Process): mosquitto  Gateway(Process)
 """
 
 from __future__ import annotations

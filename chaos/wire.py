@@ -1,6 +1,6 @@
 """uProtocol on the wire, written by hand: the judges share no code with what they judge.
 
-Uri, Message <-> protobuf bytes          Message <-> MQTT 5 topic and properties          Message <-> Zenoh key and attachment
+Uri, Message <-> protobuf bytes      Message <-> MQTT 5 topic and properties      Message <-> Zenoh key and attachment
 
 Sources: the specification's up-l1/mqtt_5.adoc and up-l1/zenoh.adoc, and the numbers of its .proto files.
 """

@@ -1,7 +1,7 @@
 """One world: brokers, a gateway or two, raw clients on both sides, and what is said between them.
 
 vehicle (MQTT in-vehicle, or Zenoh)  <->  gateway (data_dir: perhaps a small disk)  <->  cloud (MQTT off-vehicle)
- up: topics that the cloud wants, notifications     Poller, reader: the history     down: publishes and notifications for the vehicle
+ up: topics that the cloud wants, notifications    Poller, reader: the history    down: publishes, notifications
 
 With two gateways, a broker on the road between them, and an in-vehicle broker in the cloud, too.
 """

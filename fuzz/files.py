@@ -26,8 +26,10 @@ from spark_ingest.decode import Decoder
 from storage import mark as marks
 from streamer import config
 from streamer import paused as pauses
-from streamer.admin import Admin
+from streamer.admin import Answer
+from streamer.config import AdminSection
 from streamer.demo import drive
+from streamer.http_port import HttpPort, Line
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2
@@ -293,35 +295,47 @@ def uuid_text(data: bytes) -> None:
         assert uuids.to_bytes(uuids.from_bytes(data)) == data
 
 
-class _Answer:
-    """As much of a StreamWriter as the admin port uses."""
+TURNS: Final = 30  # of the loop; an answer takes some ten
+
+
+class _Client(asyncio.Transport):
+    """A connection whose other end has said something, and hears what it is answered."""
 
     def __init__(self) -> None:
-        self.data = b""
+        super().__init__()
+        self.data, self.closed = b"", False
 
-    def write(self, data: bytes) -> None:
-        self.data += data
+    def write(self, data: Any) -> None:
+        self.data += bytes(data)
 
-    async def drain(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
-    def close(self) -> None: ...
+    abort = close
 
-    async def wait_closed(self) -> None: ...
+    def is_closing(self) -> bool:
+        return self.closed
 
 
 @target
 def admin_request(data: bytes) -> None:
-    admin = Admin("127.0.0.1:0", list, lambda: b"metric 1\n")
-
     async def run() -> bytes:
-        reader, answer = asyncio.StreamReader(limit=8_192), _Answer()
-        reader.feed_data(data)
-        reader.feed_eof()
-        await admin._serve(reader, answer)  # type: ignore[arg-type]
-        return answer.data
+        port, client = (
+            HttpPort({"/metrics": lambda: Answer(200, "text/plain", b"metric 1\n")}, {}, AdminSection()),
+            _Client(),
+        )
+        line = Line((await port.serve())(), None, set())
+        line.connection_made(client)
+        line.data_received(data)
+        for _ in range(TURNS):
+            await asyncio.sleep(0)
+        line.connection_lost(None)
+        await port.close()
+        return client.data
 
     answer = loop().run_until_complete(run())
-    assert not answer or answer.startswith(b"HTTP/1.1 ")
+    assert not answer or answer.startswith(b"HTTP/")
     if answer:
         head, body = answer.split(b"\r\n\r\n", 1)
-        assert f"Content-Length: {len(body)}".encode() in head, "a client knows where it ends"
+        if not data.lstrip().startswith(b"HEAD"):
+            assert f"Content-Length: {len(body)}".encode() in head, "a client knows where it ends"

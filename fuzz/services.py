@@ -1,6 +1,6 @@
 """What callers of the core services bring: payloads of requests, answers and changes, and whole requests.
 
-payload -> service -> a response that can be read, with a code other than INTERNAL        answer -> client -> what it may believe
+payload -> service -> a response that can be read, with a code but INTERNAL    answer -> client -> what it may believe
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from fuzz.registry import refusing, target
 from fuzz.shapes import Dice, made
 from history.acceptor import Acceptor
 from history.log import Log
-from history.service import DESCRIBE, POLL, UE_ID, VERSION, HistoryService
+from history.service import HistoryService
 from spark_ingest import offsets
-from streamer.control import LIST_PAUSED, PAUSE, RESUME, Control, ControlSocket
+from streamer.control import Control, ControlSocket
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.paused import Paused
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import DESCRIBE, ENTITY, LIST_PAUSED, PAUSE, POLL, RESUME, VERSION, at
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as ustreamer
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -121,7 +122,7 @@ def request_of(payload: UPayload, method: UUri) -> UMessage:
 def call(network: Network, method: int, payload: UPayload, response: type[Message]) -> Message | UStatus:
     """The answer, which may be any but INTERNAL: that would be a fault of ours."""
     with stopped_clock():
-        request = request_of(payload, uris.uri(OWN, UE_ID, VERSION, method))
+        request = request_of(payload, at(OWN, method))
         answer = loop().run_until_complete(network.ask(request))
     code = answer.attributes.commstatus
     assert answer.attributes.reqid == request.attributes.id
@@ -208,7 +209,7 @@ def paused() -> _Kept:
 @cache
 def control() -> Network:
     network = Network()
-    service = Control(network, LocalUriProvider(OWN, UE_ID, VERSION), paused(), [uris.ANY], 1_000)
+    service = Control(network, LocalUriProvider(OWN, ENTITY, VERSION), paused(), [uris.ANY], 1_000)
     loop().run_until_complete(service.start())
     return network
 

@@ -1,6 +1,6 @@
 """Bytes to protobuf messages of any shape: structures that mutated octets of a real message would hardly ever meet.
 
-bytes --Dice--> choices --fill--> message          the same bytes make the same message; bytes that end make empty fields
+bytes --Dice--> choices --fill--> message      the same bytes make the same message; bytes that end make empty fields
 """
 
 from __future__ import annotations

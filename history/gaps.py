@@ -15,13 +15,12 @@ import structlog
 
 from history.damage import LOSSES, OTHERS, Damage
 from history.log import Log
-from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
 from uprotocol.status import UStatusError
 from uprotocol.v1.uri_pb2 import UUri
 
-RESOURCE: Final = 0x8002  # of core.ustreamer
 QUEUED_MAX: Final = 1_000  # not yet published; what is lost stays in the log's damage anyway
 
 log = structlog.get_logger()
@@ -29,7 +28,7 @@ log = structlog.get_logger()
 
 def topic(authority: str) -> UUri:
     """Where gaps are published."""
-    return uris.uri(authority, 0x0004, 1, RESOURCE)
+    return ids.at(authority, ids.GAPS)
 
 
 class Gaps:

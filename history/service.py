@@ -27,6 +27,7 @@ from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
 from uprotocol.communication.shares import CALLERS_SHARE, Shares
+from uprotocol.core.ustreamer.ids import DESCRIBE, ENTITY, POLL, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
@@ -45,11 +46,6 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-
-UE_ID: Final = 0x4  # core.ustreamer
-VERSION: Final = 1
-DESCRIBE: Final = 1
-POLL: Final = 2
 
 # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
 POLL_STEPS_MAX: Final = 16
@@ -92,7 +88,7 @@ class HistoryService:
         drain_ms_max: int = DRAIN_MS_MAX,
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
-        own = LocalUriProvider(local.get_authority(), UE_ID, VERSION)
+        own = LocalUriProvider(local.get_authority(), ENTITY, VERSION)
         self._server = InMemoryRpcServer(
             transport,
             own,

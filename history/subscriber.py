@@ -22,6 +22,7 @@ import structlog
 from history.acceptor import Accepted, Acceptor, Places, Positions, Record
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, RpcClient
+from uprotocol.core.ustreamer.ids import DESCRIBE, POLL
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
@@ -36,8 +37,6 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-DESCRIBE: Final = 1  # method ids of core.ustreamer
-POLL: Final = 2
 TIMEOUT_MS: Final = 10_000  # of a call, beside what the service may wait
 WAIT_MS_MIN: Final = 500  # of a long poll, on a network that loses or cuts long calls
 WAIT_MS_MAX: Final = 30_000  # on a quiet and sound one: two calls a minute say that both are alive

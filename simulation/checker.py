@@ -1,7 +1,8 @@
 """Knows what was acknowledged and what was wanted, and says what is wrong.
 
-publishes, acknowledged -> Sent --owed to every hearer whose want was confirmed before--> heard | told (dead letter, gap) | let off
+publishes, acknowledged -> Sent --owed to every hearer whose want was confirmed before--> heard | told | let off
                                                                                            '-> order, phantom, duplicate
+told: as a dead letter, or a gap
 A hearer is let off where the configuration, an Unsubscribe or the end of a volatile log says so; nowhere else.
 """
 

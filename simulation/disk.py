@@ -1,7 +1,7 @@
 """A disk that can refuse, fail after the fact, lose power and tear: real SQLite on a folder in memory, behind
 storage.disk.Disk.
 
-connect -> FaultyConnection: each BEGIN, write and COMMIT asks the dice     power_lost: what was committed stays, all else is gone
+connect -> FaultyConnection: each BEGIN, write and COMMIT asks the dice    power_lost: what was committed stays, no more
                                                                            tear: the write-ahead log ends at a random
                                                                            byte
 """

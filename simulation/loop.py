@@ -1,6 +1,6 @@
 """An event loop on virtual time, on which processes can be killed between any two steps.
 
-ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: a deadlock, told as an error
+ready -> step -> step ...      nothing is ready: the clock leaps to the next timer      no timer either: an error
           '-> of a process that is dead: dropped, as if its machine had lost power
 
 Every callback belongs to the process in whose context it was scheduled (the variable PROCESS), so two gateways live on

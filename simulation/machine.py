@@ -1,6 +1,6 @@
 """A computer with a gateway on it: its files outlive the processes that run on it, one after the other.
 
-Machine.start -> GatewayProcess: Streamer.create, run -> ready -> stop (clean) | kill (between any two steps) | died (by an error)
+Machine.start -> GatewayProcess: Streamer.create, run -> ready -> stop (clean) | kill (between two steps) | died (error)
                        '-> taps: what was appended under which seq, which errors were logged
 """
 

@@ -1,7 +1,7 @@
 """A LocalNetwork that also loses, refuses with any code, and answers for a service that is short of something.
 
-send -> lost? (a network without acknowledgement) -> refused with any UCode? -> a request for a uSubscription: short of something?
-        -> LocalNetwork.carry: fail, unsure, duplicate, late
+send -> lost? (a network without acknowledgement) -> refused with any UCode?
+     -> a request for a uSubscription: short of something? -> LocalNetwork.carry: fail, unsure, duplicate, late
 """
 
 from __future__ import annotations

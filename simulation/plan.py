@@ -1,6 +1,6 @@
 """What befalls a world: drawn from its seed, one thing after the other, some of them at the same time.
 
-background: publishers, wishes          foreground: `actions` things that go wrong, with pauses between          then `heal`
+background: publishers, wishes       foreground: `actions` things that go wrong, with pauses between       then `heal`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Seeds on all processors: one world after the other in each process.
 
-outcomes(seeds) -> processes, each prepared so that a seed gives the same run in all of them -> Outcome, in the order of the seeds
+outcomes(seeds) -> processes, each prepared so that a seed gives the same run in all of them -> Outcome, in that order
 """
 
 from __future__ import annotations

@@ -30,13 +30,12 @@ from spark_ingest.offsets import LogState, Loss, Offset, Offsets, Range
 from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest, PollResponse, Position, RecordBatch
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 
-SERVICE_UE_ID: Final = 0x4  # core.ustreamer
-SERVICE_VERSION: Final = 1
 # free for applications; the instance differs from task to task, so that no task hears another's replies
 OWN_UE_TYPE: Final = 0x8004
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
@@ -94,8 +93,7 @@ class Options(BaseModel):
     consumer: str = Field(
         default="",
         description="name of the cursor that holds the history's retention; give each query its own. Without it, made "
-        "from the options; "
-        "the job makes it from its checkpoint",
+        "from the options; the job makes it from its checkpoint",
     )
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000, description="of one call to the history")
 
@@ -115,7 +113,7 @@ class Options(BaseModel):
     @field_validator("authority", "local_authority")
     @classmethod
     def _is_an_authority(cls, authority: str) -> str:
-        LocalUriProvider(authority, SERVICE_UE_ID, SERVICE_VERSION)
+        LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
         return authority
 
     @classmethod
@@ -149,7 +147,7 @@ class History:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._service = uris.uri(options.authority, SERVICE_UE_ID, SERVICE_VERSION)
+        self._service = ids.at(options.authority)
         self._topics = [uris.parse(topic) for topic in options.topics]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -186,8 +184,7 @@ class History:
             for begin in response.begin
             if begin.incarnation.hex() in seqs
         }
-        losses = (Loss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
-        return learned, {loss.incarnation: loss for loss in losses if loss.went_back}
+        return learned, {loss.incarnation: loss for loss in _losses(response) if loss.went_back}
 
     def hold(self, acked: Offset) -> None:
         """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until
@@ -211,13 +208,9 @@ class History:
 
     def wait(self, start: Offset, wait_ms: int) -> None:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
-        self._call(
-            _polling(
-                PollRequest(
-                    topics=self._topics, positions=_positions(start), earliest=True, max_records=1, wait_ms=wait_ms
-                )
-            )
-        )
+        after = _positions(start)
+        asked = PollRequest(topics=self._topics, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
+        self._call(_polling(asked))
 
     def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
         """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are
@@ -248,7 +241,7 @@ class History:
                 if all(place.incarnation.hex() != range.incarnation for place in response.next):
                     on_loss(Loss(range.incarnation, position, 0))
                     return
-                back = _gone_back(response, range)
+                back = next((loss for loss in _losses(response, range) if loss.went_back), None)
                 if back is not None:
                     if is_back:
                         return  # it doesn't reach as far as this
@@ -385,20 +378,17 @@ def _polling(request: PollRequest) -> Callable[[HistoryClient], Coroutine[Any, A
 def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:
     """Where to go on after `response`."""
     position = max([after, *(place.seq for place in response.next if place.incarnation.hex() == range.incarnation)])
-    for gap in response.gaps:
-        if gap.incarnation.hex() == range.incarnation and gap.after_seq < range.until:
-            on_loss(Loss(range.incarnation, max(gap.after_seq, after), min(gap.before_seq, range.until + 1)))
-            position = max(position, gap.before_seq - 1)
+    for loss in _losses(response, range):
+        if loss.after < range.until:
+            on_loss(Loss(range.incarnation, max(loss.after, after), min(loss.before, range.until + 1)))
+            position = max(position, loss.before - 1)
     return position
 
 
-def _gone_back(response: PollResponse, range: Range) -> Loss | None:
-    losses = (
-        Loss(range.incarnation, gap.after_seq, gap.before_seq)
-        for gap in response.gaps
-        if gap.incarnation.hex() == range.incarnation
-    )
-    return next((loss for loss in losses if loss.went_back), None)
+def _losses(response: PollResponse, range: Range | None = None) -> Iterator[Loss]:
+    """What an answer says is gone, of all logs or of that of `range`."""
+    losses = (Loss(gap.incarnation.hex(), gap.after_seq, gap.before_seq) for gap in response.gaps)
+    return (loss for loss in losses if range is None or loss.incarnation == range.incarnation)
 
 
 def _positions(places: Offset) -> list[Position]:

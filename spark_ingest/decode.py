@@ -3,8 +3,7 @@
 UMessage bytes --route cache--> authority, topic, format --payload reader--> path, ts, value_* --> pyarrow.RecordBatch
                     |
                     +-- all attributes but the id are the same bytes for every message of a topic, so they are parsed
-                    once;
-                        whatever doesn't have that shape takes the way through protobuf
+                        once; whatever doesn't have that shape takes the way through protobuf
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
 
 from uprotocol import uri as uris
+from uprotocol.cache import Cache
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Sample
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -89,8 +89,8 @@ class Decoder:
     def __init__(self) -> None:
         self._routes: dict[bytes, _Route] = {}
         self._known: list[_Route] = []
-        self._heads: dict[bytes, str] = {}
-        self._moments: dict[bytes, int] = {}
+        self._heads: Cache[bytes, str] = Cache(ROUTES_CACHED_MAX)
+        self._moments: Cache[bytes, int] = Cache(MOMENTS_CACHED_MAX)
 
     def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
         """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix
@@ -158,25 +158,16 @@ class Decoder:
             key = b"\xff"  # no attributes have these bytes
         found = self._routes.get(key)
         if found is None:
-            made = _Route(len(self._known), None, None, None, None)
+            authority = topic = name = read = None
             if attributes is not None:
                 format = attributes.payload_format
-                name = (
-                    UPayloadFormat.Name(format)[_FORMAT_PREFIX:]
-                    if format in UPayloadFormat.values()
-                    else str(int(format))
-                )
-                source = attributes.source if attributes.HasField("source") else None
-                authority = source.authority_name if source is not None else None
-                made = _Route(
-                    len(self._known),
-                    authority,
-                    uris.format(source) if source is not None else None,
-                    name,
-                    _READERS.get(format),
-                )
-            found = self._routes[key] = made
-            self._known.append(made)
+                is_known = format in UPayloadFormat.values()
+                name = UPayloadFormat.Name(format)[_FORMAT_PREFIX:] if is_known else str(int(format))
+                read = _READERS.get(format)
+                if attributes.HasField("source"):
+                    authority, topic = attributes.source.authority_name, uris.format(attributes.source)
+            found = self._routes[key] = _Route(len(self._known), authority, topic, name, read)
+            self._known.append(found)
         return found
 
     def _batch(
@@ -220,7 +211,7 @@ class _Rows:
 
     __slots__ = ("bools", "doubles", "heads", "malformed", "micros", "moments", "paths", "strings")
 
-    def __init__(self, heads: dict[bytes, str], moments: dict[bytes, int]) -> None:
+    def __init__(self, heads: Cache[bytes, str], moments: Cache[bytes, int]) -> None:
         self.heads, self.moments = heads, moments
         self.paths: list[str | None] = []
         self.micros: list[int] = []
@@ -239,14 +230,9 @@ class _Rows:
     def remember(self, path: str, time: bytes, micros: int) -> None:
         """As protobuf writes them, where their length takes one byte."""
         head = path.encode()
-        if len(head) > 0x7F:
-            return
-        if len(self.heads) >= ROUTES_CACHED_MAX:
-            self.heads.clear()
-        if len(self.moments) >= MOMENTS_CACHED_MAX:
-            self.moments.clear()
-        self.heads[bytes((0x0A, len(head))) + head] = path
-        self.moments[bytes((0x12, len(time))) + time] = micros
+        if len(head) <= 0x7F:
+            self.heads[bytes((0x0A, len(head))) + head] = path
+            self.moments[bytes((0x12, len(time))) + time] = micros
 
 
 def _payload_start(data: bytes, end: int) -> int:

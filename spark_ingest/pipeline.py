@@ -1,8 +1,8 @@
 """The job: from a streamer's history to Parquet, without loss or duplicates, whatever is killed on the way.
 
-config (TOML) --> session (quiet, local, small) --> readStream uprotocol --> date column --> writeStream parquet + checkpoint
-                                                                                                |
-                                        SIGTERM, SIGINT --> the query stops after what it is at --> Report
+config (TOML) --> session (quiet, local, small) --> readStream uprotocol --> date column --> writeStream parquet
+                                                                                                  | and checkpoint
+                                          SIGTERM, SIGINT --> the query stops after what it is at --> Report
 """
 
 from __future__ import annotations

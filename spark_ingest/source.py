@@ -1,6 +1,6 @@
 """The Spark data source `uprotocol`: the history of a streamer as rows, each exactly once.
 
-driver:   latestOffset --Describe--> {log: seq}      partitions: ranges of seqs      commit --Poll(acked)--> history may forget
+driver:   latestOffset --Describe--> {log: seq}    partitions: ranges of seqs   commit --Poll(acked)--> may be forgotten
 tasks:    read(range)  --Poll(until)--> records --decode--> Arrow batches
 
 Spark writes start and end of a batch to its checkpoint before it reads; a range reads the same records whenever it is

@@ -1,9 +1,10 @@
 """The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and
 minute.
 
-structlog, stdlib logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no variables -> text | JSON
-                                              first of its kind: at once  '-> held: counted, and told with the last of them when the
-                                              (that costs the most)           minute is over, or at exit ----^
+structlog, logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no values -> text | JSON
+                     first of its kind: at once (that costs the most)  |
+                                                                       '-> held: counted, and told with the last of
+                                                                           them when the minute is over, or at exit
 
 A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since
 the line before.

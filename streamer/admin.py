@@ -1,28 +1,28 @@
-"""The admin port: /metrics, /healthz (alive), /readyz (nothing is wrong; else 503 and what is), /vehicles. Plain
-HTTP/1.1, GET only.
+"""The admin port: what it tells monitors and people. `http_port.py` brings it to them.
 
-`notes` of /readyz are what a person may want to know though nothing is wrong.
+/healthz  alive           /readyz    503 and what is wrong, or 200; `notes`: what a person may want to know all the same
+/metrics  for Prometheus  /vehicles  what each source authority sends, one JSON object a line
+
+Admin(problems, metrics, notes, vehicles) -> Answers: bounded in time and length -> HttpPort: who may ask, and how often
 
 Who asks without end takes a tenth of the loop at most: beyond that the last answer serves again. Lists are cut.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from uprotocol.status import UStatusError
-from uprotocol.v1.ucode_pb2 import UCode
+from streamer.config import AdminSection
 
-REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
+if TYPE_CHECKING:
+    from streamer.http_port import HttpPort
+
 VEHICLES_AT_ONCE: Final = 500  # written in one step, some milliseconds of the loop
-REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
-CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
 LINES_TOLD_MAX: Final = 300  # of problems, and of notes; all PAUSES_MAX patterns that may be paused fit
 LINE_CHARACTERS_MAX: Final = 1_000
 LOOP_SHARE: Final = 0.1  # of the loop's time that answers may cost
@@ -31,7 +31,7 @@ LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every moni
 
 class Admin:
     """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as
-    text."""
+    text. `guard` says who may ask."""
 
     def __init__(
         self,
@@ -40,14 +40,13 @@ class Admin:
         metrics: Callable[[], bytes] = lambda: b"",
         notes: Callable[[], list[str]] = list,
         vehicles: Callable[[], Iterable[dict[str, Any]]] = list,
+        *,
+        guard: AdminSection | None = None,
     ) -> None:
-        self._host, _, port = address.rpartition(":")
-        self.port = int(port)
-        self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
-        self._server: asyncio.Server | None = None
-        self._connections = 0
-        self._made: dict[str, bytes] = {}  # the last answer, by path
-        self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
+        host, _, port = address.rpartition(":")
+        self._host, self.port = host.strip("[]"), int(port)
+        self._answers, self._guard = Answers(problems, metrics, notes, vehicles), guard or AdminSection()
+        self._http: HttpPort | None = None
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -57,69 +56,54 @@ class Admin:
         await self.close()
 
     async def open(self) -> None:
-        """Raises UStatusError(UNAVAILABLE) if the port can't be had."""
-        try:
-            self._server = await asyncio.start_server(self._serve, self._host, self.port, limit=REQUEST_BYTES_MAX)
-        except OSError as error:
-            raise UStatusError(
-                UCode.UNAVAILABLE,
-                f"the admin port {self._host}:{self.port} can't be opened: {error.strerror}; is another streamer "
-                "running?",
-            ) from None
-        self.port = self._server.sockets[0].getsockname()[1]
+        """Raises UStatusError: UNAVAILABLE if the port can't be had, FAILED_PRECONDITION for a file of `guard`."""
+        from streamer.http_port import HttpPort  # aiohttp: 0.1 s and 11 MiB, for who has an admin port
+
+        answers = self._answers
+        pages = {"/metrics": answers.metrics, "/healthz": answers.health, "/readyz": answers.ready}
+        self._http = HttpPort(pages, {"/vehicles": answers.vehicles}, self._guard)
+        self.port = await self._http.open(self._host, self.port)
 
     async def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            await self._server.wait_closed()
+        """May be called twice."""
+        if self._http is not None:
+            await self._http.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._connections += 1
-        try:
-            if self._connections > CONNECTIONS_MAX:
-                return
-            async with asyncio.timeout(REQUEST_TIMEOUT_S):
-                request = await reader.readuntil(b"\r\n\r\n")
-                for part in self._answer(request.split(b"\r\n", 1)[0].decode("latin-1")):
-                    writer.write(part)
-                    await writer.drain()
-                    await asyncio.sleep(0)
-        except (TimeoutError, ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            pass
-        finally:
-            self._connections -= 1
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
 
-    def _answer(self, line: str) -> Iterator[bytes]:
-        """Written part by part, so that a long one holds up nothing else."""
-        method, _, rest = line.partition(" ")
-        path = rest.split(" ")[0].split("?")[0]
-        if method not in ("GET", "HEAD"):
-            yield _response("405 Method Not Allowed", "text/plain", b"GET only\n")
-            return
-        match path:
-            case "/metrics":
-                yield self._kept(path, lambda: _response("200 OK", "text/plain; version=0.0.4", self._metrics()))
-            case "/healthz":
-                yield _response("200 OK", "application/json", b'{"status":"alive"}\n')
-            case "/readyz":
-                yield self._kept(path, self._ready)
-            case "/vehicles":
-                yield from self._tell_vehicles()
-            case _:
-                yield _response("404 Not Found", "text/plain", b"there are /metrics, /healthz, /readyz and /vehicles\n")
+class Answer(NamedTuple):
+    status: int
+    type: str
+    body: bytes
 
-    def _tell_vehicles(self) -> Iterator[bytes]:
-        """In slices, between which others have their turn. It is too long to be kept: who asks too often is told to
-        wait."""
-        if not self._may_work():
-            yield _response(
-                "503 Service Unavailable", "text/plain", b"all of it was told just now: ask again in some seconds\n"
-            )
-            return
-        yield b"HTTP/1.1 200 OK\r\nContent-Type: application/x-ndjson\r\nConnection: close\r\n\r\n"
+
+class Answers:
+    """What each path tells, made anew as long as there is time for it: LOOP_SHARE of the loop's."""
+
+    def __init__(
+        self,
+        problems: Callable[[], list[str]],
+        metrics: Callable[[], bytes],
+        notes: Callable[[], list[str]],
+        vehicles: Callable[[], Iterable[dict[str, Any]]],
+    ) -> None:
+        self._problems, self._metrics, self._notes, self._vehicles = problems, metrics, notes, vehicles
+        self._made: dict[Callable[[], Answer], Answer] = {}  # the last ones
+        self._left_s, self._refilled_at = LOOP_S_MAX, time.perf_counter()
+
+    def health(self) -> Answer:
+        return Answer(200, "application/json", b'{"status":"alive"}\n')
+
+    def metrics(self) -> Answer:
+        return self._kept(self._make_metrics)
+
+    def ready(self) -> Answer:
+        return self._kept(self._make_ready)
+
+    def vehicles(self) -> Iterator[bytes] | None:
+        """In slices. It is too long to be kept: None for who asks too often."""
+        return self._slices() if self._may_work() else None
+
+    def _slices(self) -> Iterator[bytes]:
         rest = iter(self._vehicles())
         while True:
             with self._working():
@@ -128,17 +112,19 @@ class Admin:
                 return
             yield part
 
-    def _ready(self) -> bytes:
+    def _make_metrics(self) -> Answer:
+        return Answer(200, "text/plain; version=0.0.4", self._metrics())
+
+    def _make_ready(self) -> Answer:
         problems = _cut(self._problems())
         told = {"status": "not ready" if problems else "ready", "problems": problems, "notes": _cut(self._notes())}
-        body = json.dumps(told).encode() + b"\n"
-        return _response("503 Service Unavailable" if problems else "200 OK", "application/json", body)
+        return Answer(503 if problems else 200, "application/json", json.dumps(told).encode() + b"\n")
 
-    def _kept(self, path: str, make: Callable[[], bytes]) -> bytes:
-        if path not in self._made or self._may_work():
+    def _kept(self, make: Callable[[], Answer]) -> Answer:
+        if make not in self._made or self._may_work():
             with self._working():
-                self._made[path] = make()
-        return self._made[path]
+                self._made[make] = make()
+        return self._made[make]
 
     def _may_work(self) -> bool:
         now = time.perf_counter()
@@ -159,11 +145,3 @@ def _cut(lines: list[str]) -> list[str]:
         for line in lines[:LINES_TOLD_MAX]
     ]
     return told if len(lines) <= LINES_TOLD_MAX else [*told, f"and {len(lines) - LINES_TOLD_MAX} more"]
-
-
-def _response(status: str, type: str, body: bytes) -> bytes:
-    return (
-        f"HTTP/1.1 {status}\r\nContent-Type: {type}\r\nContent-Length: {len(body)}\r\nConnection: "
-        "close\r\n\r\n".encode()
-        + body
-    )

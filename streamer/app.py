@@ -44,6 +44,7 @@ from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer.ids import ENTITY, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
@@ -202,7 +203,12 @@ class Streamer:
         if self.config.streamer.admin is None:
             return None
         return Admin(
-            self.config.streamer.admin, self.problems, lambda: metrics.expose(self), self.notes, self.all_vehicles
+            self.config.streamer.admin,
+            self.problems,
+            lambda: metrics.expose(self),
+            self.notes,
+            self.all_vehicles,
+            guard=self.config.admin,
         )
 
     def __repr__(self) -> str:
@@ -523,7 +529,8 @@ async def _create(config: Config, stopping: asyncio.Event) -> Streamer | None:
             log.error("the streamer can't start; trying again", error=trouble)
         async with contextlib.AsyncExitStack() as stack:
             if config.streamer.admin is not None:
-                await stack.enter_async_context(Admin(config.streamer.admin, lambda why=trouble: [why]))  # type: ignore[misc]
+                problems: Callable[[], list[str]] = functools.partial(list, (told,))
+                await stack.enter_async_context(Admin(config.streamer.admin, problems, guard=config.admin))
             waiting = asyncio.ensure_future(stopping.wait())
             await asyncio.wait({waiting}, timeout=backoff.next_ms() / 1000)
             waiting.cancel()

@@ -2,6 +2,7 @@
 
 [streamer]  who we are         [[endpoint]]  networks        [[rule]]  what goes where (default: everything, both ways)
 [history]   what is kept       [usubscription]  interest     [express] [egress] [limits]
+[admin]     who may ask at the admin port
 [[access]]  who reads what of the history, where that is not what the rules say
 """
 
@@ -9,7 +10,8 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -32,14 +34,23 @@ MIB_MAX: Final = 1 << 40  # an exbibyte: beyond any disk, and far from what an i
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 
 
+def _valid(check: Callable[[str], object]) -> Callable[[str], str]:
+    """A text that `check` takes."""
+
+    def validate(text: str) -> str:
+        try:
+            check(text)
+        except UStatusError as error:
+            raise ValueError(error.message) from None
+        return text
+
+    return validate
+
+
 def _authority(text: str) -> str:
-    try:
-        uris.validate_authority(text)
-    except UStatusError as error:
-        raise ValueError(error.message) from None
     if not text:
         raise ValueError("an authority may not be empty")
-    return text
+    return _valid(uris.validate_authority)(text)
 
 
 def _authority_pattern(text: str) -> str:
@@ -60,22 +71,6 @@ def _suffix(text: str) -> str:
     return text
 
 
-def _pattern(text: str) -> str:
-    try:
-        uris.parse(text)
-    except UStatusError as error:
-        raise ValueError(error.message) from None
-    return text
-
-
-def _wide_pattern(text: str) -> str:
-    try:
-        AccessPattern.parse(text)
-    except UStatusError as error:
-        raise ValueError(error.message) from None
-    return text
-
-
 def _host_port(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isascii() or not port.isdecimal() or int(port) > 65_535:
@@ -83,13 +78,22 @@ def _host_port(text: str) -> str:
     return text
 
 
+def _is_loopback(address: str) -> bool:
+    """A name may be anything, but for one."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 Mistake = tuple[int, str]  # the line on which it is, and what it is
 Location = tuple[int | str, ...]  # of a key: ("endpoint", 1, "name") is the name of the second endpoint
 Authority = Annotated[str, AfterValidator(_authority)]
 AuthorityPattern = Annotated[str, AfterValidator(_authority_pattern)]
 Suffix = Annotated[str, AfterValidator(_suffix)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
-WidePattern = Annotated[str, AfterValidator(_wide_pattern)]
+Pattern = Annotated[str, AfterValidator(_valid(uris.parse))]
+WidePattern = Annotated[str, AfterValidator(_valid(AccessPattern.parse))]
 
 
 def patterns(texts: list[str]) -> list[UUri]:
@@ -117,8 +121,7 @@ class StreamerSection(_Section):
     authority: Authority | None = Field(
         default=None,
         description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead "
-        "letter topic "
-        "`up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
+        "letter topic `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
     )
     data_dir: Path = Field(
         default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest"
@@ -137,14 +140,28 @@ class StreamerSection(_Section):
     )
 
 
+class AdminSection(_Section):
+    """Who may ask at `streamer.admin`."""
+
+    cert_file: Path | None = Field(default=None, description="certificate of the port, PEM; with it, TLS only")
+    key_file: Path | None = Field(default=None, description="its key, PEM, without a passphrase")
+    token_file: Path | None = Field(
+        default=None, description="a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"
+    )
+    unprotected: bool = Field(
+        default=False,
+        description="lets `streamer.admin` listen beyond loopback without certificate or token: for a network that "
+        "nobody but the monitor is on",
+    )
+
+
 class EndpointSection(_Section):
     """One network and the authorities that live on it."""
 
     name: str = Field(
         pattern=NAME,
         description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename "
-        "an endpoint, and "
-        "its backlog waits under the old name: see below",
+        "an endpoint, and its backlog waits under the old name: see below",
     )
     transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
     authorities: list[AuthorityPattern] = Field(
@@ -188,10 +205,8 @@ class RuleSection(_Section):
 
 class AccessSection(_Section):
     """Who reads what of the history. A caller reads what came from its own network and what the rules let go there,
-    unless an entry names
-    it: then what matches `allow` (none given: what it would read without the entry) and not `deny`; the first entry
-    that names it counts.
-    """
+    unless an entry names it: then what matches `allow` (none given: what it would read without the entry) and not
+    `deny`; the first entry that names it counts."""
 
     endpoint: str | None = Field(default=None, description="callers on this endpoint; without it, on any")
     callers: list[WidePattern] = Field(
@@ -219,9 +234,8 @@ class HistorySection(_Section):
     )
     volatile: list[Pattern] = Field(
         default=[],
-        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. "
-        "They do not survive a "
-        "restart",
+        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. They "
+        "do not survive a restart",
     )
     retention_hours: float = Field(
         default=168,
@@ -245,9 +259,8 @@ class HistorySection(_Section):
         le=HOURS_MAX,
         allow_inf_nan=False,
         description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never "
-        "against "
-        "`retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when "
-        "nine tenths are over",
+        "against `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` "
+        "when nine tenths are over",
     )
 
     @property
@@ -264,18 +277,15 @@ class USubscriptionSection(_Section):
     )
     answers_for: list[AuthorityPattern] | None = Field(
         default=None,
-        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without "
-        "it, the families "
-        "(`*.x`) at home",
+        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, "
+        "the families (`*.x`) at home",
     )
     reset: Literal["linked", "all", "off"] = Field(
         default="linked",
-        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another "
-        "authority ends what it shares "
-        "with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification "
-        "has it; for networks "
-        "on which nobody else can speak as entity 0. `off`: nothing. What is not allowed is PERMISSION_DENIED. See "
-        "[security.md](security.md)",
+        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority "
+        "ends what it shares with this one, and nothing of others. `all`: any uSubscription service ends everything, "
+        "as the specification has it; for networks on which nobody else can speak as entity 0. `off`: nothing. What is "
+        "not allowed is PERMISSION_DENIED. See [security.md](security.md)",
     )
     refresh_s: float = Field(
         default=60,
@@ -295,9 +305,8 @@ class EgressSection(_Section):
         default=None,
         ge=1,
         description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of "
-        "one authority "
-        "(`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes "
-        "for others",
+        "one authority (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as "
+        "fast as it goes for others",
     )
 
 
@@ -307,9 +316,8 @@ class ExpressSection(_Section):
     messages_max: int = Field(
         default=4_096,
         ge=1,
-        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; "
-        "beyond it "
-        "RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
+        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond "
+        "it RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
     )
 
 
@@ -322,8 +330,7 @@ class LimitsSection(_Section):
         ge=32,
         le=MIB_MAX,
         description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. "
-        "What fits: "
-        "[security.md](security.md)",
+        "What fits: [security.md](security.md)",
     )
     message_bytes_max: int = Field(
         default=MESSAGE_BYTES_MAX,
@@ -335,10 +342,8 @@ class LimitsSection(_Section):
         default=UNITS_PER_S,
         ge=1,
         description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some "
-        "seconds while the "
-        "streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for "
-        "each KiB. Authorities "
-        "that an endpoint names have no such limit",
+        "seconds while the streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts "
+        "once more for each KiB. Authorities that an endpoint names have no such limit",
     )
 
 
@@ -353,6 +358,7 @@ class DispatchSection(_Section):
 
 class Config(_Section):
     streamer: StreamerSection = StreamerSection()
+    admin: AdminSection = AdminSection()
     endpoint: list[EndpointSection] = Field(min_length=1)
     rule: list[RuleSection] = []
     access: list[AccessSection] = []
@@ -365,10 +371,24 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
-        mistakes = [*self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
+        mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
         if mistakes:
             raise Incoherent(mistakes)
         return self
+
+    def _mistakes_of_admin(self) -> Iterator[tuple[str, Location]]:
+        address, guard = self.streamer.admin, self.admin
+        if (guard.cert_file is None) != (guard.key_file is None):
+            yield "cert_file and key_file go together", ("admin",)
+        if address is None and guard.model_fields_set:
+            yield "[admin] says who may ask at streamer.admin, which is not set", ("admin",)
+        is_guarded = None not in (guard.cert_file, guard.token_file)
+        if address is not None and not (is_guarded or guard.unprotected or _is_loopback(address)):
+            what = (
+                f"streamer.admin {address!r} can be reached from other machines: give [admin] cert_file, key_file and "
+                "token_file, or, where the network itself keeps everybody out, unprotected = true"
+            )
+            yield what, ("streamer", "admin")
 
     def _mistakes_of_endpoints(self) -> Iterator[tuple[str, Location]]:
         names: set[str] = set()
@@ -380,7 +400,8 @@ class Config(_Section):
             for authority in endpoint.authorities:
                 owner = owners.setdefault(authority, endpoint)
                 if owner is not endpoint:
-                    what = f"authority {authority!r} belongs to both endpoint {owner.name!r} and {endpoint.name!r}; one network has it"
+                    both = f"{owner.name!r} and {endpoint.name!r}"
+                    what = f"authority {authority!r} belongs to both endpoint {both}; one network has it"
                     yield what, ("endpoint", index, "authorities")
             if len(set(endpoint.authorities)) < len(endpoint.authorities):
                 yield f"endpoint {endpoint.name!r} names an authority twice", ("endpoint", index, "authorities")
@@ -388,18 +409,19 @@ class Config(_Section):
 
     def _mistakes_of_home(self, authorities: list[str]) -> Iterator[tuple[str, Location]]:
         if all(map(uris.is_pattern, authorities)):
-            yield (
-                "at least one endpoint must name an authority: the streamer lives there",
-                ("endpoint", 0, "authorities"),
-            )
+            what = "at least one endpoint must name an authority: the streamer lives there"
+            yield what, ("endpoint", 0, "authorities")
         elif self.authority not in authorities:
-            what = f"streamer.authority {self.authority!r} is not an authority of any endpoint; known are {', '.join(authorities)}"
-            yield what, ("streamer", "authority")
+            what = f"streamer.authority {self.authority!r} is not an authority of any endpoint"
+            yield f"{what}; known are {', '.join(authorities)}", ("streamer", "authority")
         else:
-            serves = f"usubscription = 'embedded' serves authority {self.authority!r}, so only endpoint {self.home.name!r} can have it"
+            serves = f"usubscription = 'embedded' serves authority {self.authority!r}"
             for index, endpoint in enumerate(self.endpoint):
                 if endpoint.usubscription == "embedded" and endpoint is not self.home:
-                    yield serves, ("endpoint", index, "usubscription")
+                    yield (
+                        f"{serves}, so only endpoint {self.home.name!r} can have it",
+                        ("endpoint", index, "usubscription"),
+                    )
             yield from self._mistakes_of_names()
 
     def _mistakes_of_names(self) -> Iterator[tuple[str, Location]]:
@@ -413,8 +435,8 @@ class Config(_Section):
             elif endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
                 yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}", place
         if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
-            what = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}: nobody would answer"
-            yield what, ("usubscription", "answers_for")
+            needs = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}"
+            yield f"{needs}: nobody would answer", ("usubscription", "answers_for")
 
     def _mistakes_of_rules(self) -> Iterator[tuple[str, Location]]:
         names = sorted({endpoint.name for endpoint in self.endpoint})

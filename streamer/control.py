@@ -24,6 +24,7 @@ from streamer import paused as pauses
 from streamer.paused import Pause, Paused
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer
+from uprotocol.core.ustreamer.ids import LIST_PAUSED, PAUSE, RESUME
 from uprotocol.core.ustreamer.v1 import ustreamer_pb2 as wire
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError, invalid
@@ -32,9 +33,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-PAUSE: Final = 5
-RESUME: Final = 6
-LIST_PAUSED: Final = 7
 SOCKET: Final = "control.sock"  # in a data_dir
 LOG_LOCK: Final = "history.db.lock"  # held by a streamer that runs
 LINE_BYTES_MAX: Final = 128 << 10  # the longest is the list of what is paused, PAUSES_MAX of some 300 bytes

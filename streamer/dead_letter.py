@@ -31,6 +31,7 @@ from storage.worker import Answerer
 from streamer.shares import PERIOD_S, PerMinute, Shares
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
+from uprotocol.core.ustreamer import ids
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter
 from uprotocol.encoded import Carried, EncodedMessage, decoded
 from uprotocol.status import UStatusError, code_name
@@ -40,7 +41,6 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-RESOURCE: Final = 0x8001  # of core.ustreamer
 STORED_MAX: Final = 10_000  # letters kept: they are for a person to look at, the counters go on
 STORED_BYTES_MAX: Final = 64 << 20  # of their messages
 FREE_BYTES_MAX: Final = 16 << 20  # of unused pages in the file; with more of them it is written anew at the next start
@@ -71,7 +71,7 @@ log = structlog.get_logger()
 
 def topic(authority: str) -> UUri:
     """Where dead letters are published."""
-    return uris.uri(authority, 0x0004, 1, RESOURCE)
+    return ids.at(authority, ids.DEAD_LETTERS)
 
 
 @dataclass(frozen=True)

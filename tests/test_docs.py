@@ -131,15 +131,22 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service:POLL_BYTES_MAX"]),
     ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.asked:WAIT_MS_MAX"]),
     ("history", "# ms at least, are left for the way back", 1, ["history.asked:TTL_MARGIN_MS"]),
-    ("history", "(# patterns, # of them with wildcards", 1, ["history.matching:PATTERNS_MAX", "history.matching:WILDCARD_PATTERNS_MAX"]),
+    ("history", "(# patterns, # of them with wildcards", 1, [
+        "history.matching:PATTERNS_MAX", "history.matching:WILDCARD_PATTERNS_MAX",
+    ]),
     ("history", "more than # logs", 1, ["history.asked:POSITIONS_MAX"]),
-    ("history", "has at most # of the # names", 1, ["history.consumers:CONSUMERS_MAX/4", "history.consumers:CONSUMERS_MAX"]),
+    ("history", "has at most # of the # names", 1, [
+        "history.consumers:CONSUMERS_MAX/4", "history.consumers:CONSUMERS_MAX",
+    ]),
     ("history", "# requests at once", 1, ["history.service:REQUESTS_RUNNING_MAX"]),
     ("history", "(and # MiB of them), # polls that wait, # that read", 1, [
-        "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service:POLLS_WAITING_MAX", "history.turns:SEATS_MAX",
+        "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service:POLLS_WAITING_MAX",
+        "history.turns:SEATS_MAX",
     ]),
     ("history", "refusals have # places", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
-    ("history", "one per # topics, of which # may have wildcards", 1, ["history.feed:FEEDS_MAX", "history.matching:WILDCARD_PATTERNS_MAX"]),
+    ("history", "one per # topics, of which # may have wildcards", 1, [
+        "history.feed:FEEDS_MAX", "history.matching:WILDCARD_PATTERNS_MAX",
+    ]),
     ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
@@ -150,7 +157,9 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "the tail holds at most # MiB", MIB, ["history.log:TAIL_BYTES_MAX"]),
     ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
     ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
-    ("history", "(a sixteenth, # to # MiB)", MIB, ["history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX"]),
+    ("history", "(a sixteenth, # to # MiB)", MIB, [
+        "history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX",
+    ]),
     ("history", "(a sixteenth, at most # MiB)", MIB, ["history.connection:TRANSACTION_BYTES_MAX"]),
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
@@ -187,9 +196,13 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("zenoh", "the first batch waits until somebody is known to listen to its first key, for # s at most", 1, [
         "transports.zenoh.sender:SETTLE_S_MAX",
     ]),
-    ("zenoh", "# publishes and # MiB of large ones", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX", "transports.zenoh.transport:ARRIVALS_BYTES_MAX/1048576"]),
+    ("zenoh", "# publishes and # MiB of large ones", 1, [
+        "transports.zenoh.transport:HELD_MESSAGES_MAX", "transports.zenoh.transport:ARRIVALS_BYTES_MAX/1048576",
+    ]),
     ("zenoh", "of requests and responses #", 1, ["transports.arrivals:MESSAGES_MAX"]),
-    ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, ["transports.zenoh.transport:CLOSE_S_MAX", "transports.zenoh.transport:LEAVE_S_MAX"]),
+    ("zenoh", "see below: # s at most, and # s more for Zenoh itself", 1, [
+        "transports.zenoh.transport:CLOSE_S_MAX", "transports.zenoh.transport:LEAVE_S_MAX",
+    ]),
     ("zenoh", "is given # s after the last message", 1, ["transports.zenoh.sender:LINGER_S"]),
     ("zenoh", "publishers declared at once | #, each after # messages", 1, [
         "transports.zenoh.sender:PUBLISHERS_MAX", "transports.zenoh.sender:PUTS_BEFORE_DECLARED",
@@ -241,9 +254,8 @@ def test_the_pauses_between_two_tries_to_connect_are_the_codes() -> None:
 def test_every_metric_and_reason_is_in_the_page() -> None:
     page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
     table = page.partition("## Metrics")[2]
-    code = (ROOT / "streamer" / "metrics.py").read_text(encoding="utf-8")
-    made = re.findall(r"(Counter|Gauge)MetricFamily\(\s*\"(\w+)\"", code)
-    metrics = {name + "_total" * (kind == "Counter") for kind, name in made}
+    families = importlib.import_module("streamer.metrics").FAMILIES
+    metrics = {f"up_streamer_{name}" + "_total" * ("Counter" in kind.__name__) for name, (kind, *_) in families.items()}
     assert len(metrics) > 20
     assert metrics == set(re.findall(r"`(up_streamer_\w+)`", table))
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "streamer").glob("*.py"))

@@ -180,7 +180,7 @@ def _check_layers(package: str, layers: tuple[tuple[str, ...], ...]) -> None:
 def test_uprotocol_is_built_in_layers() -> None:
     _check_layers("uprotocol", UPROTOCOL_LAYERS)
     _check_layers("uprotocol.communication", COMMUNICATION_LAYERS)
-    known = {name for names in UPROTOCOL_LAYERS for name in names} | {"core", "v1"}
+    known = {name for names in UPROTOCOL_LAYERS for name in names} | {"core", "v1", "cache", "pacing"}
     assert {module.split(".")[1] for module, _ in ALL if module.startswith("uprotocol.")} <= known
 
 

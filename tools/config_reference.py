@@ -1,6 +1,6 @@
 """The tables of settings in the documentation, made from the models that read them.
 
-Field(description=...) of Config and of each transport's model --> <!-- settings: MODULE:MODEL --> table <!-- end --> in docs/*.md
+Field(description=...) of Config and each transport's model --> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
 
 python tools/config_reference.py            write
 python tools/config_reference.py --check    exit 1 if a table is stale, a model has none, or a field has no description

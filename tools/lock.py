@@ -1,6 +1,6 @@
 """Pin what is installed, with hashes, for every Python and platform that we support: `make lock`.
 
-pyproject.toml -> requirements.lock (to develop: every extra)  -> deploy/requirements.lock (a gateway: the same versions, fewer)
+pyproject.toml -> requirements.lock (to develop: every extra) -> deploy/requirements.lock (a gateway: fewer of the same)
 
 Hashes bar an editable install, so that is a second step, without dependencies: see the Makefile.
 """

@@ -1,7 +1,7 @@
 """Make sure that tests, the demo and benchmarks of a checkout have a mosquitto. No part of the wheel: that installs
 nothing.
 
-there is one, or a container can run it -> done          root and apt -> install it -> done          else say what to install, exit 1
+there is one, or a container can run it -> done   root and apt -> install it -> done   else say what to install, exit 1
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Regenerate the protobuf code: uprotocol/proto/**/*.proto -> *_pb2.py and *_pb2.pyi beside the packages that they make.
+"""Regenerate the protobuf code: uprotocol/proto/**/*.proto -> *_pb2.py and *_pb2.pyi beside the packages they make.
 
 python tools/proto.py [OUT]        OUT is the repository itself unless named; `make proto` calls it
 """

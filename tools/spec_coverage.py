@@ -2,14 +2,14 @@
 
 tools/spec_ids.toml ----------------+
                                     +--> table per area: id, level, met by, what is not met
-pytest --collect-only --------------+       (marks `@pytest.mark.spec("id")`, for uSubscription with `doc="v3"`; no test is run)
+pytest --collect-only --------------+       (marks `@pytest.mark.spec("id")`, for uSubscription with `doc="v3"`)
 tools/spec_skipped.txt -------------+       (marked tests that prove nothing, since every case of them is skipped)
      ^
      '--- held to the truth by each test run: `Proofs` is a plugin of tests/conftest.py
 
 python tools/spec_coverage.py            write the page, and take from the list what is gone
-python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't there (seconds)
-python tools/spec_coverage.py --run      run the marked tests, write the list of those that are skipped, then the page (minutes)
+python tools/spec_coverage.py --check    exit 1 if the page is stale, or a mark or a line of the list names what isn't
+python tools/spec_coverage.py --run      run the marked tests (minutes), write the list of skipped ones, then the page
 
 Why a list: the page is checked on a fresh clone, before any test ran, and must be the same everywhere; so what is
 skipped is written down and committed. A run that counts (CI=true, where a missing broker is a failure, too) fails if a

@@ -1,1 +1,8 @@
-"""What `up-streamer` can do on the command line: cli.py parses, prints and exits; the others do the work."""
+"""The command line: `up-streamer`, or `python -m streamer.commands.cli`. Only this package prints and exits.
+
+cli        the commands put together, main            run      run, usubscription: what serves until it is told to end
+terminal   printing, errors, ending                   check    what a configuration says, and the files that it names
+options    what several commands ask for              client   subscribe, publish, call
+network    a network, and who we are on it            drives   replay, demo
+cursors  history  operating    what a streamer keeps, and for whom
+"""

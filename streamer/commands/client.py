@@ -1,23 +1,21 @@
-"""What the command line does as an ordinary uEntity on one network: subscribe, publish, call, look into a history.
-
-Network(transport, settings, authority) -> opened transport -> L2 clients -> lines for a person, or JSON
-"""
+"""up-streamer subscribe, publish, call: an ordinary uEntity on one network."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Final
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Annotated, Any, Final
 
+import typer
 from google.protobuf.json_format import MessageToDict
 
-from history.damage import Damage
-from streamer import config as configs
-from transports import plugin as plugins
+from storage import logs
+from streamer.commands import terminal
+from streamer.commands.network import Network
+from streamer.commands.options import AsJson, Payload, Where
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH
@@ -25,81 +23,110 @@ from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DeadLetter, Sample
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, code_name, invalid
-from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UMessageType, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
-ENTITY: Final = 0x1_C11  # of the command line itself; instances keep several of them apart
-VERSION: Final = 1
 RECEIVED_MAX: Final = 100_000  # messages that wait to be printed; a terminal that lags loses nothing before that
 
 
-@dataclass(frozen=True)
-class Network:
-    """A network and who we are on it."""
+def subscribe(
+    topics: Annotated[
+        list[str], typer.Argument(help="Topics, as uProtocol URIs; patterns only with --no-usubscription.")
+    ],
+    where: Where,
+    count: Annotated[int | None, typer.Option(min=1, help="End after so many ")] = None,
+    usubscription: Annotated[bool, typer.Option(help="Tell the network's uSubscription service.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Subscribe to topics and print what comes.
 
-    transport: str
-    authority: str
-    settings: dict[str, Any] = field(default_factory=dict)
-    entity: int = ENTITY
+    Example: [bold]up-streamer subscribe up://vehicle1/8001/1/8002 -t mqtt5 -a cloud -s host=127.0.0.1 --json[/]
+    """
+    logs.configure()
+    network, filters = where.network(), [uris.parse(topic) for topic in topics]
 
-    @property
-    def local(self) -> LocalUriProvider:
-        return LocalUriProvider(self.authority, self.entity, VERSION)
+    def on_listening() -> None:  # on standard error, so that standard output holds messages only
+        heard = [uris.format(topic) for topic in filters]
+        said = json.dumps({"listening": heard}) if as_json else f"listening to {', '.join(topics)}"
+        print(said, file=sys.stderr, flush=True)
 
-    @asynccontextmanager
-    async def open(self) -> AsyncIterator[UTransport]:
-        transport = plugins.create(self.transport, self.settings, self.local)
-        async with transport:
-            yield transport
+    def each(message: UMessage) -> None:
+        show(message, as_json)
 
-
-def network_of(path: Path, endpoint: str, authority: str | None, entity: int) -> Network:
-    """The network of an endpoint of a streamer's configuration. What the streamer listens on, we connect to."""
-    config = configs.load(path)
-    section = next((one for one in config.endpoint if one.name == endpoint), None)
-    if section is None:
-        raise invalid(
-            f"{path} has no endpoint {endpoint!r}; there are {', '.join(one.name for one in config.endpoint)}"
-        )
-    settings = dict(section.settings)
-    if section.transport == "zenoh" and settings.get("listen"):
-        settings["connect"] = [*settings.get("connect", []), *settings.pop("listen")]
-        if settings.get("mode") == "router":  # it is the streamer that brings its guests together; we are one
-            settings["mode"] = "client"
-    for own in ("client_id", "clean_start", "session_expiry_s"):
-        settings.pop(own, None)
-    named = [one for one in section.authorities if not uris.is_pattern(one)]
-    if authority is None and not named:
-        raise invalid(f"endpoint {endpoint!r} names no authority: say who you are with --authority")
-    return Network(section.transport, authority or named[0], settings, entity)
+    terminal.finish(_listen(network, filters, each, on_listening, count=count, subscribe=usubscription))
 
 
-def parse_settings(texts: Sequence[str]) -> dict[str, Any]:
-    """`key=value` with JSON values where they parse, text otherwise; `a.b=1` nests."""
-    settings: dict[str, Any] = {}
-    for text in texts:
-        key, equals, value = text.partition("=")
-        if not equals or not key:
-            raise invalid(f"expected KEY=VALUE, got {text!r}")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            parsed = value
-        *path, last = key.split(".")
-        table = settings
-        for part in path:
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                raise invalid(f"{part!r} in {text!r} has been given a value already: it can't have keys, too")
-        if isinstance(table.get(last), dict) and not isinstance(parsed, dict):
-            raise invalid(f"{key!r} in {text!r} has been given keys already: it can't be a value, too")
-        table[last] = parsed
-    return settings
+def publish(
+    topic: Annotated[
+        str, typer.Argument(help="The topic; its authority is who we are, unless --authority says otherwise.")
+    ],
+    where: Where,
+    payload: Payload,
+    count: Annotated[int, typer.Option(min=1, max=1_000_000)] = 1,
+    ttl_ms: Annotated[int | None, typer.Option(min=0, help="Life of the message; 0: for ever.")] = None,
+    priority: Annotated[str, typer.Option(help="CS0 to CS6.")] = "CS1",
+    as_json: AsJson = False,
+) -> None:
+    """Publish a message.
+
+    Example: [bold]up-streamer publish up://vehicle1/8001/1/8002 --text hello -t zenoh -s
+    'connect=["tcp/127.0.0.1:7447"]'[/]
+    """
+    logs.configure()
+    uri = uris.parse(topic)
+    network, data, level = where.network(uri.authority_name or None), payload.read(), _priority(priority)
+    sent = []
+    for _ in range(count):
+        builder = UMessageBuilder(PUBLISH, uri).with_priority(level)
+        if ttl_ms is not None:
+            builder.with_ttl(ttl_ms)
+        sent.append(builder.build_from_upayload(data))
+    terminal.finish(_send(network, sent))
+    for message in sent:
+        show(message, as_json)
+
+
+def _priority(text: str) -> UPriority.ValueType:
+    name = f"UPRIORITY_{text.upper()}"
+    if name not in set(UPriority.keys()):
+        raise invalid(f"--priority is CS0 to CS6, got {text!r}")
+    return UPriority.Value(name)
+
+
+def call(
+    method: Annotated[str, typer.Argument(help="The method, as a uProtocol URI.")],
+    where: Where,
+    payload: Payload,
+    timeout_ms: Annotated[int, typer.Option(min=1)] = 10_000,
+    as_json: AsJson = False,
+) -> None:
+    """Call a method and print its answer.
+
+    Example: [bold]up-streamer call up://vehicle1/4/1/1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]'[/]
+    """
+    logs.configure()
+    network, uri, data = where.network(), uris.parse(method), payload.read()
+    started = time.monotonic()
+    answer = terminal.finish(_call(network, uri, data or UPayload(), CallOptions(timeout_ms=timeout_ms)))
+    shown = UMessage(payload=answer.data)
+    shown.attributes.payload_format = answer.format
+    value = payload_value(shown)
+    told = {
+        "method": uris.format(uri),
+        "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
+        "payload": value,
+        "milliseconds": round((time.monotonic() - started) * 1000, 1),
+    }
+    terminal.tell(as_json, told, str(value))
 
 
 # What a message says
+
+
+def show(message: UMessage, as_json: bool) -> None:
+    """Print it."""
+    terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
 
 
 def payload_value(message: UMessage) -> Any:
@@ -158,56 +185,11 @@ def as_line(message: UMessage) -> str:
     if isinstance(payload, dict) and "path" in payload:
         value = next((payload[key] for key in ("double_value", "string_value", "bool_value") if key in payload), None)
         payload = f"{payload['path']} = {value}"
-    return f"{data['type']:<12} {data['source']}{' -> ' + data['sink'] if 'sink' in data else ''}  {payload if payload is not None else ''}"
+    way = f"{data['source']} -> {data['sink']}" if "sink" in data else data["source"]
+    return f"{data['type']:<12} {way}  {payload if payload is not None else ''}"
 
 
-def payload_of(text: str | None, as_json: str | None, as_hex: str | None, file: Path | None) -> UPayload | None:
-    """One of the four ways to say a payload on the command line; none of them is no payload."""
-    given = [one for one in (text, as_json, as_hex, file) if one is not None]
-    if len(given) > 1:
-        raise invalid("say the payload once: one of --text, --json-payload, --hex and --file")
-    if text is not None:
-        return UPayload(text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
-    if as_json is not None:
-        try:
-            json.loads(as_json)
-        except ValueError as error:
-            raise invalid(f"--json-payload is not JSON: {error}") from None
-        return UPayload(as_json.encode(), UPayloadFormat.UPAYLOAD_FORMAT_JSON)
-    if as_hex is not None:
-        try:
-            return UPayload(bytes.fromhex(as_hex), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
-        except ValueError as error:
-            raise invalid(f"--hex is not hexadecimal: {error}") from None
-    if file is not None:
-        try:
-            return UPayload(file.read_bytes(), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
-        except OSError as error:
-            raise invalid(f"can't read {file}: {error.strerror}") from None
-    return None
-
-
-def damage_as_dict(damage: Damage) -> dict[str, Any]:
-    """What a log has lost, as plain data."""
-    return {
-        "time_ms": damage.when_ms,
-        "kind": damage.kind,
-        "after_seq": damage.after,
-        "before_seq": damage.before,
-        "records_at_most": damage.records,
-        "incarnation": damage.incarnation.hex(),
-        "moved_to": damage.moved_to,
-        "detail": damage.detail,
-    }
-
-
-def damage_as_line(row: dict[str, Any]) -> str:
-    where = f" the records between {row['after_seq']} and {row['before_seq']}" if row["before_seq"] else ""
-    kept = f" (kept as {row['moved_to']})" if row["moved_to"] else ""
-    return f"{row['kind']}:{where}{kept} {row['detail']}".rstrip()
-
-
-# What can be done
+# On the network
 
 
 class Collector:
@@ -223,15 +205,15 @@ class Collector:
         return None
 
 
-async def listen(
+async def _listen(
     network: Network,
     topics: Sequence[UUri],
     each: Callable[[UMessage], None],
+    on_listening: Callable[[], None],
     *,
     count: int | None,
     subscribe: bool,
-    on_listening: Callable[[], None] = lambda: None,
-) -> int:
+) -> None:
     """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription
     is told."""
     from usubscription_client.client import USubscriptionClient
@@ -256,33 +238,17 @@ async def listen(
                 for topic in topics:
                     await client.unsubscribe(topic)
                 await client.close()
-    return received
 
 
-async def publish(
-    network: Network,
-    topic: UUri,
-    payload: UPayload | None,
-    *,
-    count: int,
-    ttl_ms: int | None,
-    priority: UPriority.ValueType,
-) -> list[UMessage]:
-    """Publish `count` times. Raises the first UStatusError."""
-    messages = []
-    for _ in range(count):
-        builder = UMessageBuilder(PUBLISH, topic).with_priority(priority)
-        if ttl_ms is not None:
-            builder.with_ttl(ttl_ms)
-        messages.append(builder.build_from_upayload(payload))
+async def _send(network: Network, sent: list[UMessage]) -> None:
+    """Raises the first UStatusError."""
     async with network.open() as transport:
-        for status in await transport.send_batch(messages):
+        for status in await transport.send_batch(sent):
             if status.code:
                 raise UStatusError.from_status(status)
-    return messages
 
 
-async def call(network: Network, method: UUri, payload: UPayload | None, options: CallOptions) -> UPayload:
+async def _call(network: Network, method: UUri, payload: UPayload, options: CallOptions) -> UPayload:
     """Invoke a method and return its answer. Raises UStatusError."""
-    async with network.open() as transport, InMemoryRpcClient(transport, network.local) as client:
-        return await client.invoke_method(method, payload or UPayload(), options)
+    async with network.open() as transport, InMemoryRpcClient(transport, network.local) as rpc:
+        return await rpc.invoke_method(method, payload, options)

@@ -1,21 +1,22 @@
-"""What the command line does with cursors in the log of a streamer: of endpoints list, adopt, forget; of consumers
-list, release.
+"""up-streamer cursors: what waits in the log of a streamer, for its endpoints and for consumers of its history.
 
-listed(path) -> one row an endpoint          reads only; the streamer may run
-consumers(path) -> one row a consumer        the same
-adopt(path, old, new), forget(path, name)    the log's owner does that, so the streamer must be stopped
-release(path, consumer)                      by the streamer that runs, else in its log
+list, consumers    read only; the streamer may run
+adopt, forget      the log's owner does that, so the streamer must be stopped
+release            by the streamer that runs, else in its log
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sqlite3
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+import typer
 
 from history.consumers import CURSOR_PREFIX as CONSUMER_PREFIX
 from history.consumers import owner_of, owners
@@ -23,12 +24,81 @@ from history.log import Log
 from history.rows import CURSOR
 from storage.disk import REAL_DISK
 from streamer import control
+from streamer.commands import terminal
+from streamer.commands.options import AsJson, DataDir
 from streamer.egress import CURSOR_PREFIX
 from streamer.parked import PARKED_PREFIX
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 FOR_EVER: Final = 1 << 60  # no retention of ours: that is the streamer's
+
+
+Endpoint = Annotated[str, typer.Argument(help="The endpoint for which records wait.")]
+
+
+def list_(at: DataDir, as_json: AsJson = False) -> None:
+    """How many records wait for each endpoint. Writes nothing; the streamer may run.
+
+    Example: [bold]up-streamer cursors list --config vehicle.toml[/]
+    """
+    for one in listed(at.log):
+        line = f"{one.endpoint}: {one.records} records wait after {one.seq}, away for {one.absent_hours} h"
+        line += f", {one.parked_topics} topics parked" if one.parked_topics else ""
+        line += "" if one.holds else ", and retention by age does not wait for it"
+        terminal.tell(as_json, dataclasses.asdict(one), line)
+
+
+def adopt(
+    old: Endpoint,
+    new: Annotated[str, typer.Argument(help="The endpoint that gets them.")],
+    at: DataDir,
+    as_json: AsJson = False,
+) -> None:
+    """Give what waits for one endpoint to another one. The streamer must be stopped.
+
+    Example: [bold]up-streamer cursors adopt cloud cloud-eu --config vehicle.toml[/]
+    """
+    one = terminal.finish(_adopt(at.log, old, new))
+    terminal.tell(as_json, dataclasses.asdict(one), f"{one.records} records wait for {new} now")
+
+
+def forget(endpoint: Endpoint, at: DataDir, as_json: AsJson = False) -> None:
+    """Let go what waits for an endpoint. The streamer must be stopped.
+
+    Example: [bold]up-streamer cursors forget old-cloud --config vehicle.toml[/]
+    """
+    records = terminal.finish(_forget(at.log, endpoint))
+    data = {"endpoint": endpoint, "records": records}
+    terminal.tell(as_json, data, f"{records} records wait for {endpoint} no more")
+
+
+def consumers(at: DataDir, as_json: AsJson = False) -> None:
+    """Who reads the history under which name. Writes nothing; the streamer may run.
+
+    Example: [bold]up-streamer cursors consumers --config vehicle.toml[/]
+    """
+    for one in consuming(at.log):
+        lease = f"its lease ends in {one.lease_s} s" if one.lease_s else "its lease is over"
+        line = f"{one.consumer!r} of {one.owner or 'nobody yet'}: {one.records} records after {one.seq}, {lease}"
+        terminal.tell(as_json, dataclasses.asdict(one), line)
+
+
+def release(
+    consumer: Annotated[str, typer.Argument(help="The consumer whose name another uEntity shall use.")],
+    at: DataDir,
+    as_json: AsJson = False,
+) -> None:
+    """Take a consumer's name from its owner: the next uEntity that uses it has it, and goes on at its cursor. The
+    streamer may run or not.
+
+    Example: [bold]up-streamer cursors release spark-job --config vehicle.toml[/]
+    """
+    owner = terminal.finish(_release(at.log, consumer))
+    terminal.tell(as_json, {"consumer": consumer, "owner": owner}, f"{consumer!r} belongs to {owner} no more")
+
+
+# In the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +138,7 @@ def listed(path: Path) -> list[Listed]:
     return sorted(found, key=lambda one: one.endpoint)
 
 
-def consumers(path: Path) -> list[Consumer]:
+def consuming(path: Path) -> list[Consumer]:
     """Raises as `listed`."""
     rows, newest, oldest = _rows(path)
     whose = owners(name for name, *_ in rows)
@@ -88,8 +158,7 @@ def consumers(path: Path) -> list[Consumer]:
 
 def _rows(path: Path) -> tuple[list[Any], int, int]:
     """Of all cursors, with the seqs of the newest and the oldest record. Raises as `listed`."""
-    if not path.exists():
-        raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
+    _require_log(path)
     try:
         db = REAL_DISK.connect(path, read_only=True)
         try:
@@ -105,7 +174,7 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
     return rows, newest or 0, oldest or 1
 
 
-async def release(path: Path, consumer: str) -> str:
+async def _release(path: Path, consumer: str) -> str:
     """Take the name from its owner, for the next uEntity that uses it, which goes on at its cursor; who had it. Blocks.
 
     Raises UStatusError: NOT_FOUND (nobody owns the name), or what Log.open says.
@@ -122,7 +191,7 @@ async def release(path: Path, consumer: str) -> str:
         return str(owners(rows)[consumer])
 
 
-async def adopt(path: Path, old: str, new: str) -> Listed:
+async def _adopt(path: Path, old: str, new: str) -> Listed:
     """The endpoint `new` gets what waits for `old`; what it has had itself since then may come twice.
 
     Raises UStatusError: NOT_FOUND (no such cursor), or what Log.open says (ALREADY_EXISTS: the streamer runs).
@@ -131,7 +200,7 @@ async def adopt(path: Path, old: str, new: str) -> Listed:
         rows = log.cursor_rows()
         _require(rows, old)
         for name, row in rows.items():
-            if name == CURSOR_PREFIX + old or name.startswith(f"{PARKED_PREFIX}{old}:"):
+            if _is_of(name, old):
                 prefix, _, rest = name.partition(":")
                 heir = f"{prefix}:{new}{rest.removeprefix(old)}"
                 seq = min(row.seq, rows[heir].seq) if heir in rows else row.seq
@@ -140,22 +209,31 @@ async def adopt(path: Path, old: str, new: str) -> Listed:
     return next(one for one in listed(path) if one.endpoint == new)
 
 
-async def forget(path: Path, endpoint: str) -> int:
-    """What waits for `endpoint` waits no more; how many records that were. Raises as `adopt`."""
+async def _forget(path: Path, endpoint: str) -> int:
+    """What waits for `endpoint` waits no more; how many records that were. Raises as `_adopt`."""
     records = sum(one.records for one in listed(path) if one.endpoint == endpoint)
     async with await _open(path) as log:
         rows = log.cursor_rows()
         _require(rows, endpoint)
         for name in rows:
-            if name == CURSOR_PREFIX + endpoint or name.startswith(f"{PARKED_PREFIX}{endpoint}:"):
+            if _is_of(name, endpoint):
                 log.drop_cursor(name)
     return records
 
 
 async def _open(path: Path) -> Log:
+    _require_log(path)
+    return await Log.open(path, name="durable", retention_ms=FOR_EVER, retention_bytes=FOR_EVER)
+
+
+def _require_log(path: Path) -> None:
     if not path.exists():
         raise invalid(f"there is no log at {path}: is this the data_dir of a streamer that has run?")
-    return await Log.open(path, name="durable", retention_ms=FOR_EVER, retention_bytes=FOR_EVER)
+
+
+def _is_of(name: str, endpoint: str) -> bool:
+    """Its cursor, and those of its topics that are parked."""
+    return name == CURSOR_PREFIX + endpoint or name.startswith(f"{PARKED_PREFIX}{endpoint}:")
 
 
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:

@@ -1,9 +1,9 @@
 """The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted;
 nothing is left behind.
 
-    mcu1 (DDS) ----+                                     +----> cloud application (MQTT 5): only what it subscribed to
-                   +--> gateway: one up-streamer --------+
-    vehicle1 (Zenoh) +      log on disk                  +----> Spark (Zenoh, pull from the history) --> Parquet --> plot
+    mcu1 (DDS) ------+                                 +--> cloud application (MQTT 5): only what it subscribed to
+                     +--> gateway: one up-streamer ----+
+    vehicle1 (Zenoh) +        log on disk              +--> Spark (Zenoh, pull from the history) --> Parquet --> plot
 
 Each box is a process of its own, but for the cloud application, which counts in this one.
 """
@@ -18,6 +18,7 @@ import re
 import shutil
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from streamer.commands.client import Network
+from streamer.commands.network import Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
 from streamer.demo.processes import START_TIMEOUT_S, Child, free_port
@@ -43,6 +44,7 @@ from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client import Status
 from usubscription_client.client import USubscriptionClient
 
+CLI: Final = "streamer.commands.cli"
 CLOUD: Final = "cloud"
 CLOUD_APP: Final = 0x9001
 WANTED: Final = (  # what the cloud application subscribes to; everything else stays in the vehicle
@@ -193,15 +195,8 @@ class Demo:
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
         self._tell_problems(drive)
         started = time.monotonic()
-        progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=self._console,
-        )
-        with progress:
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
             stage = progress.add_task("starting networks and services", total=6)
             gateway = await self._start_services(progress, stage)
             signals = {signal.path: signal for signal in drive.signals}
@@ -215,21 +210,20 @@ class Demo:
             progress.update(stage, completed=6)
             await self._replay(drive, progress)
             await self._settle(ingest, progress)
-            self._read_gateway(await asyncio.to_thread(_metrics, gateway["admin_port"]))
+            self._read_gateway(await asyncio.to_thread(_get, gateway["admin_port"], "/metrics"))
             await client.close()
             await ingest.stop()
         self._read_parquet()
         self._outcome.seconds = time.monotonic() - started
-        self._outcome.plot = await asyncio.to_thread(self._plot)
+        from spark_ingest.plot import plot
+
+        self._outcome.plot = self._options.out / "demo.png"
+        await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
     def _tell_problems(self, drive: drives.Drive) -> None:
         self._outcome.problems = drive.problems_total
-        for problem in drive.problems[:10]:
-            self._console.print(f"{self._options.data}: {problem}", markup=False, style="yellow")
-        if drive.problems_total > 10:
-            self._console.print(
-                f"{self._options.data}: and {drive.problems_total - 10} more that can't be read", style="yellow"
-            )
+        for line in drive.told(10):
+            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
 
     async def _start_broker(self) -> None:
         if not self._options.with_mqtt:
@@ -246,8 +240,8 @@ class Demo:
             ) from None
         self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
 
-    async def _child(self, name: str, *command: str) -> Child:
-        child = await Child.start(name, *command)
+    async def _child(self, name: str, module: str, command: str, *more: str) -> Child:
+        child = await Child.start(name, module, *command.split(), *more)
         self._children.append(child)
         return child
 
@@ -261,7 +255,7 @@ class Demo:
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
-        gateway = await self._child("the gateway", "streamer.commands.cli", "run", "--config", str(config), "--json")
+        gateway = await self._child("the gateway", CLI, "run --json --config", str(config))
         services = [await self._usubscription(network) for network in (self._on_dds, self._cloud)]
         progress.update(stage, advance=1, description="starting uSubscription services")
         for child in services:
@@ -272,20 +266,9 @@ class Demo:
         return ready
 
     async def _usubscription(self, network: Network) -> Child:
-        store = self._folder / f"usubscription-{network.authority}.db"
-        where = ["--transport", network.transport, *_as_settings(network.settings)]
-        name = f"the uSubscription of {network.authority}"
-        return await self._child(
-            name,
-            "streamer.commands.cli",
-            "usubscription",
-            "--authority",
-            network.authority,
-            *where,
-            "--store",
-            str(store),
-            "--json",
-        )
+        store = str(self._folder / f"usubscription-{network.authority}.db")
+        name, command = f"the uSubscription of {network.authority}", "usubscription --json --store"
+        return await self._child(name, CLI, command, store, *_as_options(network))
 
     def _gateway_config(self) -> str:
         listen = {"mode": "peer", "listen": self._zenoh["connect"]}
@@ -411,24 +394,15 @@ processing_time_ms = {TRIGGER_MS}
         self._outcome.rows = Counter(topics)
         self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
 
-    def _plot(self) -> Path:
-        from spark_ingest.plot import plot
-
-        png = self._options.out / "demo.png"
-        plot(self._parquet, png)
-        return png
-
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
         """Both publishers at once, each with its share of the rate, so that they drive through the same time
         together."""
         start_ms = uuids.now_ms()
-        source = (
-            ["--data", str(self._options.data)]
-            if self._options.data
-            else ["--seed", str(self._options.seed), "--seconds", str(self._options.seconds)]
-        )
+        options = self._options
+        simulated = ["--seed", str(options.seed), "--seconds", str(options.seconds)]
+        source = ["--data", str(options.data)] if options.data else simulated
         shares = Counter(sample.signal.publisher for sample in drive.samples(start_ms))
         replaying = progress.add_task("replaying the drive", total=shares.total())
         children = []
@@ -436,27 +410,9 @@ processing_time_ms = {TRIGGER_MS}
             share = shares[network.authority]
             if not share:
                 continue
-            rate = self._options.rate * share / shares.total()
-            where = [
-                "--transport",
-                network.transport,
-                "--authority",
-                network.authority,
-                *_as_settings(network.settings),
-            ]
+            command = f"replay --json --start-ms {start_ms} --rate {options.rate * share / shares.total():.3f}"
             name = f"the publisher of {network.authority}"
-            command = [
-                "streamer.commands.cli",
-                "replay",
-                *source,
-                *where,
-                "--start-ms",
-                str(start_ms),
-                "--rate",
-                f"{rate:.3f}",
-                "--json",
-            ]
-            children.append(await self._child(name, *command))
+            children.append(await self._child(name, CLI, command, *source, *_as_options(network)))
         done = dict.fromkeys(children, 0)
         async for child, said in _sayings(children):
             progress.update(replaying, advance=said["published"] - done[child])
@@ -490,15 +446,9 @@ processing_time_ms = {TRIGGER_MS}
             return 0
 
     def _read_gateway(self, metrics: str) -> None:
-        for name, labels, value in re.findall(
-            r"^up_streamer_(\w+?)(?:_total)?\{(.*?)\} "
-            r"([0-9.e+]+)$",
-            metrics,
-            re.MULTILINE,
-        ):
+        for labels, value in re.findall(r"^up_streamer_dropped_total\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
             given = dict(re.findall(r'(\w+)="(.*?)"', labels))
-            if name == "dropped":
-                self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
+            self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
 
 
 async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict[str, Any]]]:
@@ -518,25 +468,20 @@ async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict
             task.cancel()
 
 
-def _metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        text: str = answer.read().decode()
-        return text
+def _get(port: int, path: str) -> str:
+    """What the gateway's admin port says, whatever the status."""
+    try:
+        answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10)
+    except urllib.error.HTTPError as error:
+        answer = error
+    with answer:
+        return str(answer.read(), "utf-8")
 
 
 async def _until_ready(port: int) -> None:
     """Until the gateway has heard from every uSubscription. Raises DEADLINE_EXCEEDED with what it still misses."""
-
-    def problems() -> list[str]:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=10) as answer:
-                return list(json.load(answer)["problems"])
-        except urllib.error.HTTPError as error:
-            with error:
-                return list(json.load(error)["problems"])
-
     deadline = time.monotonic() + START_TIMEOUT_S
-    while missing := await asyncio.to_thread(problems):
+    while missing := json.loads(await asyncio.to_thread(_get, port, "/readyz"))["problems"]:
         if time.monotonic() > deadline:
             raise UStatusError(
                 UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
@@ -544,8 +489,10 @@ async def _until_ready(port: int) -> None:
         await asyncio.sleep(0.1)
 
 
-def _as_settings(settings: dict[str, Any]) -> list[str]:
-    return [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+def _as_options(network: Network) -> list[str]:
+    """What a command is told to be on that network."""
+    settings = [word for key, value in network.settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    return ["--transport", network.transport, "--authority", network.authority, *settings]
 
 
 def _toml(settings: dict[str, Any]) -> str:
@@ -578,9 +525,3 @@ def show(outcome: Outcome, console: Console) -> None:
         )
     if outcome.plot is not None:
         console.print(f"plot: {outcome.plot}")
-
-
-async def perform(options: Options, console: Console) -> Outcome:
-    """Run the demo. Raises UStatusError for what keeps it from running."""
-    demo = Demo(options, console)
-    return await demo.run()

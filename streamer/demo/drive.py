@@ -1,7 +1,7 @@
 """Drives: a recorded one from a CSV file of OBD-II parameters, or a simulated one from a seed. Pure.
 
-CSV text --read-->  Drive(signals, rows, problems)  --samples(start_ms)-->  Sample(signal, time, value)  --message-->  UMessage
-seed --simulate-->
+CSV text --read-> Drive(signals, rows, problems) --samples(start_ms)--> Sample(signal, time, value) --message-> UMessage
+seed --simulate->
 
 Paths are those of COVESA's Vehicle Signal Specification, branch Vehicle.OBD, where it has one. A column that is not in
 the table below becomes Vehicle.OBD.<CamelCase of its name>. One row is one second.
@@ -137,6 +137,13 @@ class Drive:
     @functools.cached_property
     def sample_count(self) -> int:
         return sum(len(row) - row.count(None) for row in self.rows)
+
+    def told(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
+        """A line for each problem, and one for how many more there are."""
+        shown = self.problems[:at_most]
+        yield from map(str, shown)
+        if self.problems_total > len(shown):
+            yield f"and {self.problems_total - len(shown)} more that can't be read"
 
     def samples(self, start_ms: int) -> Iterator[Sample]:
         """Every value there is, row by row; the first row is at `start_ms` (Unix milliseconds)."""

@@ -1,6 +1,7 @@
 """Processes that tell their state in JSON lines, and that die with us.
 
-Child.start(name, "streamer.commands.cli", "run", ...) -> say("ready"): its next line with that key -> stop(), or kill() as a power cut would
+Child.start(name, "streamer.commands.cli", "run", ...) -> say("ready"): its next line with that key
+                                                       -> stop(), or kill() as a power cut would
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replay a drive: every sample one publish, in order, as fast as the network takes it or at a given rate.
 
-Drive -> the publisher's own samples -> batches -> send_batch, again from where it stopped if the network is away -> counts per topic
+Drive -> the publisher's own samples -> batches -> send_batch, again what was not taken -> counts per topic
 """
 
 from __future__ import annotations

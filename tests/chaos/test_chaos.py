@@ -192,7 +192,8 @@ def test_the_judge_of_damage_hears_silence() -> None:
 def test_writes_fail_from_the_call_on_that_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     fault = IoFault(tmp_path, tmp_path / "root")
-    program = "import os; f = os.open('root/file', os.O_CREAT | os.O_WRONLY)\nfor _ in range(3): os.pwrite(f, b'0123456789', 0)"
+    program = "import os; f = os.open('root/file', os.O_CREAT | os.O_WRONLY)\n"
+    program += "for _ in range(3): os.pwrite(f, b'0123456789', 0)"
 
     def run() -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(

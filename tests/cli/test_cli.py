@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from streamer.commands import cli
+from storage import logs
+from streamer.commands import cli, terminal
 
 COMMANDS = [
     "run",
@@ -50,7 +51,7 @@ authorities = ["vehicle1"]
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Invoke]:
     """`invoke("publish", ...)` in an empty folder. A traceback fails the test, whatever else it looks at."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)  # loggers of this process outlive the captured stderr
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # loggers of this process outlive the captured stderr
     interval = sys.getswitchinterval()
 
     def run(*arguments: str) -> Result:
@@ -205,6 +206,22 @@ BAD_CONFIGS: list[tuple[str, list[str]]] = [
         ["bad.toml:3: streamer.admin: expected HOST:PORT"],
     ),
     (ONE.replace("[streamer]", '[streamer]\nadmin = "9090"'), ["bad.toml:3: streamer.admin: expected HOST:PORT"]),
+    *(
+        (
+            ONE.replace("[streamer]", f'[streamer]\nadmin = "{address}"'),
+            ["bad.toml:3: streamer.admin", "other machines"],
+        )
+        for address in ("0.0.0.0:9464", "192.168.7.1:9464", "gateway:9464", "[::]:9464")
+    ),
+    (
+        ONE.replace("[streamer]", '[admin]\ncert_file = "a"\nkey_file = "b"\n[streamer]\nadmin = "0.0.0.0:9464"'),
+        ["bad.toml:6: streamer.admin '0.0.0.0:9464' can be reached from other machines"],
+    ),
+    (
+        ONE.replace("[streamer]", '[streamer]\nadmin = "127.0.0.1:9464"') + '[admin]\nkey_file = "b"\n',
+        ["bad.toml:9: cert_file and key_file go together"],
+    ),
+    (ONE + '[admin]\ntoken_file = "a"\n', ["bad.toml:8: [admin] says who may ask at streamer.admin, which is not set"]),
     (ONE + ONE.partition("data")[2].partition("\n")[2], ["two endpoints are named 'v'"]),
     (
         ONE + '[[endpoint]]\nname = "w"\ntransport = "local"\nauthorities = ["vehicle1"]\n',
@@ -235,6 +252,26 @@ def test_every_mistake_of_a_configuration_is_said_with_its_line(
     assert -1 not in places, result.stderr
     assert places == sorted(places)
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "admin"),
+    [
+        ("127.0.0.1:0", ""),
+        ("localhost:9464", ""),
+        ("[::1]:9464", ""),
+        ("::1:9464", ""),
+        ("0.0.0.0:9464", "[admin]\nunprotected = true\n"),
+        ("0.0.0.0:9464", '[admin]\ncert_file = "{folder}/x"\nkey_file = "{folder}/x"\ntoken_file = "{folder}/x"\n'),
+    ],
+)
+def test_an_admin_port_for_this_machine_or_for_whom_it_knows_is_right(
+    invoke: Invoke, tmp_path: Path, address: str, admin: str
+) -> None:
+    (tmp_path / "x").touch(0o600)
+    text = ONE.replace("[streamer]", f'[streamer]\nadmin = "{address}"') + admin
+    (tmp_path / "one.toml").write_text(text.replace("{folder}", str(tmp_path)))
+    assert invoke("check", "-c", "one.toml").exit_code == 0
 
 
 def test_a_configuration_that_is_no_text_is_said(invoke: Invoke, tmp_path: Path) -> None:
@@ -357,7 +394,7 @@ def test_also_the_end_of_a_streamer_is_told_as_json(tmp_path: Path) -> None:
         (tmp_path / "one.toml").write_text(text)
         command = [sys.executable, "-m", "streamer.commands.cli", "run", "-c", str(tmp_path / "one.toml")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == cli.EXIT_FAILED
+    assert done.returncode == terminal.EXIT_FAILED
     last = [json.loads(line) for line in done.stderr.splitlines()][-1]
     assert (last["event"], last["code"]) == ("the process ends", "UNAVAILABLE")
     assert admin in last["error"]
@@ -382,10 +419,8 @@ def test_the_log_of_a_streamer_is_json_where_that_is_asked_for(tmp_path: Path) -
 
 
 def test_what_strangers_write_moves_no_cursor_and_colours_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    table = cli.Table("name")
-    cli._row(table, "[red]vin1[/] \x1b]0;owned\x07\r")
-    cli.out.print(table)
-    cli._print(False, {}, "payload \x1b[2J [bold]")
+    terminal.show("", ["name"], [["[red]vin1[/] \x1b]0;owned\x07\r"]])
+    terminal.tell(False, {}, "payload \x1b[2J [bold]")
     shown = capsys.readouterr().out
     assert "[red]vin1[/]" in shown
     assert "\\x1b[2J [bold]" in shown

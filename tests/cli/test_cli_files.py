@@ -13,6 +13,7 @@ from streamer.commands import cli
 
 CONFIG = """[streamer]
 data_dir = "{folder}/data"
+admin = "127.0.0.1:0"
 
 [[endpoint]]
 name = "home"
@@ -41,9 +42,24 @@ settings = {{ connect = ["tls/127.0.0.1:1"], tls = {{ root_ca = "{folder}/zenoh.
 
 [usubscription]
 static_file = "{folder}/static.json"
+
+[admin]
+cert_file = "{folder}/admin.crt"
+key_file = "{folder}/admin.key"
+token_file = "{folder}/secret"
 """
-LINES = {"password": 17, "ca.crt": 19, "vehicle1.crt": 20, "vehicle1.key": 21, "zenoh.crt": 27, "static.json": 30}
-SECRETS = ("password", "vehicle1.key")
+LINES = {
+    "password": 18,
+    "ca.crt": 20,
+    "vehicle1.crt": 21,
+    "vehicle1.key": 22,
+    "zenoh.crt": 28,
+    "static.json": 31,
+    "admin.crt": 34,
+    "admin.key": 35,
+    "secret": 36,
+}
+SECRETS = ("password", "vehicle1.key", "admin.key", "secret")
 
 
 @pytest.fixture

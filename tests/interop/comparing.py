@@ -93,7 +93,8 @@ def _normal(message: UMessage) -> UMessage:
 
 def _field(name: str, expected: UAttributes, got: UAttributes) -> Iterator[str]:
     if UAttributes.DESCRIPTOR.fields_by_name[name].has_presence and expected.HasField(name) != got.HasField(name):
-        yield f"{name}: {'set' if expected.HasField(name) else 'not set'} when sent, {_words(getattr(got, name))!r} when received"
+        sent = "set" if expected.HasField(name) else "not set"
+        yield f"{name}: {sent} when sent, {_words(getattr(got, name))!r} when received"
     elif getattr(expected, name) != getattr(got, name):
         yield f"{name}: {_words(getattr(expected, name))} != {_words(getattr(got, name))}"
 

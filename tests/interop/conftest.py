@@ -1,6 +1,6 @@
 """The binary of the Rust client, the stage, and the table of cells at the end.
 
-@cell("zenoh -> mqtt-in, rust -> python", "publish")  ->  the test's outcome  ->  table and one line: interop: N of M cells pass
+@cell("zenoh -> mqtt-in, rust -> python", "publish") -> its outcome -> table, and a line: interop: N of M cells pass
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two makes of uEntity with one interface: up-rust's, as a process, and ours.
 
-test -> Party.send(Fields) -> UMessage, as it was sent          Party.listen -> Ear.expect(id) -> UMessage, as it arrived
-            RustParty: JSON lines to interop-client (src/main.rs)          PythonParty: uprotocol and transports, in this process
+test -> Party.send(Fields) -> UMessage, as it was sent        Party.listen -> Ear.expect(id) -> UMessage, as it arrived
+            RustParty: JSON lines to interop-client (src/main.rs)      PythonParty: uprotocol and transports, in-process
 """
 
 from __future__ import annotations

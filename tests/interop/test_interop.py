@@ -51,7 +51,10 @@ DIRECT_ROLES = (("rust", "python"), ("python", "rust"), ("nameless", "together")
 WORDS = {"rust": "rust", "python": "python", "nameless": "rust (no authority)", "together": "python (no authority)"}
 CALL_MS = 30_000
 
-REFUSES_SINK = "up-rust 0.9 refuses every publish with a sink, as a streamer sets it off-vehicle (dsn~up-attributes-publish-sink~2)"
+REFUSES_SINK = (
+    "up-rust 0.9 refuses every publish with a sink, as a streamer sets it off-vehicle "
+    "(dsn~up-attributes-publish-sink~2)"
+)
 
 
 def through(crossing: tuple[str, str], roles: tuple[str, str]) -> str:
@@ -366,7 +369,8 @@ async def test_topic_without_authority(stage: Stage, cell: MakeCell, network: st
 
 async def test_in_memory_subscriber_unsubscribes(stage: Stage, cell: MakeCell) -> None:
     noted = cell("zenoh, rust's InMemorySubscriber.unsubscribe", "unsubscribe")
-    noted.limit = "InMemorySubscriber.unsubscribe of up-rust 0.9 names no topic, which is INVALID_ARGUMENT: use RpcClientUSubscription"
+    noted.limit = "InMemorySubscriber.unsubscribe of up-rust 0.9 names no topic, which is INVALID_ARGUMENT: "
+    noted.limit += "use RpcClientUSubscription"
     subscriber, publisher = stage.party("rust", "zenoh"), stage.party("python", "mqtt-in")
     assert isinstance(subscriber, RustParty)
     topic = publisher.uri(next(stage.topics))

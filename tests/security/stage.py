@@ -1,6 +1,6 @@
 """One gateway with its networks, as a process of its own, to be attacked.
 
-home:   vehicle1 -- Zenoh --+-- gateway --+-- broker (in-vehicle) -- cloud      and `lost`, a broker that can be made to hang
+home:   vehicle1 -- Zenoh --+-- gateway --+-- broker (in-vehicle) -- cloud   and `lost`, a broker that can be hung
 fleet:  v0000 ... v0999 ----+-- broker (off-vehicle) -- gateway -- broker (in-vehicle) -- cloud
 """
 

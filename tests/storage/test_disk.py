@@ -24,7 +24,8 @@ def test_a_lock_holds_others_off_and_says_who_has_it(tmp_path: Path) -> None:
 
 
 def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
-    code = "import os, sys; from pathlib import Path; from storage.disk import REAL_DISK; REAL_DISK.lock(Path(sys.argv[1])); os._exit(0)"
+    code = "import os, sys; from pathlib import Path; from storage.disk import REAL_DISK; "
+    code += "REAL_DISK.lock(Path(sys.argv[1])); os._exit(0)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "lock")], check=True, timeout=60)
     REAL_DISK.lock(tmp_path / "lock").release()
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
+import shutil
+import socket
+import ssl
+import subprocess
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +21,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamer import admin as admins
+from streamer import http_port as ports
+from streamer.config import AdminSection
+from uprotocol.status import UStatusError
 
 MakeWorld = Any
 
@@ -39,36 +50,51 @@ async def ask(port: int, request: bytes) -> bytes:
         writer.close()
 
 
+def fetch(url: str, token: str | None = None, tls: ssl.SSLContext | None = None) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, headers={} if token is None else {"Authorization": token})
+    try:
+        with urllib.request.urlopen(request, timeout=20, context=tls) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read()
+
+
 @pytest.mark.parametrize(
     ("request_", "status"),
     [
-        (b"GET /healthz HTTP/1.1\r\n\r\n", b"200"),
+        (b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"200"),
         (b"HEAD /readyz?verbose HTTP/1.0\r\nHost: x\r\n\r\n", b"200"),
-        (b"GET /nowhere HTTP/1.1\r\n\r\n", b"404"),
-        (b"POST /metrics HTTP/1.1\r\nContent-Length: 3\r\n\r\nabc", b"405"),
-        (b"\r\n\r\n", b"405"),
-        (b"\xff\xfe\x00 \x80\r\n\r\n", b"405"),
-        (b"GET\r\n\r\n", b"404"),
+        (b"GET /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc", b"405"),
+        (b"HEAD /metrics HTTP/1.1\r\nHost: x\r\n\r\n", b"200"),
+        (b"HEAD /vehicles HTTP/1.1\r\nHost: x\r\n\r\n", b"200"),
+        (b"DELETE /nowhere HTTP/1.1\r\nHost: x\r\n\r\n", b"404"),
+        (b"\r\nGET /healthz HTTP/1.1\r\nHost: x\r\n\r\n", b"200"),
+        (b"\xff\xfe\x00 \x80\r\n\r\n", b"400"),
+        (b"GET\r\n\r\n", b"400"),
     ],
 )
 async def test_every_request_has_an_answer(port: int, request_: bytes, status: bytes) -> None:
     answer = await ask(port, request_)
     assert answer.split()[1] == status
-    assert b"Connection: close" in answer
+    assert b"Connection: close" in answer or answer.startswith(b"HTTP/1.0 400 ")
 
 
 async def test_who_sends_too_much_or_nothing_is_let_go_and_the_next_one_served(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await ask(port, b"GET /" + b"x" * (2 * admins.REQUEST_BYTES_MAX) + b" HTTP/1.1\r\n\r\n") == b""
-    monkeypatch.setattr(admins, "REQUEST_TIMEOUT_S", 0.05)
+    assert await ask(port, b"GET /" + b"x" * (2 * ports.REQUEST_BYTES_MAX) + b" HTTP/1.1\r\nHost: x\r\n\r\n") == b""
+    monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.05)
     assert await ask(port, b"GET /healthz HT") == b""
     assert await ask(port, b"") == b""
-    assert b"alive" in await ask(port, b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert await ask(port, b"\r\n\r\n") == b""
+    monkeypatch.undo()
+    assert b"alive" in await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 async def test_metrics_are_what_prometheus_reads(port: int) -> None:
-    answer = (await ask(port, b"GET /metrics HTTP/1.1\r\n\r\n")).decode()
+    answer = (await ask(port, b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")).decode()
     body = answer.partition("\r\n\r\n")[2]
     families = {family.name: family for family in text_string_to_metric_families(body)}
     assert all(name.startswith("up_streamer_") for name in families)
@@ -96,37 +122,148 @@ async def test_who_asks_without_end_takes_a_tenth_of_the_loop_and_gets_no_list_w
             now += 0.001
             yield {"vehicle": number}
 
-    admin = admins.Admin("127.0.0.1:0", lambda: ["wrong " * 1_000] * 1_000, metrics, lambda: ["a note"], vehicles)
+    answers = admins.Answers(lambda: ["wrong " * 1_000] * 1_000, metrics, lambda: ["a note"], vehicles)
     for _ in range(4):
-        assert b"".join(admin._answer("GET /metrics HTTP/1.1")).endswith(b"metrics")
+        assert answers.metrics().body == b"metrics"
     assert len(made) == 4, "who asks now and then gets what is so now"
     for _ in range(10_000):
-        assert b"".join(admin._answer("GET /metrics HTTP/1.1")).endswith(b"metrics")
+        assert answers.metrics().body == b"metrics"
         now += 0.001
     assert len(made) * 0.05 <= admins.LOOP_SHARE * (now - 1_000.0) + admins.LOOP_S_MAX + 0.05
     assert len(made) > 10
     now += 60
-    first = b"".join(admin._answer("GET /vehicles HTTP/1.1"))
-    assert first.count(b"\n{") == 2 * admins.VEHICLES_AT_ONCE
-    assert b"503" in b"".join(admin._answer("GET /vehicles HTTP/1.1"))
-    assert b"".join(admin._answer("GET /metrics HTTP/1.1")).endswith(b"metrics")
+    slices = list(answers.vehicles() or ())
+    assert len(slices) == 2
+    assert b"".join(slices).count(b"{") == 2 * admins.VEHICLES_AT_ONCE
+    assert answers.vehicles() is None
+    assert answers.metrics().body == b"metrics"
     now += 20
-    assert b"200 OK" in next(admin._answer("GET /vehicles HTTP/1.1"))
-    told = json.loads(b"".join(admin._answer("GET /readyz HTTP/1.1")).partition(b"\r\n\r\n")[2])
+    assert answers.vehicles() is not None
+    told = json.loads(answers.ready().body)
+    assert answers.ready().status == 503
     assert len(told["problems"]) == admins.LINES_TOLD_MAX + 1
     assert told["problems"][-1] == f"and {1_000 - admins.LINES_TOLD_MAX} more"
     assert max(map(len, told["problems"])) == admins.LINE_CHARACTERS_MAX + 3
     assert told["notes"] == ["a note"]
 
 
+async def test_a_list_that_is_asked_for_too_often_is_refused_until_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000.0
+    monkeypatch.setattr(admins, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    def vehicles() -> Iterator[dict[str, int]]:
+        nonlocal now
+        now += 2 * admins.LOOP_S_MAX
+        yield from ({"vehicle": number} for number in range(3 * admins.VEHICLES_AT_ONCE))
+
+    async with admins.Admin("127.0.0.1:0", list, vehicles=vehicles) as admin:
+        status, body = await asyncio.to_thread(fetch, f"http://127.0.0.1:{admin.port}/vehicles")
+        assert (status, len(body.splitlines())) == (200, 3 * admins.VEHICLES_AT_ONCE)
+        assert (await asyncio.to_thread(fetch, f"http://127.0.0.1:{admin.port}/vehicles"))[0] == 503
+        now += 10
+        assert (await asyncio.to_thread(fetch, f"http://127.0.0.1:{admin.port}/vehicles"))[0] == 200
+
+
 async def test_connections_beyond_the_limit_are_closed_and_then_there_is_room_again(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admins, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
     idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-    assert await ask(port, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+    assert await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n") == b""
     for _, writer in idle:
         writer.close()
     async with asyncio.timeout(20):
-        while b"alive" not in await ask(port, b"GET /healthz HTTP/1.1\r\n\r\n"):
+        while b"alive" not in await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"):
             pass
+
+
+# Beyond this machine
+
+
+@pytest.fixture(scope="module")
+def guard(tmp_path_factory: pytest.TempPathFactory) -> AdminSection:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("admin")
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", "port.key", "-out", "port.crt"]
+    subprocess.run([*command.split(), *names], cwd=folder, check=True, capture_output=True, timeout=60)
+    (folder / "token").write_text("s3cret-of-the-monitor\n")
+    return AdminSection(
+        cert_file=folder / "port.crt", key_file=folder / "port.key", token_file=folder / "token", unprotected=False
+    )
+
+
+@pytest.fixture
+def trusting(guard: AdminSection) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=guard.cert_file)
+
+
+@pytest.mark.parametrize(
+    ("shown", "status"),
+    [
+        ("Bearer s3cret-of-the-monitor", 200),
+        ("bearer  s3cret-of-the-monitor ", 200),
+        (None, 401),
+        ("Bearer ", 401),
+        ("Bearer s3cret-of-the-monito", 401),
+        ("Bearer s3cret-of-the-monitor\u00e9", 401),
+        ("Basic s3cret-of-the-monitor", 401),
+        ("s3cret-of-the-monitor", 401),
+    ],
+)
+@pytest.mark.parametrize("path", ["/metrics", "/healthz", "/readyz", "/vehicles", "/nowhere"])
+async def test_nothing_is_told_without_the_token(
+    guard: AdminSection, trusting: ssl.SSLContext, path: str, shown: str | None, status: int
+) -> None:
+    async with admins.Admin("127.0.0.1:0", list, guard=guard) as admin:
+        url = f"https://127.0.0.1:{admin.port}{path}"
+        given, _ = await asyncio.to_thread(fetch, url, shown, trusting)
+    assert given == (404 if path == "/nowhere" and status == 200 else status)
+
+
+async def test_with_a_certificate_there_is_tls_alone_and_the_limits_hold(
+    guard: AdminSection, trusting: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ports, "CONNECTIONS_MAX", 3)
+    token = "Bearer s3cret-of-the-monitor"
+    vehicles = [{"vehicle": number} for number in range(2_000)]
+    async with admins.Admin("127.0.0.1:0", list, vehicles=lambda: vehicles, guard=guard) as admin:
+        url = f"https://127.0.0.1:{admin.port}"
+        _, body = await asyncio.to_thread(fetch, f"{url}/vehicles", token, trusting)
+        assert [json.loads(line) for line in body.splitlines()] == vehicles
+        assert not await ask(admin.port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"), "not without TLS"
+        monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 0.5)
+        silent = [await asyncio.open_connection("127.0.0.1", admin.port) for _ in range(3)]  # no handshake comes
+        assert await ask(admin.port, b"") == b"", "beyond the limit"
+        assert [await asyncio.wait_for(reader.read(), 20) for reader, _ in silent] == [b""] * 3, "let go"
+        for _, writer in silent:
+            writer.close()
+        monkeypatch.setattr(ports, "REQUEST_TIMEOUT_S", 20)
+        assert (await asyncio.to_thread(fetch, f"{url}/healthz", token, trusting))[0] == 200
+
+        def early_and_large() -> bytes:
+            with (
+                socket.create_connection(("127.0.0.1", admin.port), 20) as plain,
+                trusting.wrap_socket(plain, server_hostname="127.0.0.1") as line,
+                contextlib.suppress(OSError),
+            ):
+                line.sendall(b"GET /healthz HTTP/1.1\r\nX: " + b"x" * 2 * ports.REQUEST_BYTES_MAX)
+                return line.recv(10)
+            return b""
+
+        assert await asyncio.to_thread(early_and_large) == b""
+
+
+@pytest.mark.parametrize("missing", ["cert_file", "key_file", "token_file"])
+@pytest.mark.parametrize("content", [None, ""])
+async def test_a_file_that_can_not_be_used_is_told(
+    guard: AdminSection, tmp_path: Path, missing: str, content: str | None
+) -> None:
+    path = tmp_path / "file"
+    if content is not None:
+        path.write_text(content)
+    admin = admins.Admin("127.0.0.1:0", list, guard=guard.model_copy(update={missing: path}))
+    with pytest.raises(UStatusError, match=f"admin.{missing} {path}.* can't be used"):
+        await admin.open()
+    await admin.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import urllib.request
 from typing import Any
 
 import pytest
@@ -280,10 +281,9 @@ async def test_the_command_line_and_the_admin_port_tell_who_sends(make_world: Ma
     assert [one["authority"] for one in top] == ["vin2"]
     one = admin.Admin("127.0.0.1:0", list, vehicles=world.streamer.all_vehicles)
     async with one:
-        reader, writer = await asyncio.open_connection("127.0.0.1", one.port)
-        writer.write(b"GET /vehicles HTTP/1.1\r\n\r\n")
-        _, _, body = (await reader.read()).partition(b"\r\n\r\n")
-        writer.close()
+        answer = await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{one.port}/vehicles", None, 20)
+        with answer:
+            body = await asyncio.to_thread(answer.read)
     told = {line["authority"]: line["messages"] for line in map(json.loads, body.splitlines())}
     assert told["vin1"] == 5
     assert told["vin2"] == 9

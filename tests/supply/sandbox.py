@@ -3,7 +3,8 @@ memory.
 
     python sandbox.py UNIT PROGRAM ARGUMENT ...
 
-SystemCallFilter, RestrictAddressFamilies, MemoryDenyWriteExecute of UNIT -> one seccomp program, as systemd makes them -> exec PROGRAM
+SystemCallFilter, RestrictAddressFamilies, MemoryDenyWriteExecute of UNIT
+    -> one seccomp program, as systemd makes them -> exec PROGRAM
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from streamer import config as configs
-from streamer.commands.cli import EXIT_CONFIG
+from streamer.commands.terminal import EXIT_CONFIG
 from streamer.demo.processes import free_port
 from transports import plugin
 from transports.mqtt5 import Mqtt5Config, Mqtt5Transport

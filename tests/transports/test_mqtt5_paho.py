@@ -560,7 +560,8 @@ def test_no_broker_outlives_its_process(tmp_path: Path) -> None:
     """Neither an exit without close, nor a kill; and the directory that a kill leaves goes with the next start."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     for last_words in ("", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ""):
-        program = "from transports.mqtt5.broker import Broker; b = Broker().start(); print(b._running._popen.pid, b.port, flush=True)"
+        program = "from transports.mqtt5.broker import Broker; b = Broker().start(); "
+        program += "print(b._running._popen.pid, b.port, flush=True)"
         command = [sys.executable, "-c", f"{program}\n{last_words}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
         assert done.returncode in (0, -signal.SIGKILL), done.stderr

@@ -14,9 +14,10 @@ import pytest
 import structlog
 from typer.testing import CliRunner, Result
 
+from storage import logs
 from streamer import config as configs
 from streamer.app import Streamer, serve
-from streamer.commands import cli
+from streamer.commands import cli, terminal
 from transports import plugin
 from transports.local import LocalTransport
 from uprotocol.status import UStatusError
@@ -238,7 +239,7 @@ def test_check_says_it_in_one_line(install: Install, tmp_path: Path, what: str) 
     text, words = (WRONG | UNMADE)[what]
     install(text)
     result = command(tmp_path, "check")
-    assert result.exit_code == (cli.EXIT_CONFIG if what in WRONG else cli.EXIT_FAILED)
+    assert result.exit_code == (terminal.EXIT_CONFIG if what in WRONG else terminal.EXIT_FAILED)
     (line,) = result.stderr.splitlines()
     for word in ["transport 'pigeon' of the package up-transport-pigeon", *words]:
         assert word in line
@@ -255,11 +256,11 @@ def test_check_accepts_a_good_one(install: Install, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["its library is missing", "a transport as PLUGIN"])
 def test_run_says_it_in_one_line(install: Install, tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "_log_to_stderr", lambda *_: None)  # loggers of this process outlive the captured stderr
+    monkeypatch.setattr(logs, "configure", lambda *_: None)  # loggers of this process outlive the captured stderr
     text, words = WRONG[what]
     install(text)
     result = command(tmp_path, "run")
-    assert result.exit_code == cli.EXIT_CONFIG
+    assert result.exit_code == terminal.EXIT_CONFIG
     (line,) = result.stderr.splitlines()
     for word in words:
         assert word in line

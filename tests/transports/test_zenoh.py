@@ -269,7 +269,8 @@ def test_the_settings_reach_zenoh(tmp_path: Path) -> None:
     base.write_text("{ transport: { link: { tx: { lease: 7000 } } } }")
     config = ZenohConfig.model_validate(
         {
-            "connect": ["tls/127.0.0.1:7447"], "config_file": base, "user": "me", "password": "secret", "stall_ms_max": 5,
+            "connect": ["tls/127.0.0.1:7447"], "config_file": base, "user": "me", "password": "secret",
+            "stall_ms_max": 5,
             "tls": {"root_ca": "ca.pem", "certificate": "me.pem", "private_key": "me.key", "mutual": True},
             "settings": {"transport/link/tx/keep_alive": 9},
         }

@@ -1,0 +1,182 @@
+"""up-streamer check: what a configuration says, every mistake in it, and what can't be used on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel
+
+from streamer import config as configs
+from streamer import paused as pauses
+from streamer.commands import cursors, terminal
+from streamer.commands.options import LOG_NAME, AsJson, ConfigFile
+from streamer.config import Config, Location, line_of
+from transports import plugin as plugins
+from uprotocol.status import UStatusError
+from uprotocol.transport import UTransport
+from uprotocol.v1.ucode_pb2 import UCode
+
+SECRET: Final = re.compile(r"key|password|credential|secret|token")  # in the name of a setting
+
+
+def check(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Check a streamer's TOML file: every mistake, with its line, and every file that it names and that can't be used
+    here.
+
+    Example: [bold]up-streamer check --config vehicle.toml[/]
+    """
+    from streamer.app import endpoints_of
+
+    with terminal.errors(terminal.EXIT_CONFIG):
+        loaded = configs.load(config)
+    found = findings(loaded, config.read_text(encoding="utf-8"))
+    if wrong := [f"{config}:{one.line}: {one.what}" for one in found if one.fatal]:
+        raise UStatusError(UCode.FAILED_PRECONDITION, "\n".join(wrong))
+    made = asyncio.run(_make_transports(loaded))
+    notes = [*(f"{config}:{one.line}: {one.what}" for one in found), *endpoints_of(loaded, made).notes()]
+    paused = pauses.read(loaded.streamer.data_dir / pauses.FILE)
+    if as_json:
+        print(json.dumps(_as_dict(loaded, notes, paused)))
+        return
+    homes = {loaded.home.name: " (home)"}
+    rows = [
+        (one.name + homes.get(one.name, ""), one.transport, ", ".join(one.authorities), loaded.usubscription_of(one))
+        for one in loaded.endpoint
+    ]
+    columns = ("endpoint", "transport", "authorities", "uSubscription")
+    terminal.show(f"{config}: authority {loaded.authority}", columns, rows)
+    for rule in loaded.rules:
+        limits = "".join(f"  {word} {those}" for word, those in (("allow", rule.allow), ("deny", rule.deny)) if those)
+        terminal.out.print(f"{rule.from_} -> {rule.to}{limits}", markup=False)
+    for note in notes:
+        terminal.out.print(f"note: {note}", markup=False)
+    for name, records in _unclaimed(loaded).items():
+        waits = f"[bold red]{records} records wait for endpoint {name!r}[/]"
+        terminal.out.print(f"{waits}, which this file does not have")
+    for pause in paused:
+        terminal.out.print(f"paused: {pause.topic} to {pause.peer}", markup=False)
+
+
+def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
+    endpoints = [
+        {
+            "name": one.name,
+            "transport": one.transport,
+            "authorities": one.authorities,
+            "usubscription": config.usubscription_of(one),
+            "home": one.name == config.home.name,
+        }
+        for one in config.endpoint
+    ]
+    rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in config.rules]
+    return {
+        "ok": True,
+        "authority": config.authority,
+        "endpoints": endpoints,
+        "rules": rules,
+        "unclaimed": _unclaimed(config),
+        "notes": notes,
+        "paused": [one._asdict() for one in paused],
+    }
+
+
+async def _make_transports(config: Config) -> dict[str, UTransport]:
+    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings'
+    model lets through."""
+    from streamer.app import make_transport
+
+    return {section.name: make_transport(config, section) for section in config.endpoint}
+
+
+def _unclaimed(config: Config) -> dict[str, int]:
+    """How many records wait in the streamer's log for endpoints that its file does not have; nothing where the log
+    can't be read now."""
+    names = {endpoint.name for endpoint in config.endpoint}
+    try:
+        found = cursors.listed(config.streamer.data_dir / LOG_NAME)
+    except UStatusError:
+        return {}
+    return {one.endpoint: one.records for one in found if one.records and one.endpoint not in names}
+
+
+# The files that it names, here and now: every Path in the models, those of the transports, too
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something about a file, and the line of the configuration that names it. `fatal`: the streamer could not work
+    with it."""
+
+    line: int
+    what: str
+    fatal: bool = True
+
+
+def findings(config: Config, text: str) -> list[Finding]:
+    """What is wrong with the files that `config`, which is what `text` says, names; in the order of the lines."""
+    found = []
+    for location, path in _named(config):
+        where = ".".join(map(str, location))
+        what = _folder(path) if location == ("streamer", "data_dir") else _file(path)
+        if what:
+            found.append(Finding(line_of(text, location), f"{where}: {path} {what}"))
+        elif SECRET.search(str(location[-1])) and path.stat().st_mode & stat.S_IROTH:
+            what = f"everybody on this machine can read it: chmod o-r {path}"
+            found.append(Finding(line_of(text, location), f"{where}: {what}", fatal=False))
+    return sorted(found, key=lambda one: one.line)
+
+
+def _named(config: Config) -> Iterator[tuple[Location, Path]]:
+    """Every path, and where it stands. The models of the transports, foreign ones too, say by their types what is a
+    path."""
+    yield ("streamer", "data_dir"), config.streamer.data_dir
+    yield from _paths(config.admin, ("admin",))
+    if config.usubscription.static_file is not None:
+        yield ("usubscription", "static_file"), config.usubscription.static_file
+    for index, endpoint in enumerate(config.endpoint):
+        _, settings = plugins.configure(endpoint.transport, endpoint.settings)
+        yield from _paths(settings, ("endpoint", index, "settings"))
+
+
+def _paths(value: Any, location: Location) -> Iterator[tuple[Location, Path]]:
+    if isinstance(value, Path):
+        yield location, value
+    elif isinstance(value, BaseModel):
+        for name in type(value).model_fields:
+            yield from _paths(getattr(value, name), (*location, name))
+    elif isinstance(value, list | tuple):
+        for index, one in enumerate(value):
+            yield from _paths(one, (*location, index))
+
+
+def _file(path: Path) -> str:
+    """What is wrong with a file that is to be read; empty if nothing."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return "is no file"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return "" if os.access(path, os.R_OK) else f"can't be read by {_me()}"
+
+
+def _folder(path: Path) -> str:
+    """What is wrong with a folder that is to be written to, and made if there is none; empty if nothing."""
+    try:
+        there = next(one for one in (path.absolute(), *path.absolute().parents) if one.exists())
+    except OSError as error:
+        return f"can't be used: {error.strerror}"
+    if not there.is_dir():
+        return f"can't be a folder: {there} is a file"
+    return "" if os.access(there, os.W_OK | os.X_OK) else f"can't be written to by {_me()} ({there})"
+
+
+def _me() -> str:
+    return f"the user with the id {os.geteuid()}"

@@ -1,0 +1,169 @@
+"""up-streamer history: what a streamer keeps, over the network; and what of it is damaged, in its data_dir."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from history.damage import Damage
+from history.subscriber import HistoryClient
+from storage import logs
+from streamer.commands import client, terminal
+from streamer.commands.network import Network
+from streamer.commands.options import AsJson, DataDir, Where
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.core.ustreamer import ids
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+
+def history_(
+    service: Annotated[
+        str,
+        typer.Argument(help="The authority of the streamer; or verify, or acknowledge, which look into its data_dir."),
+    ],
+    where: Where,
+    topics: Annotated[list[str] | None, typer.Argument(help="Topic patterns; none means all.")] = None,
+    poll: Annotated[bool, typer.Option(help="Print the records instead of the overview.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Records to print with --poll.")] = 100,
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where the log is, for verify and acknowledge; or say --config.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look into a streamer's history, over the network: an overview per topic, or the records themselves.
+
+    verify reads everything in its data_dir and says what is damaged (exit code 1); acknowledge says that a person has
+    seen it.
+
+    Example: [bold]up-streamer history vehicle1 -t zenoh -a vehicle1 -s 'connect=["tcp/127.0.0.1:7447"]' --poll --limit
+    10[/]
+    """
+    if service in ("verify", "acknowledge"):
+        (_verify if service == "verify" else _acknowledge)(DataDir(data_dir, where.config).log, as_json)
+        return
+    logs.configure()
+    network, patterns = where.network(), [uris.parse(topic) for topic in topics or []]
+    streamer = ids.at(service)
+    if not poll:
+        _show_description(terminal.finish(_describe(network, streamer, patterns)), as_json)
+        return
+    for message in terminal.finish(_poll(network, streamer, patterns, limit)):
+        client.show(message, as_json)
+
+
+async def _describe(network: Network, streamer: UUri, patterns: list[UUri]) -> DescribeResponse:
+    async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
+        return await HistoryClient(rpc, streamer).describe(patterns)
+
+
+async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: int) -> list[UMessage]:
+    found: list[UMessage] = []
+    request = PollRequest(topics=patterns)
+    async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
+        while len(found) < limit:
+            request.max_records = limit - len(found)
+            reply = await HistoryClient(rpc, streamer).poll(request)
+            found += [UMessage.FromString(data) for batch in reply.batches for data in batch.message]
+            if not reply.more:
+                break
+            del request.positions[:]
+            request.positions.extend(reply.next)
+    return found
+
+
+def _show_description(description: DescribeResponse, as_json: bool) -> None:
+    held = [
+        {
+            "incarnation": one.incarnation.hex(),
+            "durable": one.durable,
+            "oldest_seq": one.oldest_seq,
+            "newest_seq": one.newest_seq,
+            "stored_bytes": one.stored_bytes,
+        }
+        for one in description.logs
+    ]
+    topics = [
+        {
+            "topic": uris.format(one.topic),
+            "oldest_seq": one.oldest_seq,
+            "newest_seq": one.newest_seq,
+            "records": one.records,
+            "newest_time": one.newest_time.ToJsonString(),
+        }
+        for one in description.topics
+    ]
+    if as_json:
+        print(json.dumps({"logs": held, "topics": topics}))
+        return
+    for title, rows in (("logs", held), ("topics", topics)):
+        terminal.show(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+
+
+def _verify(log: Path, as_json: bool) -> None:
+    """Read everything that the log holds, and say what of it is damaged. Writes nothing; the streamer may run."""
+    from history.verify import verify
+
+    report = verify(log)
+    found, told = ([_as_dict(one) for one in those] for those in (report.found, report.told))
+    if as_json:
+        data = {
+            "log": str(report.path),
+            "sound": report.is_sound,
+            "format": report.version,
+            "incarnation": report.incarnation.hex(),
+            "records": report.records,
+            "oldest_seq": report.oldest_seq,
+            "newest_seq": report.newest_seq,
+            "found": found,
+            "found_total": report.found_total,
+            "not_acknowledged": told,
+        }
+        print(json.dumps(data))
+    else:
+        seqs = f"{report.oldest_seq} to {report.newest_seq}"
+        head = f"{report.path}: {report.records} records, {seqs}, format {report.version}"
+        lines = [head, *(f"damaged: {_as_line(row)}" for row in found)]
+        lines += [f"told earlier, not acknowledged: {_as_line(row)}" for row in told]
+        if report.found_total > len(found):
+            lines.append(f"and {report.found_total - len(found)} more")
+        for line in lines:
+            terminal.out.print(line, markup=False)
+        terminal.out.print("sound" if report.is_sound else "[bold red]damaged[/]")
+    raise typer.Exit(0 if report.is_sound else terminal.EXIT_FAILED)
+
+
+def _acknowledge(log: Path, as_json: bool) -> None:
+    """A person has seen what the log has lost; a streamer that runs notices within some seconds."""
+    from history.damage import acknowledge
+
+    seen = acknowledge(log)
+    for row in map(_as_dict, seen):
+        terminal.tell(as_json, row, _as_line(row))
+    if not as_json:
+        terminal.out.print(f"{len(seen)} acknowledged")
+
+
+def _as_dict(damage: Damage) -> dict[str, Any]:
+    """What a log has lost, as plain data."""
+    return {
+        "time_ms": damage.when_ms,
+        "kind": damage.kind,
+        "after_seq": damage.after,
+        "before_seq": damage.before,
+        "records_at_most": damage.records,
+        "incarnation": damage.incarnation.hex(),
+        "moved_to": damage.moved_to,
+        "detail": damage.detail,
+    }
+
+
+def _as_line(row: dict[str, Any]) -> str:
+    where = f" the records between {row['after_seq']} and {row['before_seq']}" if row["before_seq"] else ""
+    kept = f" (kept as {row['moved_to']})" if row["moved_to"] else ""
+    return f"{row['kind']}:{where}{kept} {row['detail']}".rstrip()

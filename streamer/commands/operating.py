@@ -1,0 +1,131 @@
+"""up-streamer pause, resume, paused, vehicles, dead-letters, subscriptions: what an operator does and looks at.
+
+over the control socket of a streamer that runs -> pause, resume, paused (else in its files), vehicles
+in the files of a data_dir                      -> dead-letters, subscriptions
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from storage import logs
+from streamer import config as configs
+from streamer import control
+from streamer.commands import terminal
+from streamer.commands.options import AsJson, DataDir
+from uprotocol import uri as uris
+from uprotocol.status import invalid
+
+Topic = Annotated[
+    str, typer.Argument(help="A pattern of topics: FFFF as resource for all of an entity, * as authority for all.")
+]
+Peer = Annotated[str, typer.Argument(help="The endpoint that gets them no more, or an authority behind one.")]
+
+
+def pause(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
+    """Stop dispatching a topic to a peer: it waits in the log, over restarts, until it is resumed. The streamer may run
+    or not.
+
+    Example: [bold]up-streamer pause //vehicle1/8001/1/8001 cloud --config vehicle.toml[/]
+    """
+    _control("pause", topic, peer, at, as_json)
+
+
+def resume(topic: Topic, peer: Peer, at: DataDir, as_json: AsJson = False) -> None:
+    """Dispatch again, what has waited first. The pattern ends each pause that it covers.
+
+    Example: [bold]up-streamer resume //vehicle1/8001/1/FFFF cloud --config vehicle.toml[/]
+    """
+    _control("resume", topic, peer, at, as_json)
+
+
+def paused(at: DataDir, as_json: AsJson = False) -> None:
+    """What is not dispatched now, and to whom.
+
+    Example: [bold]up-streamer paused --config vehicle.toml[/]
+    """
+    _control("paused", "", "", at, as_json)
+
+
+def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None:
+    folder = at.path
+    own = configs.load(at.config).authority if at.config is not None else ""
+    found = control.ask(folder, do, topic, peer, own)
+    for one in found:
+        terminal.tell(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
+    if not found and not as_json:
+        terminal.out.print("nothing is paused")
+
+
+def vehicles(
+    at: DataDir,
+    top: Annotated[int, typer.Option(min=1, max=control.VEHICLES_MAX, help="So many of those that send most.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """What each source authority sends: messages, bytes, topics, drops. While the streamer runs; the admin port has all
+    of it.
+
+    Example: [bold]up-streamer vehicles --top 10 --config cloud.toml[/]
+    """
+    found = control.vehicles(at.path, top)
+    columns = ("authority", "endpoint", "per_s", "messages", "bytes", "topics", "dropped")
+    rows = found if as_json else [{**one, "last seen": terminal.moment(one["seen_ms"])} for one in found]
+    title = f"the {len(found)} source authorities that send most"
+    terminal.tell_all(as_json, rows, title, (*columns, "last seen"))
+
+
+def dead_letters(
+    at: DataDir,
+    limit: Annotated[int, typer.Option(min=1, help="The newest so many.")] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Show what could not be delivered, and why.
+
+    Example: [bold]up-streamer dead-letters --config vehicle.toml --limit 20[/]
+    """
+    from streamer import dead_letter
+
+    letters = dead_letter.open_read_only(at.path / "dead-letters.db").read(limit)
+    rows = [letter.as_dict() for letter in letters]
+    if not as_json:
+        rows = [{**row, "time": terminal.moment(one.time_ms)} for row, one in zip(rows, letters, strict=True)]
+    columns = ("time", "code", "endpoint", "source", "sink", "reason")
+    terminal.tell_all(as_json, rows, f"{len(letters)} dead letters", columns)
+
+
+def subscriptions(
+    store: Annotated[Path | None, typer.Option(help="The file of a uSubscription service ...")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", help="... or the TOML file of a streamer that has one inside.")
+    ] = None,
+    topic: Annotated[str | None, typer.Option(help="Only topics that match this pattern.")] = None,
+    subscriber: Annotated[str | None, typer.Option(help="Only subscribers that match this pattern.")] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on, and print each change as it happens.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show who is subscribed to what, from the store of a uSubscription service, while it runs or not.
+
+    Example: [bold]up-streamer subscriptions --config vehicle.toml --topic //vehicle1/FFFFFFFF/FF/FFFF --watch[/]
+    """
+    from usubscription.view import StoreView
+
+    logs.configure()
+    if (store is None) == (config is None):
+        raise invalid("say either --store FILE or --config FILE")
+    path = store if store is not None else configs.load(config or Path()).streamer.data_dir / "usubscription.db"
+    filters = [uris.parse(text) if text is not None else None for text in (topic, subscriber)]
+    with StoreView(path) as view, contextlib.suppress(KeyboardInterrupt):
+        for entry in view.watch(*filters) if watch else ():
+            line = f"{entry['event']:<8} {entry['status']:<17} {entry['topic']}  {entry['subscriber']}"
+            terminal.tell(as_json, entry, line)
+        if watch:
+            return
+        entries, summary = view.subscriptions(*filters), view.summary()
+    counts = f"{summary['subscriptions']} subscriptions at {summary['authority']}"
+    title = f"{counts}, {summary['remote_commands_pending']} commands pending"
+    columns = ("topic", "subscriber", "status", "expires", "sample_period_ms", "waiting_for")
+    terminal.tell_all(as_json, entries, title, columns)

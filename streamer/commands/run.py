@@ -1,0 +1,101 @@
+"""up-streamer run, usubscription: a streamer, or a uSubscription service of its own, until it is told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import gc
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import structlog
+import typer
+
+from storage import logs
+from streamer import config as configs
+from streamer.commands import network, terminal
+from streamer.commands.options import AsJson, ConfigFile, Settings
+from streamer.notify import ServiceManager
+
+if TYPE_CHECKING:
+    from streamer.app import Streamer
+
+# messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
+GC_THRESHOLDS: Final = (50_000, 20, 50)
+
+
+def run(config: ConfigFile, as_json: AsJson = False) -> None:
+    """Run a streamer until Ctrl-C or SIGTERM. Ends with exit code 78 if its file is wrong.
+
+    Example: [bold]up-streamer run --config vehicle.toml[/]
+    """
+    with terminal.errors(terminal.EXIT_CONFIG):
+        loaded = configs.load(config)
+    logs.configure(loaded.streamer.log_level, loaded.streamer.log_format)
+    sys.setswitchinterval(terminal.SWITCH_INTERVAL_S)
+    with terminal.errors(log_format=loaded.streamer.log_format):
+        asyncio.run(_serve(loaded, as_json))
+
+
+async def _serve(config: configs.Config, as_json: bool) -> None:
+    from streamer.app import serve  # all of the streamer, which no other command waits for
+
+    gc.set_threshold(*GC_THRESHOLDS)
+    manager, stopping = ServiceManager(), asyncio.Event()
+
+    def on_ready(streamer: Streamer) -> None:
+        port = streamer.admin.port if streamer.admin else None
+        names = ", ".join(endpoint.name for endpoint in streamer.endpoints)
+        data = {"ready": True, "authority": config.authority, "admin_port": port}
+        terminal.tell(as_json, data, f"ready: {config.authority} joins {names}")
+        manager.ready(lambda: "; ".join(streamer.problems()) or "ready")
+
+    def stop() -> None:
+        manager.stopping()
+        stopping.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGHUP, _note_hangup)
+    async with manager:
+        await serve(config, on_ready, stopping)
+
+
+def _note_hangup() -> None:
+    structlog.get_logger().warning(
+        "SIGHUP changes nothing: the configuration is read at the start, so restart to have it read again"
+    )
+
+
+class LogFormat(enum.Enum):
+    TEXT = "text"
+    JSON = "json"
+
+
+def usubscription(
+    authority: Annotated[str, typer.Option("--authority", "-a", help="Whose subscriptions and topics it keeps.")],
+    transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
+    store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
+    settings: Settings = None,
+    log_format: Annotated[LogFormat, typer.Option(help="Of the log, on standard error.")] = LogFormat.TEXT,
+    as_json: AsJson = False,
+) -> None:
+    """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
+
+    Example: [bold]up-streamer usubscription -a cloud -t mqtt5 -s port=1883 --store cloud.db[/]
+    """
+    from usubscription import __main__ as service
+
+    logs.configure("info", log_format.value)
+    given = {"authority": authority, "transport": transport, "store": store}
+    config = service.validate({**given, "settings": network.parse_settings(settings or [])}, "options")
+
+    def tell(state: dict[str, Any]) -> None:
+        ready = f"ready: core.usubscription of {authority} on {transport}"
+        line = ready if state["ready"] else f"every request is answered UNAVAILABLE: {state['trouble']}"
+        terminal.tell(as_json, state, line)
+
+    raise typer.Exit(service.run(config, tell))

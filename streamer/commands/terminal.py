@@ -1,0 +1,100 @@
+"""What commands have in common with a terminal: printing, the world's errors as a line and an exit code, ending."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import Any, Final, TypeVar
+
+import structlog
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from storage import logs
+from uprotocol.status import UStatusError, code_name
+
+SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
+EXIT_FAILED: Final = 1
+# of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
+EXIT_CONFIG: Final = os.EX_CONFIG
+EXIT_INTERRUPTED: Final = 130
+
+out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+
+T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def errors(exit_code: int = EXIT_FAILED, log_format: logs.Format = "text") -> Iterator[None]:
+    """The world's errors, as a line and an exit code."""
+    try:
+        yield
+    except UStatusError as error:
+        if log_format == "json":  # standard error is the log, and whoever reads it takes no other lines
+            structlog.get_logger().error("the process ends", code=code_name(error.code), error=error.message)
+        else:
+            err.print(f"[bold red]error[/] {code_name(error.code)}:", end=" ")
+            err.print(error.message, markup=False)
+        raise typer.Exit(exit_code) from None
+
+
+def finish(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end, or to Ctrl-C or SIGTERM."""
+
+    async def until_signalled() -> T:
+        task = asyncio.ensure_future(work)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, task.cancel)
+        return await task
+
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        return asyncio.run(until_signalled())
+    except asyncio.CancelledError:
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def tell(as_json: bool, data: dict[str, Any], line: str) -> None:
+    """One thing: a JSON object, or a line."""
+    if as_json:
+        print(json.dumps(data), flush=True)
+    else:
+        out.print(plain(line), markup=False)
+
+
+def tell_all(as_json: bool, rows: Iterable[dict[str, Any]], title: str, columns: Sequence[str]) -> None:
+    """Several things: a JSON object each, or a table of some of what they have."""
+    if not as_json:
+        show(title, columns, [[row.get(column) for column in columns] for row in rows])
+        return
+    for row in rows:
+        print(json.dumps(row))
+
+
+def show(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A table, of what strangers have written, too. None is an empty cell."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(plain("" if cell is None else str(cell))) for cell in row))
+    out.print(table)
+
+
+def plain(text: str) -> str:
+    """What strangers have written is shown as it is: neither markup nor a terminal's commands."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def moment(ms: int) -> str:
+    """A time in Unix milliseconds, for people."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(ms / 1000))

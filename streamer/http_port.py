@@ -1,0 +1,254 @@
+"""The admin port on the network: HTTP, GET (and HEAD), one request a connection.
+
+connection -> Line: how many, how long, how large -> TLS -> aiohttp: parsed, routed -> token -> the page asked for
+
+aiohttp has no limit of its own for the number of connections, nor for the time that a request may take to arrive:
+those, and the size of a request, are Line's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import ssl
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Final
+
+import structlog
+from aiohttp import web
+
+from streamer.admin import Answer
+from streamer.config import AdminSection
+from uprotocol.status import UStatusError
+from uprotocol.v1.ucode_pb2 import UCode
+
+REQUEST_BYTES_MAX: Final = 8_192  # a GET with the usual headers has some 500
+REQUEST_TIMEOUT_S: Final = 5.0  # a client that connects and says nothing holds no memory for longer
+CONNECTIONS_MAX: Final = 256  # at once; beyond it they are closed: a monitor has one or two
+CLOSE_S_MAX: Final = 0.5  # for answers that are under way; a part of SERVICES_CLOSE_S
+
+TOO_OFTEN: Final = "all of it was told just now: ask again in some seconds\n"
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Page = Callable[[], Answer]
+List = Callable[[], Iterator[bytes] | None]  # in slices; None for who asks too often
+
+log = structlog.get_logger()
+_silent = logging.getLogger("streamer.http_port.nonsense")  # what aiohttp says of requests that are none
+_silent.disabled = True
+
+
+class HttpPort:
+    """Tells `pages` and `lists` by their paths to whom `guard` lets ask."""
+
+    def __init__(self, pages: Mapping[str, Page], lists: Mapping[str, List], guard: AdminSection) -> None:
+        self._pages, self._lists, self._guard = pages, lists, guard
+        self._token: bytes | None = None
+        self._server: asyncio.Server | None = None
+        self._runner: web.AppRunner | None = None
+        self._lines: set[Line] = set()
+
+    async def open(self, host: str, port: int) -> int:
+        """The port, which is another one for 0. Raises as `Admin.open`."""
+        self._token, tls = _token(self._guard), _tls(self._guard)
+        http, loop = await self.serve(), asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(lambda: Line(http(), tls, self._lines), host, port)
+        except OSError as error:
+            raise UStatusError(
+                UCode.UNAVAILABLE,
+                f"the admin port {host}:{port} can't be opened: {error.strerror}; is another streamer running?",
+            ) from None
+        opened: int = self._server.sockets[0].getsockname()[1]
+        return opened
+
+    async def serve(self) -> Callable[[], asyncio.Protocol]:
+        """What makes aiohttp's side of a connection."""
+        self._runner = runner = web.AppRunner(
+            self._application(), access_log=None, logger=_silent, lingering_time=0, shutdown_timeout=CLOSE_S_MAX
+        )
+        await runner.setup()
+        assert runner.server is not None, "setup makes it"
+        return runner.server
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            for line in list(self._lines):
+                line.abort()
+            await self._server.wait_closed()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    def _application(self) -> web.Application:
+        made = web.Application(middlewares=[self._admit])
+        made.on_response_prepare.append(_close_after)
+        for path, page in self._pages.items():
+            made.router.add_get(path, _telling(page))
+        for path, slices in self._lists.items():
+            made.router.add_get(path, _listing(slices))
+        return made
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if self._token is not None and not _shows(request, self._token):
+            return web.Response(status=401, text="a token is asked for\n", headers={"WWW-Authenticate": "Bearer"})
+        try:
+            return await handler(request)
+        except web.HTTPNotFound:
+            return web.Response(status=404, text=f"there are {', '.join((*self._pages, *self._lists))}\n")
+        except web.HTTPMethodNotAllowed as error:
+            return web.Response(status=405, text="GET only\n", headers={"Allow": error.headers["Allow"]})
+        except (web.HTTPException, ConnectionError):
+            raise
+        except Exception:
+            log.exception("a question at the admin port has failed", path=request.path)
+            raise
+
+
+def _telling(page: Page) -> Handler:
+    async def tell(_: web.Request) -> web.StreamResponse:
+        made = page()
+        return web.Response(status=made.status, headers={"Content-Type": made.type}, body=made.body)
+
+    return tell
+
+
+def _listing(slices: List) -> Handler:
+    async def tell(request: web.Request) -> web.StreamResponse:
+        parts = slices()
+        if parts is None:
+            return web.Response(status=503, text=TOO_OFTEN)
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        await response.prepare(request)
+        for part in parts if request.method == "GET" else ():
+            await response.write(part)
+            await asyncio.sleep(0)  # others have their turn
+        return response
+
+    return tell
+
+
+async def _close_after(_: web.Request, response: web.StreamResponse) -> None:
+    response.force_close()
+    response.headers.update({"Connection": "close", "Server": "up-streamer"})
+
+
+# Who may ask
+
+
+def _tls(guard: AdminSection) -> ssl.SSLContext | None:
+    if guard.cert_file is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(guard.cert_file, guard.key_file, password="")  # none: else it asks the terminal
+    except (OSError, ValueError) as error:
+        raise UStatusError(
+            UCode.FAILED_PRECONDITION,
+            f"admin.cert_file {guard.cert_file} and admin.key_file {guard.key_file} can't be used: {error}",
+        ) from None
+    return context
+
+
+def _token(guard: AdminSection) -> bytes | None:
+    if guard.token_file is None:
+        return None
+    try:
+        token = guard.token_file.read_bytes().strip()
+    except OSError as error:
+        why = error.strerror
+    else:
+        if token:
+            return token
+        why = "it is empty"
+    raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+
+
+def _shows(request: web.Request, token: bytes) -> bool:
+    scheme, _, shown = request.headers.get("Authorization", "").partition(" ")
+    right = hmac.compare_digest(shown.strip().encode(errors="surrogateescape"), token)
+    return right and scheme.lower() == "bearer"
+
+
+class Line(asyncio.Protocol):
+    """One connection: aiohttp's, as long as it keeps within the limits of this file; one more than CONNECTIONS_MAX is
+    closed at once. It is counted from its first moment, so TLS begins here and not at the listening socket."""
+
+    def __init__(self, http: asyncio.Protocol, tls: ssl.SSLContext | None, others: set[Line]) -> None:
+        self._http, self._tls, self._others = http, tls, others
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._securing: asyncio.Task[None] | None = None
+        self._is_served = False  # aiohttp knows of it
+        self._early = b""  # said before that
+        self._bytes_left = REQUEST_BYTES_MAX
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        if len(self._others) >= CONNECTIONS_MAX:
+            transport.close()
+            return
+        self._others.add(self)
+        self._timer = asyncio.get_running_loop().call_later(REQUEST_TIMEOUT_S, self.abort)
+        if self._tls is None:
+            self._serve(transport)
+        else:
+            transport.pause_reading()
+            self._securing = asyncio.create_task(self._secure(transport, self._tls), name="admin TLS")
+
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        loop, secured = asyncio.get_running_loop(), None
+        try:
+            with contextlib.suppress(OSError):  # no TLS, or none that we take; TimeoutError and SSLError are ones, too
+                secured = await loop.start_tls(
+                    transport, self, tls, server_side=True, ssl_handshake_timeout=REQUEST_TIMEOUT_S
+                )
+        finally:
+            if secured is None:
+                self.connection_lost(None)
+        if secured is not None and self in self._others:
+            self._transport = secured
+            self._serve(secured)
+
+    def _serve(self, transport: asyncio.Transport) -> None:
+        self._is_served = True
+        self._http.connection_made(transport)
+        if self._early:
+            self._http.data_received(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        self._bytes_left -= len(data)
+        if self._bytes_left < 0:
+            self.abort()
+        elif self._is_served:
+            self._http.data_received(data)
+        else:
+            self._early += data
+
+    def eof_received(self) -> bool | None:
+        return self._http.eof_received()
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._others.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._is_served:
+            self._is_served = False
+            self._http.connection_lost(error)
+
+    def abort(self) -> None:
+        """End it, whatever is under way."""
+        if self._transport is not None:
+            self._transport.abort()
+        if self._securing is not None:
+            self._securing.cancel()
