@@ -13,20 +13,17 @@ import pytest
 from history import consumers
 from history.consumers import Consumers, Owner
 from history.log import Log
-from history.service import HistoryService
 from history.subscriber import HistoryClient
 from history.turns import Turns
-from transports.local import LocalNetwork, LocalTransport
+from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
-from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.communication import CallOptions
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-SERVICE = uris.uri("gateway", 4, 1)
 TOPIC = uris.uri("vcu", 0x10, 1, 0x8000)
 SPARK, OTHER = uris.uri("cloud", 0x1_0020, 1), uris.uri("cloud", 0x21, 1)
 HOUR_MS = 3_600_000
@@ -205,49 +202,18 @@ async def test_a_poll_that_is_cancelled_takes_nobodys_turn() -> None:
 # The service
 
 
-class World:
-    """A log, its service, and callers from anywhere."""
-
-    async def open(self, path: Path) -> None:
-        self.network = LocalNetwork()
-        self.log = await Log.open(path / "l.db", name="durable")
-        self.transport = LocalTransport.on(self.network, LocalUriProvider("gateway", 4, 1))
-        await self.transport.open()
-        self.service = HistoryService(
-            self.transport,
-            LocalUriProvider("gateway", 4, 1),
-            [self.log],
-            polls_waiting_max=8,
-            replies_bytes_max=4 << 20,
-            drain_ms_max=100,
-        )
-        await self.service.start()
-        self._opened: list[InMemoryRpcClient | LocalTransport] = []
-
-    async def caller(self, authority: str, entity: int = 0x20) -> InMemoryRpcClient:
-        transport = LocalTransport.on(self.network, LocalUriProvider(authority, entity, 1))
-        await transport.open()
-        client = InMemoryRpcClient(transport, transport.local)
-        await client.open()
-        self._opened += [client, transport]
-        return client
+class World(HistoryWorld):
+    """One log with small limits."""
 
     async def append(self, count: int, size: int = 1) -> None:
-        messages = [UMessageBuilder.publish(TOPIC).build_from_upayload(UPayload(b"x" * size, 5)) for _ in range(count)]
-        await self.log.append([self.log.stream_id(TOPIC)] * count, messages)
-
-    async def close(self) -> None:
-        await self.service.stop()
-        for one in self._opened:
-            await one.close()
-        await self.transport.close()
-        await self.log.close()
+        await self.append_all(self.logs[0], publishes([TOPIC] * count, b"x" * size))
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World()
-    await made.open(tmp_path)
+    log = await Log.open(tmp_path / "l.db", name="durable")
+    await made.open(log, polls_waiting_max=8, replies_bytes_max=4 << 20, drain_ms_max=100)
     yield made
     await made.close()
 
@@ -258,16 +224,16 @@ async def test_another_uentity_can_neither_move_nor_shorten_a_consumers_cursor(w
         HistoryClient(await world.caller("cloud"), SERVICE),
         HistoryClient(await world.caller("cloud", 0x21), SERVICE),
     )
-    at = [Position(incarnation=world.log.incarnation, seq=2)]
+    at = [Position(incarnation=world.logs[0].incarnation, seq=2)]
     await mine.poll(PollRequest(consumer="job", acked=at, lease_ms=600_000))
-    before = world.log.cursor_row("consumer:job")
+    before = world.logs[0].cursor_row("consumer:job")
     with pytest.raises(UStatusError) as caught:
         await theirs.poll(
-            PollRequest(consumer="job", acked=[Position(incarnation=world.log.incarnation, seq=5)], lease_ms=1)
+            PollRequest(consumer="job", acked=[Position(incarnation=world.logs[0].incarnation, seq=5)], lease_ms=1)
         )
     assert caught.value.code == UCode.PERMISSION_DENIED
     assert "cloud" not in caught.value.message  # whose it is, is not told
-    assert world.log.cursor_row("consumer:job") == before
+    assert world.logs[0].cursor_row("consumer:job") == before
     assert world.service.counts["denied"] == 1
     await theirs.poll(PollRequest(consumer="other"))
 
@@ -365,7 +331,7 @@ async def test_no_request_is_a_fault_of_ours(world: World, round: int) -> None:
     client = await world.caller("cloud")
     codes: set[int] = set()
     for seed in range(100 * round, 100 * round + 100):
-        asked = wild_poll(seed, world.log.incarnation)
+        asked = wild_poll(seed, world.logs[0].incarnation)
         for method, payload in ((2, UPayload.pack(asked)), (1, UPayload.pack(DescribeRequest(topics=asked.topics)))):
             try:
                 await client.invoke_method(uris.uri("gateway", 4, 1, method), payload)

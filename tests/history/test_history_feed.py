@@ -15,21 +15,16 @@ from history import feed as feeds
 from history import subscriber as subscriber_module
 from history.feed import HistoryFeed
 from history.log import Log
-from history.service import HistoryService
 from history.subscriber import HistoryClient
-from transports.local import LocalNetwork, LocalTransport
+from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
-from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
-from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 LISTENERS = 600
-LOCAL = LocalUriProvider("gateway", 4, 1)
 
 
 def topic(number: int) -> UUri:
@@ -63,46 +58,37 @@ class Client(HistoryClient):
                 self.waiting.remove(topics)
 
 
-class World:
-    async def open(self, path: Path) -> None:
-        network = LocalNetwork()
-        self.log, self.ring = await Log.open(path, name="durable"), await Log.open(None, name="volatile")
-        self.transport = LocalTransport.on(network, LOCAL)
-        self.elsewhere = LocalTransport.on(network, LocalUriProvider("cloud", 0x20, 1))
-        await self.transport.open()
-        await self.elsewhere.open()
-        await self.serve()
-        self.rpc = InMemoryRpcClient(self.elsewhere, LocalUriProvider("cloud", 0x20, 1))
-        await self.rpc.open()
-        self.client = Client(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=5_000)
+class World(HistoryWorld):
+    """A durable log, a ring, and a feed elsewhere that reads both."""
+
+    async def begin(self, path: Path) -> None:
+        await self.open(await Log.open(path, name="durable"), await Log.open(None, name="volatile"))
+        self.client = Client(self.rpc, SERVICE, timeout_ms=5_000)
         self.gaps: list[tuple[UUri, Gap]] = []
         self.feed = HistoryFeed(self.client, on_gap=lambda topic, gap: self.gaps.append((topic, gap)))
 
-    async def serve(self) -> None:
-        self.service = HistoryService(self.transport, LOCAL, [self.log, self.ring])
-        await self.service.start()
+    @property
+    def log(self) -> Log:
+        return self.logs[0]
+
+    @property
+    def ring(self) -> Log:
+        return self.logs[1]
 
     async def restart(self) -> None:
         """As a streamer does: the durable log stays, the ring is another one."""
         await self.service.stop()
         await self.ring.close()
-        self.ring = await Log.open(None, name="volatile")
+        self.logs[1] = await Log.open(None, name="volatile")
         await self.serve()
 
     async def close(self) -> None:
         await self.feed.close()
-        await self.service.stop()
-        await self.rpc.close()
-        await self.elsewhere.close()
-        await self.transport.close()
-        await self.log.close()
-        await self.ring.close()
+        await super().close()
 
     async def append(self, number: int, *topics: int, size: int = 0, log: Log | None = None) -> None:
-        target = log or self.log
-        payload = UPayload(f"{number:06}".encode() + bytes(size), 5)
-        messages = [UMessageBuilder.publish(topic(one)).build_from_upayload(payload) for one in topics]
-        await target.append([target.stream_id(m.attributes.source) for m in messages], messages)
+        payload = f"{number:06}".encode() + bytes(size)
+        await self.append_all(log or self.log, publishes([topic(one) for one in topics], payload))
 
     async def caught_up(self, topics: int) -> None:
         await until(lambda: self.client.waiting == [topics] and self.client.in_flight == 1)
@@ -118,7 +104,7 @@ async def until(holds: Callable[[], bool]) -> None:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
     made = World()
-    await made.open(tmp_path / "l.db")
+    await made.begin(tmp_path / "l.db")
     yield made
     await made.close()
 
@@ -232,7 +218,7 @@ async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agr
     path, copy = tmp_path / "data" / "l.db", tmp_path / "copy"
 
     async def reopen() -> None:
-        world.log = await Log.open(path, name="durable")
+        world.logs[0] = await Log.open(path, name="durable")
         await world.serve()
 
     async def close() -> None:
@@ -255,7 +241,7 @@ async def test_a_log_that_went_back_is_told_to_each_and_read_from_where_both_agr
     await close()
     shutil.rmtree(path.parent)
     shutil.copytree(copy, path.parent)
-    world.log = await Log.open(path, name="durable")
+    world.logs[0] = await Log.open(path, name="durable")
     for number in range(100, 115):  # beyond where all have read to
         await world.append(number, *range(5))
     await world.serve()

@@ -9,62 +9,37 @@ from pathlib import Path
 import pytest
 
 from history.log import Log
-from history.service import HistoryService
 from history.subscriber import HistoryClient
-from transports.local import LocalNetwork, LocalTransport
+from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.communication import CallOptions
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-SERVICE = uris.uri("gateway", 4, 1)
 TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(4)]
 
 
-class World:
+class World(HistoryWorld):
     """A durable log (small retention), a volatile one, the service, and a client elsewhere on the network."""
 
     def __init__(self) -> None:
         self.now = 1_800_000_000_000
 
-    async def open(self, path: Path) -> None:
-        network = LocalNetwork()
+    async def begin(self, path: Path) -> None:
         self.durable = await Log.open(
             path / "l.db", name="durable", retention_ms=60_000, tail_bytes=1, now_ms=lambda: self.now
         )
         self.volatile = await Log.open(None, name="volatile", now_ms=lambda: self.now)
-        local = LocalUriProvider("gateway", 4, 1)
-        self.transport = LocalTransport.on(network, local)
-        self.client_transport = LocalTransport.on(network, LocalUriProvider("cloud", 0x20, 1))
-        await self.transport.open()
-        await self.client_transport.open()
-        self.service = HistoryService(
-            self.transport, local, [self.durable, self.volatile], polls_waiting_max=2, share=1
-        )
-        await self.service.start()
-        self.rpc = InMemoryRpcClient(self.client_transport, LocalUriProvider("cloud", 0x20, 1))
-        await self.rpc.open()
+        await self.open(self.durable, self.volatile, polls_waiting_max=2, share=1)
         self.client = HistoryClient(self.rpc, SERVICE)
 
-    async def close(self) -> None:
-        await self.service.stop()
-        await self.rpc.close()
-        await self.client_transport.close()
-        await self.transport.close()
-        await self.durable.close()
-        await self.volatile.close()
-
     async def append(self, *topics: int, log: Log | None = None, size: int = 1) -> list[UMessage]:
-        target = log if log is not None else self.durable
-        messages = [
-            UMessageBuilder.publish(TOPICS[topic]).build_from_upayload(UPayload(b"x" * size, 5)) for topic in topics
-        ]
-        await target.append([target.stream_id(TOPICS[topic]) for topic in topics], messages)
+        messages = publishes([TOPICS[topic] for topic in topics], b"x" * size)
+        await self.append_all(log if log is not None else self.durable, messages)
         return messages
 
     def at(self, durable: int, volatile: int = 0) -> list[Position]:
@@ -84,7 +59,7 @@ class World:
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World()
-    await made.open(tmp_path)
+    await made.begin(tmp_path)
     yield made
     await made.close()
 

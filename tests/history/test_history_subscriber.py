@@ -19,15 +19,12 @@ from history import subscriber as subscriber_module
 from history import witness
 from history.acceptor import Acceptor, Places, Record
 from history.log import Log
-from history.service import HistoryService
 from history.subscriber import CursorFile, GaplessSubscriber, HistoryClient
-from transports.local import LocalNetwork, LocalTransport
+from tests.history.world import SERVICE, HistoryWorld
 from uprotocol import uri as uris
-from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse, Position, RecordBatch, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 TOPICS = [uris.uri("vcu.vin", 0x10, 1, 0x8000 + place) for place in range(5)]
@@ -42,27 +39,16 @@ def serialised(topic: int, number: int = 0) -> bytes:
     )
 
 
-class World:
-    async def open(self, path: Path | None) -> None:
-        self.network = LocalNetwork()
-        self.log = await Log.open(path, name="test")
-        local = LocalUriProvider("gateway", 4, 1)
-        self.transport = LocalTransport.on(self.network, local)
-        self.elsewhere = LocalTransport.on(self.network, LocalUriProvider("cloud", 0x20, 1))
-        await self.transport.open()
-        await self.elsewhere.open()
-        self.service = HistoryService(self.transport, local, [self.log])
-        await self.service.start()
-        self.rpc = InMemoryRpcClient(self.elsewhere, LocalUriProvider("cloud", 0x20, 1))
-        await self.rpc.open()
-        self.client = HistoryClient(self.rpc, uris.uri("gateway", 4, 1), timeout_ms=2_000)
+class World(HistoryWorld):
+    """One log, on disk or in memory."""
 
-    async def close(self) -> None:
-        await self.service.stop()
-        await self.rpc.close()
-        await self.elsewhere.close()
-        await self.transport.close()
-        await self.log.close()
+    async def begin(self, path: Path | None) -> None:
+        await self.open(await Log.open(path, name="test"))
+        self.client = HistoryClient(self.rpc, SERVICE, timeout_ms=2_000)
+
+    @property
+    def log(self) -> Log:
+        return self.logs[0]
 
     async def append(self, first: int, count: int) -> None:
         """Messages numbered from `first`, over the topics in turn."""
@@ -71,13 +57,13 @@ class World:
             UMessageBuilder.publish(TOPICS[number % 5]).build_from_upayload(UPayload(str(number).encode(), 4))
             for number in numbers
         ]
-        await self.log.append([self.log.stream_id(m.attributes.source) for m in messages], messages)
+        await self.append_all(self.log, messages)
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
     made = World()
-    await made.open(tmp_path / "l.db")
+    await made.begin(tmp_path / "l.db")
     yield made
     await made.close()
 
@@ -154,7 +140,7 @@ async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
     monkeypatch.setattr(subscriber_module, "BACKOFF_MS_MIN", 1)
     told: asyncio.Queue[bool] = asyncio.Queue()
     await world.append(0, 3)
-    client = HistoryClient(world.rpc, uris.uri("gateway", 4, 1), timeout_ms=200)
+    client = HistoryClient(world.rpc, SERVICE, timeout_ms=200)
     async with GaplessSubscriber(client, on_connected=told.put_nowait, wait_ms_max=300) as subscriber:
         assert await take(subscriber, 3) == [0, 1, 2]
         assert await asyncio.wait_for(told.get(), 5)
@@ -162,8 +148,7 @@ async def test_a_service_that_is_away_is_asked_again_and_its_absence_told(
         assert not await asyncio.wait_for(told.get(), 10)
         assert not subscriber.connected
         await world.append(3, 3)
-        world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), [world.log])
-        await world.service.start()
+        await world.serve()
         assert await take(subscriber, 3) == [3, 4, 5]
         assert await asyncio.wait_for(told.get(), 5)
 
@@ -187,17 +172,17 @@ async def test_close_ends_who_waits(world: World) -> None:
 
 async def test_a_log_made_anew_is_one_gap_and_then_all_of_it() -> None:
     world = World()
-    await world.open(None)
+    await world.begin(None)
     gaps: list[Gap] = []
     await world.append(0, 5)
     async with GaplessSubscriber(world.client, on_gap=gaps.append) as subscriber:
         await take(subscriber, 5)
         lost = world.log.incarnation
         await world.service.stop()
-        world.log = await Log.open(None, name="anew")
+        await world.log.close()
+        world.logs = [await Log.open(None, name="anew")]
         await world.append(5, 5)
-        world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), [world.log])
-        await world.service.start()
+        await world.serve()
         assert await take(subscriber, 5) == [5, 6, 7, 8, 9]
         assert [(gap.reason, gap.incarnation, gap.after_seq) for gap in gaps] == [(Gap.REASON_INCARNATION, lost, 5)]
         assert subscriber.gaps == 1
@@ -217,16 +202,15 @@ async def restored(world: World, path: Path, copy: Path) -> None:
 
 
 async def served(world: World, *logs: Log) -> None:
-    world.log = logs[0]
-    world.service = HistoryService(world.transport, LocalUriProvider("gateway", 4, 1), logs)
-    await world.service.start()
+    world.logs = list(logs)
+    await world.serve()
 
 
 @pytest.fixture
 async def copied(tmp_path: Path) -> AsyncIterator[tuple[World, Path, Path]]:
     """A log of 100 records, the path of its file, and a copy of its folder."""
     world, path, copy = World(), tmp_path / "data" / "l.db", tmp_path / "copy"
-    await world.open(path)
+    await world.begin(path)
     await world.append(0, 100)
     await world.service.stop()
     await world.log.close()

@@ -1,0 +1,58 @@
+"""Logs, the history service over them, and callers anywhere on one network within the process."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+from typing import Any, Final
+
+from history.log import Log
+from history.service import HistoryService
+from transports.local import LocalNetwork, LocalTransport
+from uprotocol import uri as uris
+from uprotocol.communication import InMemoryRpcClient
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+
+LOCAL: Final = LocalUriProvider("gateway", 4, 1)
+SERVICE: Final = uris.uri("gateway", 4, 1)
+
+
+class HistoryWorld:
+    """`rpc` calls from authority `cloud`. What a test needs beside it is a subclass's."""
+
+    async def open(self, *logs: Log, **service: Any) -> None:
+        """`logs` are closed with this; `service` are arguments of HistoryService."""
+        self.network = LocalNetwork()
+        self.logs, self._arguments = list(logs), service
+        self._stack = AsyncExitStack()
+        self.transport = LocalTransport.on(self.network, LOCAL)
+        await self.transport.open()
+        await self.serve()
+        self.rpc = await self.caller("cloud")
+
+    async def serve(self) -> None:
+        """Start a service over the logs as they are now."""
+        self.service = HistoryService(self.transport, LOCAL, self.logs, **self._arguments)
+        await self.service.start()
+
+    async def caller(self, authority: str, entity: int = 0x20) -> InMemoryRpcClient:
+        local = LocalUriProvider(authority, entity, 1)
+        transport = await self._stack.enter_async_context(LocalTransport.on(self.network, local))
+        return await self._stack.enter_async_context(InMemoryRpcClient(transport, local))
+
+    async def append_all(self, log: Log, messages: list[UMessage]) -> None:
+        await log.append([log.stream_id(message.attributes.source) for message in messages], messages)
+
+    async def close(self) -> None:
+        await self.service.stop()
+        await self._stack.aclose()
+        await self.transport.close()
+        for log in self.logs:
+            await log.close()
+
+
+def publishes(topics: list[UUri], payload: bytes, format: int = 5) -> list[UMessage]:
+    """One message for each topic."""
+    return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(payload, format)) for topic in topics]
