@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Final, Self
@@ -44,7 +45,6 @@ from streamer.paused import FILE, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from uprotocol import uuid as uuids
-from uprotocol.core.ustreamer.ids import ENTITY, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace

@@ -33,7 +33,7 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 
     Example: [bold]up-streamer check --config vehicle.toml[/]
     """
-    from streamer.app import endpoints_of
+    from streamer.parts import endpoints_of
 
     with terminal.errors(terminal.EXIT_CONFIG):
         loaded = configs.load(config)
@@ -91,7 +91,7 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
 async def _make_transports(config: Config) -> dict[str, UTransport]:
     """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings'
     model lets through."""
-    from streamer.app import make_transport
+    from streamer.parts import make_transport
 
     return {section.name: make_transport(config, section) for section in config.endpoint}
 

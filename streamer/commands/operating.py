@@ -111,7 +111,7 @@ def subscriptions(
 
     Example: [bold]up-streamer subscriptions --config vehicle.toml --topic //vehicle1/FFFFFFFF/FF/FFFF --watch[/]
     """
-    from usubscription.view import StoreView
+    from usubscription.inspect import StoreView
 
     logs.configure()
     if (store is None) == (config is None):
