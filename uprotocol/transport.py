@@ -52,7 +52,7 @@ class UListener(Protocol):
 
 
 @runtime_checkable
-class UBatchListener(UListener, Protocol):
+class UBatchListener(Protocol):
     """What a listener may have beside `on_receive`."""
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...

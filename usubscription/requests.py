@@ -156,6 +156,7 @@ class Gate(UTransport):
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         assert sink_filter is not None
+        assert isinstance(listener, UBatchListener)
         key = _key(sink_filter)
         known = self._listeners.get(key, [])
         rest = [(source, one) for source, one in known if one is not listener]
