@@ -207,7 +207,7 @@ async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch
         def measured(data: bytes) -> None:
             nonlocal most
             write(data)
-            most = max(most, sum(window._large.values()))
+            most = max(most, window._large_bytes)
 
         window._write = measured
         assert {one.code for one in await sender.send_batch([message(bytes(300_000)) for _ in range(40)])} == {UCode.OK}

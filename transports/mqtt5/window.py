@@ -61,9 +61,9 @@ class Window:
 
     def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
         self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
-        self._in_flight: dict[int, tuple[_Batch, int]] = {}
-        self._large: dict[int, int] = {}  # bytes of those over SMALL_BYTES that are in flight ...
-        self._large_bytes = 0  # ... and their sum
+        # packet id -> its place, and its bytes if they are more than SMALL_BYTES
+        self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
+        self._large_bytes = 0  # the sum of those
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
@@ -89,9 +89,8 @@ class Window:
         """It is gone: everything that is not acknowledged gets `why`."""
         self._away = why
         in_flight, self._in_flight = self._in_flight, {}
-        self._large.clear()
         self._large_bytes = 0
-        for batch, index in in_flight.values():
+        for batch, index, _ in in_flight.values():
             batch.statuses[index] = why
             batch.why = why
             self._count_down(batch)
@@ -157,14 +156,13 @@ class Window:
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
                 packet_id = self._next_packet_id()
-            in_flight[packet_id] = (batch, len(batch.statuses))
+            size = len(tail) if len(tail) > SMALL_BYTES else 0
+            in_flight[packet_id] = (batch, len(batch.statuses), size)
             batch.statuses.append(None)
             packets += (head, _PACKET_ID[packet_id], tail)
-            if len(tail) > SMALL_BYTES:
-                octets += len(tail)
-                self._large[packet_id] = len(tail)
-                if octets >= WRITE_BYTES_MAX:
-                    break
+            octets += size
+            if octets >= WRITE_BYTES_MAX:
+                break
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
@@ -174,12 +172,13 @@ class Window:
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read."""
-        take = self._in_flight.pop
+        take, octets = self._in_flight.pop, 0
         for packet_id, reason in pubacks:
             entry = take(packet_id, None)
             if entry is None:
                 continue
-            batch, index = entry
+            batch, index, size = entry
+            octets += size
             if reason < reasons.FAILURE_MIN:
                 is_heard = reason != reasons.NO_MATCHING_SUBSCRIBERS or not _is_request(batch.messages[index])
                 batch.statuses[index] = OK if is_heard else _NOBODY
@@ -188,8 +187,7 @@ class Window:
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
             self._count_down(batch)
-        if self._large:
-            self._large_bytes -= sum([self._large.pop(packet_id, 0) for packet_id, _ in pubacks])
+        self._large_bytes -= octets
         self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()
