@@ -4,12 +4,14 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from storage.disk import Disk
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions, InMemoryRpcClient
@@ -156,6 +158,23 @@ class World:
             await close()
         for service in self.services.values():
             await service.stop()
+
+
+class TroubledDisk(Disk):
+    """Every connection that is made has this pragma: a trouble of SQLite's own."""
+
+    trouble = ""
+
+    def connect(self, path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+        db = super().connect(path, read_only=read_only)
+        if self.trouble:
+            db.execute(f"PRAGMA {self.trouble}")
+        return db
+
+
+@pytest.fixture
+def troubled_disk() -> TroubledDisk:
+    return TroubledDisk()
 
 
 @pytest.fixture

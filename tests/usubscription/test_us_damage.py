@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from storage.runtime import Runtime
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
@@ -183,18 +184,18 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     assert len(lines) <= 8, lines
 
 
-async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(
-    world: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    service = await world.service()
+async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(world: Any, troubled_disk: Any) -> None:
+    disk = troubled_disk
+    service = await world.service(runtime=Runtime(disk=disk))
     raw = await world.raw()
     db = service.store.database._db
     (pages,) = db.execute("PRAGMA page_count").fetchone()
-    db.execute(f"PRAGMA max_page_count={pages}")  # SQLite's own way to be full
+    disk.trouble = f"max_page_count={pages}"  # SQLite's own way to be full
+    db.execute(f"PRAGMA {disk.trouble}")
     assert await subscribe_until_refused(raw) == UCode.RESOURCE_EXHAUSTED
     assert not service.healthy
     assert service.trouble is None
-    service._store.database._db.execute("PRAGMA max_page_count=1000000")
+    disk.trouble = ""
     async with asyncio.timeout(20):
         while not service.healthy:  # noqa: ASYNC110 - a property, which has no event
             await asyncio.sleep(0.02)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from storage.runtime import Runtime
 from storage.worker import Answerer
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
@@ -292,18 +293,19 @@ async def test_a_lane_takes_no_more_than_its_limit() -> None:
         lane.ask(1)
 
 
-async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any) -> None:
+async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any, troubled_disk: Any) -> None:
     """Nothing acked is lost, nothing is acked that is not stored, and the service goes on when the disk does."""
-    service = await world.service()
+    disk = troubled_disk
+    service = await world.service(runtime=Runtime(disk=disk))
     client = await world.client(version=4)
     topic = uris.parse("//dev1/20/1/8001")
-    database = service.store.database
-    database._db.execute("PRAGMA query_only=ON")
+    disk.trouble = "query_only=ON"
+    service.store.database._db.execute(f"PRAGMA {disk.trouble}")
     with pytest.raises(UStatusError) as error:
         await client.subscribe(topic)
     assert error.value.code == UCode.UNAVAILABLE
     assert not service.healthy
-    database._db.execute("PRAGMA query_only=OFF")
+    disk.trouble = ""
     await client.subscribe(topic)
     assert service.healthy
     assert len(await service.subscriptions()) == 1
