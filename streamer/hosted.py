@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Final, Protocol
+from typing import Final
 
 import structlog
 
@@ -47,12 +47,6 @@ def is_inside() -> bool:
     return _inside.get()
 
 
-class Ingress(Protocol):
-    """Where messages of hosted services begin the ordinary walk (streamer.ingress.Ingress)."""
-
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
-
-
 def _key(sink: UUri) -> tuple[int, int, int]:
     """Entity, version and resource; the authority is ours."""
     return sink.ue_id, sink.ue_version_major, sink.resource_id
@@ -70,12 +64,12 @@ class HostedTransport(UTransport):
         # by the key of the sink -> by source filter and identity
         self._listeners: dict[tuple[int, int, int], dict[Hashable, tuple[UUri, UListener]]] = {}
         self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
-        self._ingress: Ingress | None = None
+        self._ingress: UBatchListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
 
-    def lead_to(self, ingress: Ingress) -> None:
-        """What services send to the networks goes there; before that nothing can be sent."""
+    def lead_to(self, ingress: UBatchListener) -> None:
+        """What services send begins the ordinary walk there (streamer.ingress); before that nothing can be sent."""
         self._ingress = ingress
 
     def on_entities_changed(self, callback: Callable[[], Awaitable[None]]) -> None:
@@ -186,6 +180,8 @@ class HostedTransport(UTransport):
             await self._home.register_listener(source_filter, listener)
             return
         validate_filters(source_filter, sink_filter)
+        is_whole = sink_filter.ue_version_major == uris.WILDCARD_VERSION
+        assert is_whole == (sink_filter.resource_id == uris.WILDCARD_RESOURCE), "one address, or the whole entity"
         source = uris.with_authority(source_filter, self.authority)
         self._listeners.setdefault(_key(sink_filter), {})[uris.key(source), id(listener)] = (source, listener)
         self.unserved.served(sink_filter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -123,6 +123,45 @@ async def test_a_service_inside_calls_one_that_is_inside_too(make_world: MakeWor
     world = await make_world()
     async with InMemoryRpcClient(world.streamer.hosted, world.streamer.local) as client:
         await client.invoke_method(DESCRIBE, UPayload())
+
+
+async def test_a_listener_inside_hears_its_address_from_its_sources_and_one_that_fails_stops_nobody(
+    make_world: MakeWorld,
+) -> None:
+    world = await make_world()
+    hosted = world.streamer.hosted
+
+    class Ear:
+        def __init__(self, fails: bool = False) -> None:
+            self.heard: list[UMessage] = []
+            self.fails = fails
+
+        def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+            self.heard += messages
+            assert not self.fails
+
+        def on_receive(self, message: UMessage) -> None:
+            self.on_receive_batch([message])
+
+    anything, topic, whole = Ear(fails=True), Ear(), Ear()
+    sink = uris.parse("//vehicle1/77/1/0")
+    await hosted.register_listener(uris.ANY, anything, sink)
+    await hosted.register_listener(SPEED, topic, sink)
+    await hosted.register_listener(SPEED, topic, sink)  # changes nothing
+    await hosted.register_listener(uris.ANY, whole, uris.pattern("vehicle1", 0x77))
+    notes = [
+        UMessageBuilder.notification(uris.parse(source), sink).build()
+        for source in ("//vehicle1/8001/1/8001", "//vehicle1/8001/1/8002")
+    ]
+    assert hosted.deliver(notes) is None
+    assert (anything.heard, topic.heard, whole.heard) == (notes, notes[:1], notes)
+    await hosted.unregister_listener(SPEED, topic, sink)
+    with pytest.raises(UStatusError, match="NOT_FOUND"):
+        await hosted.unregister_listener(SPEED, topic, sink)
+    await hosted.unregister_listener(uris.ANY, anything, sink)
+    assert hosted.owns(sink)
+    await hosted.unregister_listener(uris.ANY, whole, uris.pattern("vehicle1", 0x77))
+    assert not hosted.owns(sink)
 
 
 async def test_a_service_inside_is_told_when_its_call_cannot_leave(make_world: MakeWorld) -> None:
