@@ -380,7 +380,7 @@ class Pump:
                 taken += self._copies(plan, stream, seq, message)
         self._queue.add(taken)
         self._read = max(self._read, chunk.last_seq)
-        if self._flow is not None:
+        if self._flow is not None and self._flow.holds:
             self._flow.moved()
 
     def _copies(self, plan: Plan, stream: int, seq: int, message: EncodedMessage) -> list[Item]:
