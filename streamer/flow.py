@@ -56,10 +56,8 @@ class Follower(Protocol):
         ...
 
 
-class Offer(Protocol):
-    """Appends what has waited for its turn, and settles that future when the log has answered."""
-
-    def __call__(self, answer: asyncio.Future[int], /) -> None: ...
+Offer = Callable[["asyncio.Future[int]"], None]
+"""Appends what has waited for its turn, and settles that future when the log has answered."""
 
 
 class Flow:
