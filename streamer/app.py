@@ -326,7 +326,10 @@ class Streamer:
             return False
         self._service_trouble = ""
         if service.lost_changes:
-            what = f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
+            what = (
+                f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has "
+                "to do so again"
+            )
             self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 

@@ -1,7 +1,8 @@
 """Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not
 configured.
 
-    watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit --> problems: told before it ends
+    watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit
+                                                 '-> problems: told before it ends
 
 Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends
 nobody's claim.
@@ -119,7 +120,8 @@ class Claims:
     def problems(self) -> Iterator[str]:
         for pump in self._pumps:
             if pump.backlog and pump.absent_ms >= self._limit_ms * WARNING:
-                yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} the {pump.backlog} records that it has not had"
+                what = f"the {pump.backlog} records that it has not had"
+                yield f"endpoint {pump.peer.name} has been away: {self._end(pump.absent_ms)} {what}"
             if pump.parking.waited_ms >= self._limit_ms * WARNING:
                 what = f"{len(pump.parking)} topics wait for endpoint {pump.peer.name}, paused or undecided"
                 yield f"{what}: {self._end(pump.parking.waited_ms)} what has come of them"

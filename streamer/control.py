@@ -1,7 +1,7 @@
 """Who may stop and start the dispatching of topics, and how they say so; and the way in for the command line.
 
 core.ustreamer: Pause, Resume, ListPaused -> the caller is named in [dispatch] control? -> Paused
-command line on this machine -> data_dir/control.sock, which only its owner may open, one JSON line each way -> Paused, consumers
+command line on this machine -> data_dir/control.sock, which only its owner may open -> Paused, consumers
              streamer stopped: the file of Paused, under the lock of the log
              vehicles: what the source authorities send (ledger.py), while it runs
 """

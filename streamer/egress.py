@@ -1,10 +1,10 @@
 """Egress: one pump per peer and log. Reads after its cursor, sends in batches, moves the cursor when the peer has
 confirmed.
 
-    log -> read ahead (bounded) -> who wants it? -> priority classes -> send_batch -> confirmed: cursor
-     ^                              |  sample period                       |-> UNAVAILABLE: again, in order, after a pause
-     '- read back, once it is   nobody can say yet,                        '-> refused, expired: dead letter
-        known, or resumed   <-  or it is paused: parked
+    log -> read ahead (bounded) -> who wants it? -> priority queue -> send_batch -> confirmed: cursor
+     ^                             | sample period                     |-> UNAVAILABLE: again, in order, after a pause
+     '- read back, once it is  nobody can say yet,                     '-> refused, expired: dead letter
+        known, or resumed  <-  or it is paused: parked
 
 Order holds per (source, sink) within a class: one batch is in flight, and after a failure nothing behind it was tried.
 """
@@ -145,7 +145,8 @@ class Pump:
         source.keep_streams(self._in_hand)
 
     def __repr__(self) -> str:
-        return f"Pump({self.peer.name}, cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}, waiting={len(self._queue)})"
+        places = f"cursor={self.cursor}, read={self._read}, newest={self.log.newest_seq}"
+        return f"Pump({self.peer.name}, {places}, waiting={len(self._queue)})"
 
     @property
     def backlog(self) -> int:
@@ -380,7 +381,7 @@ class Pump:
                 taken += self._copies(plan, stream, seq, message)
         self._queue.add(taken)
         self._read = max(self._read, chunk.last_seq)
-        if self._flow is not None:
+        if self._flow is not None and self._flow.holds:
             self._flow.moved()
 
     def _copies(self, plan: Plan, stream: int, seq: int, message: EncodedMessage) -> list[Item]:

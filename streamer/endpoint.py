@@ -1,6 +1,6 @@
 """Endpoints: a name, authorities, and the transport of one network. The table knows whose an authority is.
 
-authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"; nobody owns ""
+authority -> Endpoints.owner -> Endpoint      the name itself, else the longest suffix (*.vin123), else "*"
 Endpoint.send_batch, open, ... -> transport   whatever a plugin raises becomes a UStatusError: that endpoint's trouble
 """
 
@@ -195,7 +195,8 @@ class Endpoint:
         return [self.fault, *told] if self.fault else told
 
     def __repr__(self) -> str:
-        return f"Endpoint({self.name}, {','.join(sorted(self.authorities))}, received={self.received}, forwarded={self.forwarded})"
+        counts = f"received={self.received}, forwarded={self.forwarded}"
+        return f"Endpoint({self.name}, {','.join(sorted(self.authorities))}, {counts})"
 
 
 class Endpoints:

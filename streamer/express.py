@@ -2,7 +2,7 @@
 
 ingress -> put -> queue (bounded) -> pump -> peer
              |                         |
-             +--------- fail ----------+--> a request's originator gets a response that says why, and it is a dead letter
+             +--------- fail ----------+--> a request's originator gets a response that says why; a dead letter
 
 A network that is away is tried again until the ttl ends. Where it says that nobody takes a request, the originator is
 told at once.
@@ -73,7 +73,7 @@ class Express:
         self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
-    def put(self, peer: Endpoint, message: EncodedMessage, origin: Endpoint | None = None) -> None:
+    def put(self, peer: Endpoint, message: EncodedMessage) -> None:
         """Queue `message` for `peer`; a full queue, or one that is full for its caller, answers RESOURCE_EXHAUSTED.
 
         What is refused is not parsed: a batch of large ones would be there twice.

@@ -56,10 +56,8 @@ class Follower(Protocol):
         ...
 
 
-class Offer(Protocol):
-    """Appends what has waited for its turn, and settles that future when the log has answered."""
-
-    def __call__(self, answer: asyncio.Future[int], /) -> None: ...
+Offer = Callable[["asyncio.Future[int]"], None]
+"""Appends what has waited for its turn, and settles that future when the log has answered."""
 
 
 class Flow:
@@ -69,6 +67,7 @@ class Flow:
         self._followers: list[Follower] = []
         self._patience_s = patience_s
         self._credit = 0  # records until the next hold
+        self.holds = False  # senders wait: who reads on calls `moved`
         # bounded by what the inboxes hand over unconfirmed
         self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
@@ -96,6 +95,7 @@ class Flow:
         return answer
 
     async def _serve(self) -> None:
+        self.holds = True
         try:
             while self._queue:
                 records, offer, answer = self._queue[0]
@@ -104,7 +104,7 @@ class Flow:
                 self._queue.popleft()
                 offer(answer)
         finally:
-            self._serving = None
+            self._serving, self.holds = None, False
 
     def _has_credit(self, records: int) -> bool:
         if self._credit <= 0:
@@ -124,7 +124,7 @@ class Flow:
 
     def moved(self) -> None:
         """A follower has read on."""
-        if self._serving is not None and self.is_open:
+        if self.is_open:
             self._opened.set()
 
     def close(self) -> None:

@@ -209,7 +209,7 @@ class Ingress(EncodedListener):
                     pending.append(taken)
             else:
                 assert verdict.peer is not None
-                dispatch.express.put(verdict.peer, message, endpoint)
+                dispatch.express.put(verdict.peer, message)
         for target, (streams, batch) in appends.items():
             future = self._appenders[target].append(streams, batch)
             pending.append(future)
@@ -249,7 +249,8 @@ class Ingress(EncodedListener):
         if size > verdict.bytes_max:
             self.endpoint.dropped["too_large"] += 1
             verdict.account.dropped += 1
-            what = f"a payload has at most {verdict.bytes_max} bytes here (limits.message_bytes_max), and this one has {size}"
+            limit = f"{verdict.bytes_max} bytes here (limits.message_bytes_max)"
+            what = f"a payload has at most {limit}, and this one has {size}"
             self._dispatch.express.fail(message, UCode.INVALID_ARGUMENT, what, self.endpoint)
             return
         attributes = message.stamp.attributes

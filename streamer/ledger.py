@@ -65,7 +65,8 @@ class Account:
         self.told, self.sampled = self.refilled, (0, self.refilled)
 
     def __repr__(self) -> str:
-        return f"Account({self.authority} on {self.endpoint}, messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s)"
+        counts = f"messages={self.messages}, dropped={self.dropped}, rate={self.rate:.0f}/s"
+        return f"Account({self.authority} on {self.endpoint}, {counts})"
 
     def as_dict(self, topics: int = 0) -> dict[str, Any]:
         return {

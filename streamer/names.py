@@ -1,7 +1,7 @@
 """Names: what the authorities of this gateway are called on the network of an endpoint.
 
-inside: ecu1 --leave--> ecu1.vin123 outside        in source and sink, and in what core.usubscription and core.ustreamer carry
-inside: ecu1 <-arrive-- ecu1.vin123 outside        ecu1 alone means nobody of ours out there
+inside: ecu1 --leave--> ecu1.vin123 outside     in source and sink, and in what the platform services carry
+inside: ecu1 <-arrive-- ecu1.vin123 outside     ecu1 alone means nobody of ours out there
 
 Every vehicle has an ecu1. Behind one broker they are told apart by the vehicle's name, which only the gateway knows:
 everything inside it (rules, log, subscriptions, history) goes by the inside names, so a vehicle's own uEntities never

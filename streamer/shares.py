@@ -1,7 +1,7 @@
 """Room that several authorities share: whoever has most of it gives way. And how often a thing of one kind may happen
 in a minute.
 
-add(owner, item, size) -> is it over? -> give_way: the oldest item of the owner with the most       take: the owners in turn
+add(owner, item, size) -> is it over? -> give_way: the oldest item of the owner with the most  take: the owners in turn
 happened(kind, size)   -> whole? told? counted only?
 
 So one owner alone may fill all the room, and a flood of one takes nothing from those who have less than it.
@@ -43,7 +43,8 @@ class Shares(Generic[T]):
         return self.count
 
     def __repr__(self) -> str:
-        return f"Shares({self.count} of {self._count_max}, {self.bytes} of {self._bytes_max} bytes, {len(self._owners)} owners)"
+        full = f"{self.count} of {self._count_max}, {self.bytes} of {self._bytes_max} bytes"
+        return f"Shares({full}, {len(self._owners)} owners)"
 
     @property
     def is_over(self) -> bool:

@@ -1,7 +1,7 @@
 """UAttributes: what each message type must, may and must not carry (spec basics/uattributes.adoc), as one table.
 
 validate(attributes)  =  validate_route(type, source, sink)   depends on the addresses alone, so callers may cache it
-                      +  validate_rest(attributes)            id, priority, ttl, reqid, ...: differs from message to message
+                      +  validate_rest(attributes)            id, priority, ttl, ...: differs from message to message
 """
 
 from __future__ import annotations

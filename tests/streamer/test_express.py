@@ -1,4 +1,4 @@
-"""The express lane: bounded, by priority, gone at its ttl, and every request that can't be dispatched is answered."""
+"""The express way: bounded, by priority, gone at its ttl, and every request that can't be dispatched is answered."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def express(
     )
 
 
-def put(lanes: Express, peer: Endpoint, message: UMessage | EncodedMessage, origin: Endpoint | None = None) -> None:
+def put(queues: Express, peer: Endpoint, message: UMessage | EncodedMessage) -> None:
     """As ingress does."""
-    lanes.put(peer, message if isinstance(message, EncodedMessage) else EncodedMessage.of(message), origin)
+    queues.put(peer, message if isinstance(message, EncodedMessage) else EncodedMessage.of(message))
 
 
 def request(priority: UPriority.ValueType, ttl_ms: int = 60_000) -> UMessage:
@@ -112,7 +112,7 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
         if is_expired:
             message.attributes.id.msb -= 5_000 << 16
         requests.append(message)
-        put(lanes, endpoints["vehicle1"], message, endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], message)
         assert len(lanes.queues["vehicle1"]) <= limit
     share = max(1, limit // CALLERS_SHARE)  # it is one caller
     accepted, refused = requests[:share], requests[share:]
@@ -120,7 +120,7 @@ async def _run(limit: int, expired: list[bool], priorities: list[UPriority.Value
         network.there = True
     running = [asyncio.create_task(lane.run()) for lane in lanes.queues.values()]
     async with asyncio.timeout(30):
-        while any(len(lane) for lane in lanes.queues.values()):  # noqa: ASYNC110 - the lanes tell nobody
+        while any(len(lane) for lane in lanes.queues.values()):  # noqa: ASYNC110 - the queues tell nobody
             await asyncio.sleep(0)
         await asyncio.sleep(0)
     for task in running:
@@ -145,9 +145,9 @@ async def test_what_waits_is_told_when_its_time_is_up_not_later() -> None:
     lanes, endpoints, networks, letters = express(10)
     networks["cloud"].there = True
     running = [asyncio.create_task(lane.run()) for lane in lanes.queues.values()]
-    put(lanes, endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4, 100), endpoints["cloud"])
+    put(lanes, endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4, 100))
     async with asyncio.timeout(20):
-        while not networks["cloud"].taken:  # noqa: ASYNC110 - the lanes tell nobody
+        while not networks["cloud"].taken:  # noqa: ASYNC110 - the queues tell nobody
             await asyncio.sleep(0.005)
     (answer,) = networks["cloud"].taken
     assert answer.attributes.commstatus == UCode.DEADLINE_EXCEEDED
@@ -161,7 +161,7 @@ async def test_a_response_that_cannot_be_dispatched_is_a_dead_letter_and_answers
     lanes, endpoints, _, letters = express(1)
     for _ in range(3):
         asked = request(UPriority.UPRIORITY_CS4).attributes
-        put(lanes, endpoints["cloud"], UMessageBuilder.response_for_request(asked).build(), endpoints["vehicle1"])
+        put(lanes, endpoints["cloud"], UMessageBuilder.response_for_request(asked).build())
     assert len(lanes.queues["cloud"]) == 1
     assert len(lanes.queues["vehicle1"]) == 0
     assert [code for _, code in letters] == [UCode.RESOURCE_EXHAUSTED] * 2
@@ -173,7 +173,7 @@ async def test_a_request_from_inside_is_answered_and_is_no_dead_letter() -> None
     lanes, endpoints, _, letters = express(1)
     for _ in range(3):
         asked = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/0/3/8"), 1_000).build()
-        put(lanes, endpoints["cloud"], asked, None)
+        put(lanes, endpoints["cloud"], asked)
     inside: Any = lanes._hosted
     assert [message.attributes.commstatus for message in inside.told] == [UCode.RESOURCE_EXHAUSTED] * 2
     assert inside.told[-1].attributes.reqid == asked.attributes.id
@@ -201,7 +201,7 @@ async def test_a_request_that_nobody_takes_is_told_at_once_and_one_whose_network
     vehicle.send_batch, cloud.send_batch = send_batch, answer  # type: ignore[method-assign]
     tasks = [asyncio.create_task(lane.run()) for lane in lanes.queues.values()]
     one = request(UPriority.UPRIORITY_CS4)
-    put(lanes, endpoints["vehicle1"], one, endpoints["cloud"])
+    put(lanes, endpoints["vehicle1"], one)
     await asyncio.wait_for(answered.wait(), 20)  # of a ttl of 60
     for task in tasks:
         task.cancel()
@@ -229,16 +229,16 @@ def test_one_caller_leaves_room_in_bytes_for_others_of_its_authority_and_of_anot
     """250 requests of 4 MB to a peer that stalled were 1,144 MB."""
     lanes, endpoints, networks, letters = express(1_000, bytes_max=100_000)
     for _ in range(50):
-        put(lanes, endpoints["vehicle1"], large("//cloud/1/1/0", 9_500), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], large("//cloud/1/1/0", 9_500))
     assert waiting(lanes, "vehicle1") == {1: 100_000 // CALLERS_SHARE // 9_600}
-    put(lanes, endpoints["vehicle1"], large("//cloud/2/1/0", 9_500), endpoints["cloud"])
+    put(lanes, endpoints["vehicle1"], large("//cloud/2/1/0", 9_500))
     assert waiting(lanes, "vehicle1")[2] == 1, "another uEntity of that authority"
     for number in range(3, 50):
-        put(lanes, endpoints["vehicle1"], large(f"//cloud/{number}/1/0", 9_500), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], large(f"//cloud/{number}/1/0", 9_500))
     assert waiting(lanes, "vehicle1").total() == 100_000 // SENDERS_SHARE // 9_600, (
         "made-up callers have no more than their authority"
     )
-    put(lanes, endpoints["vehicle1"], large("//cloud2/99/1/0", 9_500), endpoints["cloud"])
+    put(lanes, endpoints["vehicle1"], large("//cloud2/99/1/0", 9_500))
     assert waiting(lanes, "vehicle1")[0x99] == 1, "another authority"
     assert lanes.queues["vehicle1"].bytes <= 100_000
     refused = endpoints["vehicle1"].dropped
@@ -250,14 +250,14 @@ def test_one_caller_leaves_room_in_bytes_for_others_of_its_authority_and_of_anot
 
 def test_all_callers_together_are_bounded_in_bytes_and_one_large_message_always_has_room() -> None:
     lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
-    put(lanes, endpoints["vehicle1"], large("//cloud/1/1/0", 500_000), endpoints["cloud"])
+    put(lanes, endpoints["vehicle1"], large("//cloud/1/1/0", 500_000))
     assert (len(lanes.queues["vehicle1"]), letters) == (1, [])
     for number in range(50):
-        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500))
     assert endpoints["vehicle1"].dropped == {"express_full": 50}
     lanes, endpoints, _, letters = express(1_000, bytes_max=100_000)
     for number in range(50):
-        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500))
     assert len(lanes.queues["vehicle1"]) == 100_000 // 9_600
     assert len(letters) == 50 - len(lanes.queues["vehicle1"])
 
@@ -274,7 +274,6 @@ def test_responses_count_for_who_caused_them_and_for_the_authority_that_sends_th
             lanes,
             endpoints["cloud"],
             UMessageBuilder.response_for_request(asked).build_from_upayload(payload),
-            endpoints["vehicle1"],
         )
 
     for _ in range(20):
@@ -291,7 +290,7 @@ def test_what_is_refused_is_not_parsed_and_its_answer_names_it() -> None:
     for _ in range(2):
         message = large("//cloud/1/1/0", 9_500)
         carried = EncodedMessage(message.attributes.SerializeToString(), message.payload, Stamp(message.attributes))
-        put(lanes, endpoints["vehicle1"], carried, endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], carried)
     assert len(letters) == 1
     assert carried._decoded is None
     (answer,) = (entry.message for entry in lanes.queues["cloud"]._queue)
@@ -306,17 +305,16 @@ async def test_answers_find_room_where_the_lane_is_full_and_are_bounded(monkeypa
             lanes,
             endpoints["cloud"],
             large(f"//mcu{number}/1/1/0", 100, uris.parse("//cloud/9001/1/7")),
-            endpoints["vehicle1"],
         )
     for _ in range(20):
-        put(lanes, endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], request(UPriority.UPRIORITY_CS4))
     assert len(lanes.queues["cloud"]) == 4 + 10
     assert endpoints["cloud"].dropped["answers_full"] == 9
     assert len(letters) == 19
     networks["cloud"].there = True
     running = asyncio.create_task(lanes.queues["cloud"].run())
     async with asyncio.timeout(20):
-        while len(lanes.queues["cloud"]):  # noqa: ASYNC110 - the lanes tell nobody
+        while len(lanes.queues["cloud"]):  # noqa: ASYNC110 - the queues tell nobody
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -340,14 +338,14 @@ async def test_what_is_being_sent_counts_until_it_is_taken_and_batches_are_bound
     networks["vehicle1"].send_batch = slow  # type: ignore[method-assign]
     running = asyncio.create_task(lanes.queues["vehicle1"].run())
     for number in range(11):
-        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500), endpoints["cloud"])
+        put(lanes, endpoints["vehicle1"], large(f"//cloud{number}/1/1/0", 9_500))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
     assert lanes.queues["vehicle1"].bytes <= 100_000
     assert endpoints["vehicle1"].dropped == {"express_full": 1}
     go_on.set()
     async with asyncio.timeout(20):
-        while len(lanes.queues["vehicle1"]):  # noqa: ASYNC110 - the lanes tell nobody
+        while len(lanes.queues["vehicle1"]):  # noqa: ASYNC110 - the queues tell nobody
             await asyncio.sleep(0)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
