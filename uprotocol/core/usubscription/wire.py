@@ -64,6 +64,9 @@ class Status(enum.IntEnum):
         return self in (Status.SUBSCRIBE_PENDING, Status.SUBSCRIBED)
 
 
+_STATUSES: Final = tuple(Status)
+
+
 # -- what requests say
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -278,6 +281,8 @@ class Codec:
             _fill_uri(made.topic, entry.topic)
         _fill_uri(self._client(made), entry.subscriber)
         self._put_status(made, entry.status)
+        if entry.details and self._nests:  # version 4 has no place for them
+            made.attributes.MergeFromString(entry.details)
         self._put_options(made, entry.expires_ms, entry.sample_period_ms)
 
     def read_status(self, payload: UPayload) -> Status:
@@ -327,12 +332,12 @@ class Codec:
 
     def _told(self, told: Any, strict: bool) -> Subscription:
         status = self._status(told) or 0
-        if not 0 <= status < len(Status):  # of a later specification: no reason to forward for it
+        if not 0 <= status < len(_STATUSES):  # of a later specification: no reason to forward for it
             if strict:
                 raise invalid(f"subscription status {status} is unknown")
             status = 0
         options = self._read_options(told, _read_time if strict else _milliseconds)
-        return Subscription(told.topic, self._client(told), Status(status), *options)
+        return Subscription(told.topic, self._client(told), _STATUSES[status], *options)
 
 
 class V3(Codec):
@@ -412,11 +417,6 @@ class V3(Codec):
 
     def _mark_more(self, response: Any, last: int | None, page: Page) -> None:
         response.has_more_records = last is not None
-
-    def _fill(self, made: Any, entry: Entry) -> None:
-        if entry.details:
-            made.attributes.MergeFromString(entry.details)
-        super()._fill(made, entry)
 
     def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
         count = len(page.subscriptions)
