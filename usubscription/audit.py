@@ -58,13 +58,11 @@ class Auditor:
         *,
         fetch: Fetch,
         is_busy: Callable[[Key], bool],
-        submit: Callable[[Event], None],
         interval_ms: int,
         random: Callable[[], float],
     ) -> None:
         self._store, self._partners = store, partners
-        self._fetch, self._is_busy, self._submit = fetch, is_busy, submit
-        self._interval_ms, self._random = interval_ms, random
+        self._fetch, self._is_busy, self._interval_ms, self._random = fetch, is_busy, interval_ms, random
         # and which suspicion it is, so that an answer ends none that came after the question
         self._suspects: dict[Key, int] = {}
         self._suspicions = itertools.count()
@@ -99,6 +97,10 @@ class Auditor:
         if len(self._due) < PARTNERS_MAX and partner not in self._due:
             self._due[partner] = None
             self._wake.set()
+
+    def submit(self, event: Event) -> None:
+        with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
+            self._store.submit(event)
 
     def suspect(self, topic: Key) -> None:
         """Its service says that it ended, which may be old news: ask."""
@@ -175,7 +177,7 @@ class Auditor:
             return
         for topic in theirs:
             if topic[0] == authority and topic not in before and topic not in after and not self._is_busy(topic):
-                self._submit(Orphaned(topic, major))
+                self.submit(Orphaned(topic, major))
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             self._partners.forget((authority, major))
 
@@ -195,11 +197,11 @@ class Auditor:
                 self._clear(topic, suspects)
             if theirs is None:
                 if suspect:
-                    self._submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
+                    self.submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
             elif topic not in theirs:
-                self._submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
+                self.submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
             elif theirs[topic] is not link.state:
-                self._submit(Notified(topic, theirs[topic]))
+                self.submit(Notified(topic, theirs[topic]))
 
 
 class Partners:

@@ -42,7 +42,7 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.notifier import Notifier
 from usubscription.reader import Reader
-from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
+from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
 from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
@@ -69,16 +69,11 @@ class USubscriptionService:
         path: str | Path,
         *,
         check: RequestCheck | None = None,
-        page_entries_max: int = PAGE_ENTRIES_MAX,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
         remote_majors: dict[str, int] | None = None,
         remote_timeout_ms: int = TIMEOUT_MS,
-        remote_repeat_ms: int = REPEAT_FIRST_MS,
         audit_ms: int = AUDIT_MS,
-        audit_call_ms: int = AUDIT_CALL_MS,
-        now_ms: Callable[[], int] | None = None,
-        random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
@@ -92,9 +87,8 @@ class USubscriptionService:
         already stays.
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
-        now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._now_ms, self._message_bytes_max = now_ms, message_bytes_max
-        self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
+        self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max
+        self._page = Page(PAGE_ENTRIES_MAX, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
         self.store = Store(
             Database(
@@ -107,7 +101,6 @@ class USubscriptionService:
             ),
             committed=self._committed,
             answered=self._answered,
-            now_ms=now_ms,
             runtime=runtime,
         )
         self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
@@ -117,11 +110,8 @@ class USubscriptionService:
             self.store,
             self.notifier,
             timeout_ms=remote_timeout_ms,
-            repeat_first_ms=remote_repeat_ms,
             audit_ms=audit_ms,
-            audit_call_ms=audit_call_ms,
-            random=random,
-            disk=runtime.disk,
+            runtime=runtime,
         )
         self._servers = {
             major: InMemoryRpcServer(
@@ -386,7 +376,7 @@ class USubscriptionService:
             for topic, link in outcome.links:
                 self.remote.update(topic, link, number)
             if outcome.links:
-                self.remote.ask_all()
+                self.remote.auditor.now()
 
     # -- expiry
     # ------------------------------------------------------------------------------------------------------------------

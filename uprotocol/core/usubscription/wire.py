@@ -432,7 +432,8 @@ class V3(Codec):
     def read_subscribers(self, payload: UPayload) -> tuple[list[UUri], bool]:
         """And whether there are more."""
         response = payload.unpack(v3.FetchSubscribersResponse)
-        return [one.uri for one in response.subscribers if _is_valid(one.uri)], response.has_more_records
+        found = [one.uri for one in response.subscribers if _is_valid(one.uri)]
+        return found, response.has_more_records and bool(found)
 
 
 class V4(Codec):
