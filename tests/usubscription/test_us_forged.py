@@ -76,7 +76,7 @@ async def test_a_service_has_nothing_to_say_about_others_topics_for_others_clien
         await world.transport("dev1", 0x99), LOCAL, "dev1", lives_there=lambda authority: authority == "dev1"
     )
     await source.start()
-    known = {uris.format(one.topic) for one in source._table.subscriptions()}
+    known = {uris.format(one.topic) for one in source.subscriptions()}
     assert known == {f"up:{MINE}", "up://elsewhere/20/1/8002"}
     assert source.ignored == 4, "and the last one means nothing at all"
     for one in (sub(THEIRS, "//cloud/0/4/0"), sub(MINE, "//third/0/4/0")):
