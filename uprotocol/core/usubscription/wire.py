@@ -278,8 +278,8 @@ class Codec:
 
     def _fill(self, made: Any, entry: Entry) -> None:
         if entry.topic[3]:  # the end of a registration has no topic
-            _fill_uri(made.topic, entry.topic)
-        _fill_uri(self._client(made), entry.subscriber)
+            fill_uri(made.topic, entry.topic)
+        fill_uri(self._client(made), entry.subscriber)
         self._put_status(made, entry.status)
         if entry.details and self._nests:  # version 4 has no place for them
             made.attributes.MergeFromString(entry.details)
@@ -425,7 +425,7 @@ class V3(Codec):
     def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> Message:
         response = v3.FetchSubscribersResponse()
         rows = ((1, key) for key in subscribers)
-        left_out = _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page)
+        left_out = _fill_page(response.subscribers, rows, lambda entry, key: fill_uri(entry.uri, key), page)
         response.has_more_records = more or left_out is not None
         return response
 
@@ -523,7 +523,7 @@ def to_uri(key: Key) -> UUri:
     return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
-def _fill_uri(uri: UUri, key: Key) -> None:
+def fill_uri(uri: UUri, key: Key) -> None:
     uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id = key
 
 
