@@ -69,7 +69,7 @@ class Remote:
         audit_ms: int = AUDIT_MS,
         runtime: Runtime = REAL,
     ) -> None:
-        self._authority, self.store, self._notifier, self._timeout_ms = authority, store, notifier, timeout_ms
+        self._authority, self.store, self.notifier, self._timeout_ms = authority, store, notifier, timeout_ms
         self.random = runtime.rng.random
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
         self._services = Services(
@@ -138,8 +138,7 @@ class Remote:
             commands.clear()
         self.auditor.now()
 
-    # -- for the commands
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- for the commands ----------------------------------------------------------------------------------------------
 
     def idle(self, commands: Commands) -> None:
         """`commands` has nothing left to do."""
@@ -150,14 +149,7 @@ class Remote:
         commands = self._commands.get(topic[0])
         return commands is not None and commands.is_busy(topic)
 
-    async def prepare(self, topic: Key, link: Link, after: int) -> None:
-        """The dispatcher prepares on the pending change, so that is told first."""
-        if link.command is Command.SUBSCRIBE:
-            await self.partners.remember((topic[0], link.major))
-        await self._notifier.notified(after)
-
-    # -- the calls
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- the calls -----------------------------------------------------------------------------------------------------
 
     async def call(self, topic: Key, link: Link) -> Status:
         """One try. Raises UStatusError."""
@@ -171,8 +163,7 @@ class Remote:
         request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)
         return codec.read_status(await self._services.call(authority, major, SUBSCRIBE, request, self._timeout_ms))
 
-    # -- what the others say
-    # --------------------------------------------------------------------------------------------------------------
+    # -- what the others say -------------------------------------------------------------------------------------------
 
     def _on_change(self, major: int, source: str, told: Subscription) -> None:
         topic = uris.key(told.topic)
@@ -199,8 +190,7 @@ class Remote:
                 commands.retry_now(connected=True)
             self.auditor.now()
 
-    # -- audits
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- audits --------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
         """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
@@ -277,7 +267,10 @@ class Commands(CommandQueue[Key, _Command]):
     async def _see_answered(self, topic: Key, command: _Command) -> int:
         """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
         try:
-            await self._remote.prepare(topic, command.link, command.after)
+            if command.link.command is Command.SUBSCRIBE:
+                await self._remote.partners.remember((topic[0], command.link.major))
+            # the dispatcher prepares on the pending change, so that is told first
+            await self._remote.notifier.notified(command.after)
             event = await self._answer(topic, command) if self.is_current(topic, command) else None
             if event is not None:
                 await self._remote.store.submit(event)

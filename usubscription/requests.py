@@ -235,12 +235,12 @@ class CommandEntry:
             for major, codec in CODECS.items()
             for name in COMMANDS
         ]
-        self._responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
-        self.dropped = self._responses.dropped
+        self.responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
+        self.dropped = self.responses.dropped
         self.requests = Counter({f"{name}_v{major}": 0 for major in CODECS for name in COMMANDS})
 
     def __repr__(self) -> str:
-        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self._responses)})"
+        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self.responses)})"
 
     async def open(self) -> None:
         for sink in self._sinks:
@@ -255,10 +255,6 @@ class CommandEntry:
                 if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
                     raise
 
-    async def drain(self, ms_max: int = DRAIN_MS_MAX) -> None:
-        """Wait until the network has taken the responses, for a while."""
-        await self._responses.drain(ms_max)
-
     def on_receive(self, message: UMessage) -> None:
         self.on_receive_batch([message])
 
@@ -267,7 +263,7 @@ class CommandEntry:
             try:
                 self._take(request)
             except Exception as error:
-                self._responses.refuse(request.attributes, error)
+                self.responses.refuse(request.attributes, error)
 
     def _take(self, request: UMessage) -> None:
         """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has its share of what may wait for the store."""
@@ -296,7 +292,7 @@ class CommandEntry:
         self.waiting.add(pending.who, -pending.weight)
         request, codec, topic = pending.request, pending.codec, pending.topic
         if isinstance(answer, BaseException):
-            self._responses.refuse(request, answer)
+            self.responses.refuse(request, answer)
             return
         said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
         response = UMessage(payload=said.SerializeToString())
@@ -307,4 +303,4 @@ class CommandEntry:
         attributes.sink.CopyFrom(request.source)
         attributes.reqid.CopyFrom(request.id)
         attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
-        self._responses.post(response)
+        self.responses.post(response)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -168,11 +169,10 @@ class USubscriptionService:
     @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not taken, by reason."""
-        total = Counter(self.notifier.dropped)
-        for server in self._servers.values():
-            total.update(server.dropped)
-        total.update(self.entry.dropped)
-        total["outbox_full"] += self.store.database.outbox_dropped
+        total = Counter(outbox_full=self.store.database.outbox_dropped)
+        servers = (server.dropped for server in self._servers.values())
+        for dropped in (self.notifier.dropped, self.entry.dropped, *servers):
+            total.update(dropped)
         return total
 
     async def start(self) -> None:
@@ -219,7 +219,7 @@ class USubscriptionService:
             await self._halting
         await self._halt()
         await self.store.stop()
-        await self.entry.drain(self._drain_ms_max)
+        await self.entry.responses.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
@@ -253,15 +253,14 @@ class USubscriptionService:
         """`question(reader)` about the committed state."""
         return await self.store.read(question)
 
-    # -- requests
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
         handles: dict[str, Callable[[Any, UMessage], Message | Awaitable[Message]]] = {
             FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
             FETCH_SUBSCRIBERS: self._fetch_subscribers,
-            REGISTER: self._register,
-            UNREGISTER: self._unregister,
+            REGISTER: functools.partial(self._registration, Register),
+            UNREGISTER: functools.partial(self._registration, Unregister),
             RESET: self._reset,
         }
         codec, handle, name = CODECS[major], handles[method], f"{method}_v{major}"
@@ -276,34 +275,27 @@ class USubscriptionService:
         """The host that the caller is on: what an address without authority in its request means."""
         return request.attributes.source.authority_name or self.authority
 
-    async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
+    async def _registration(self, event: type[Register | Unregister], codec: V3 | V4, request: UMessage) -> Message:
+        """It stays over restarts (A-46). To end it is OK, also where there is nothing to end (A-48)."""
         client, topic = codec.read_registration(request, self._host(request))
-        await self.store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
+        await self.store.submit(event(client, codec.major, topic))
         return codec.done(REGISTER)
 
-    async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.read_registration(request, self._host(request))
-        # OK, also where there is nothing to end (A-48)
-        await self.store.submit(Unregister(client, codec.major, topic))
-        return codec.done(UNREGISTER)
-
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
-        caller = uris.format(request.attributes.source)
+        caller, id = uris.format(request.attributes.source), request.attributes.id
+        host = None if self._may_reset == "all" else self._host(request)
         try:
             codec.check_reset(request)
             if self._may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
-            await self.store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+            await self.store.submit(Reset(host), (id.msb, id.lsb))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
                 log.warning("a Reset was refused", caller=caller, why=error.message)
             raise
-        log.warning(
-            "a Reset has ended subscriptions",
-            caller=caller,
-            of="everybody" if self._may_reset == "all" else "its own authority",
-        )
+        of = "everybody" if host is None else "its own authority"
+        log.warning("a Reset has ended subscriptions", caller=caller, of=of)
         return codec.done(RESET)
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -333,8 +325,7 @@ class USubscriptionService:
 
         return self.store.read(fetch)
 
-    # -- after a commit
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- after a commit ------------------------------------------------------------------------------------------------
 
     async def _committed(self, outcomes: list[Outcome]) -> None:
         """Before the answers leave."""
@@ -343,7 +334,8 @@ class USubscriptionService:
         changes = [stored.change for outcome in outcomes for stored in outcome.changes]
         for outcome in outcomes:
             if outcome.many_changes:
-                changes = changes + await self._changes_by_reset()
+                stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
+                changes += [one.change for one in stored]
         if not changes:
             return
         for hook in self._hooks:
@@ -354,10 +346,6 @@ class USubscriptionService:
                         await result
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
-
-    async def _changes_by_reset(self) -> list[Change]:
-        stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
-        return [one.change for one in stored]
 
     def _answered(self, outcomes: list[Outcome]) -> None:
         """The responses are on their way; now everybody else."""
@@ -378,8 +366,7 @@ class USubscriptionService:
             if outcome.links:
                 self.remote.auditor.now()
 
-    # -- expiry
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- expiry --------------------------------------------------------------------------------------------------------
 
     def _watch_expiry(self, outcome: Outcome) -> None:
         for stored in outcome.changes:
@@ -418,10 +405,6 @@ class USubscriptionService:
         if due:
             await asyncio.gather(*(self.store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
         return len(due) == EXPIRED_BATCH_MAX
-
-
-def _tag(request: UMessage) -> tuple[int, int]:
-    return (request.attributes.id.msb, request.attributes.id.lsb)
 
 
 __all__ = ["Hook", "USubscriptionService"]

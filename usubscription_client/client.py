@@ -149,8 +149,7 @@ class USubscriptionClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- commands: in order, the last one wins
-    # -----------------------------------------------------------------
+    # -- commands: in order, the last one wins -------------------------------------------------------------------------
 
     async def subscribe(
         self,
@@ -242,8 +241,7 @@ class USubscriptionClient:
                 if not future.done():
                     future.set_result(status)
 
-    # -- questions
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------------------------
 
     async def fetch_subscriptions(
         self, topic: UUri | None = None, subscriber: UUri | None = None
@@ -309,8 +307,7 @@ class USubscriptionClient:
         registered topics."""
         self._changes.append(callback)
 
-    # -- the service
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- the service ---------------------------------------------------------------------------------------------------
 
     async def find_version(self) -> int:
         """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
@@ -367,8 +364,7 @@ class USubscriptionClient:
         if not self._open:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the uSubscription client is not open: await open() first")
 
-    # -- listeners and reconnects
-    # -----------------------------------------------------------------------------------------------------
+    # -- listeners and reconnects --------------------------------------------------------------------------------------
 
     async def _listen(self, topic: UUri, listener: UListener, since: Any) -> None:
         listeners = self._listeners.setdefault(uris.key(topic), [])

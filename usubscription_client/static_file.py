@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -86,11 +87,10 @@ def _entry(path: Path, topic: str, subscribers: Any) -> list[Subscription]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise invalid(f"topic {twice!r} is listed twice")
-    return made
+    for topic, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise invalid(f"topic {topic!r} is listed twice")
+    return dict(pairs)
 
 
 def _kind(value: Any) -> str:

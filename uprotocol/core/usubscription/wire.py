@@ -67,8 +67,7 @@ class Status(enum.IntEnum):
 _STATUSES: Final = tuple(Status)
 
 
-# -- what requests say
-# ---------------------------------------------------------------------------------------------------------------------
+# -- what requests say -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +107,7 @@ class Page:
     asked: bool = True
 
 
-# -- what answers and changes say
-# ---------------------------------------------------------------------------------------------------------------------
+# -- what answers and changes say --------------------------------------------------------------------------------------
 
 
 class Entry(Protocol):
@@ -239,6 +237,16 @@ class Codec:
         return {}
 
     def _topic(self, asked: Any, own: str) -> Key:
+        if not asked.HasField("topic"):
+            raise invalid("the request names no topic")
+        topic: UUri = asked.topic
+        uris.validate(topic)
+        self._check_topic(topic)
+        if not uris.is_topic(topic):
+            raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
+        return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
+
+    def _check_topic(self, topic: UUri) -> None:
         raise NotImplementedError
 
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
@@ -393,12 +401,10 @@ class V3(Codec):
         topic = self._topic(asked, own)
         return self._subscriber(request, asked, own), topic
 
-    def _topic(self, asked: Any, own: str) -> Key:
+    def _check_topic(self, topic: UUri) -> None:
         """No wildcards, in type, instance or version either; an empty authority is the local one."""
-        topic = _named_topic(asked)
         if uris.has_wildcard(topic):
             raise invalid(f"the topic names one thing, but {uris.format(topic)} has wildcards")
-        return _check_resource(topic, own)
 
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
         """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other
@@ -474,14 +480,12 @@ class V4(Codec):
         self._read(request, REGISTER)
         return caller_of(request, own), None
 
-    def _topic(self, asked: Any, own: str) -> Key:
+    def _check_topic(self, topic: UUri) -> None:
         """The authority is named, type and resource are specific; instance and version may be wildcards."""
-        topic = _named_topic(asked)
         if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
             raise invalid(f"the topic names its authority, but {uris.format(topic)} does not")
         if topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
             raise invalid(f"the topic names its entity type, but {uris.format(topic)} has a wildcard there")
-        return _check_resource(topic, topic.authority_name)
 
     # answers
 
@@ -510,8 +514,7 @@ V4_CODEC: Final = V4()
 CODECS: Final[dict[int, V3 | V4]] = {3: V3_CODEC, 4: V4_CODEC}
 
 
-# -- parts
-# ---------------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def service(authority: str, major: int, resource: int = CHANGE_RESOURCE) -> UUri:
@@ -539,20 +542,6 @@ def _named_entity(uri: UUri, own: str) -> Key:
     if uris.has_wildcard(uri):
         raise invalid(f"a subscriber is one uEntity, but {uris.format(uri)} has wildcards")
     return (uri.authority_name or own, uri.ue_id, uri.ue_version_major, uris.RESOURCE_REPLY)
-
-
-def _named_topic(asked: Any) -> UUri:
-    if not asked.HasField("topic"):
-        raise invalid("the request names no topic")
-    topic: UUri = asked.topic
-    uris.validate(topic)
-    return topic
-
-
-def _check_resource(topic: UUri, own: str) -> Key:
-    if not uris.is_topic(topic):
-        raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
-    return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
 
 
 def _filter(pattern: UUri, own: str) -> Key:
