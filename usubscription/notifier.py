@@ -22,6 +22,7 @@ from typing import Final
 
 import structlog
 
+from uprotocol.core.usubscription.asking import end
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
@@ -80,10 +81,7 @@ class Notifier:
 
     async def stop(self) -> None:
         """What was not told stays in the store."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
         await self.troubles.stop()
         if self._noting is not None:
             self._noting.cancel()

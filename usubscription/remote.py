@@ -19,7 +19,7 @@ import structlog
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
-from uprotocol.core.usubscription.asking import CommandQueue, Services
+from uprotocol.core.usubscription.asking import CommandQueue, Services, end
 from uprotocol.core.usubscription.wire import CODECS, ENTITY_TYPE, SUBSCRIBE, UNSUBSCRIBE, Subscription, to_uri
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
@@ -304,9 +304,7 @@ class Commands(CommandQueue[Key, _Command]):
                 if self._loop.time() - self._answered_at > wait_ms / 1000:
                     self.window = 1  # nobody answers at all
         finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await end(*calls)
 
     async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Future[Status]], wait_ms: int) -> None:
         """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""

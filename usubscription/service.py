@@ -23,6 +23,7 @@ from google.protobuf.message import Message
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
+from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -225,10 +226,7 @@ class USubscriptionService:
 
     async def _halt(self) -> None:
         """Do nothing more by ourselves."""
-        expirer, self._expirer = self._expirer, None
-        if expirer is not None:
-            expirer.cancel()
-            await asyncio.gather(expirer, return_exceptions=True)
+        await end(self._expirer)
         await self.remote.stop()
         await self.notifier.stop()
 
@@ -379,15 +377,12 @@ class USubscriptionService:
         """Look at once (for what expired while we were down), when the next one is due, and once a second."""
         while True:
             try:
-                busy = await self._expire()
+                if await self._expire():
+                    continue
             except UStatusError as error:
                 log.warning("expired subscriptions can't be ended now", why=error.message)
-                busy = False
             except Exception:
                 log.exception("ending expired subscriptions failed")
-                busy = False
-            if busy:
-                continue
             self._expiry_news.clear()
             wait_ms = EXPIRY_CHECK_MS
             if self._next_expiry_ms is not None:

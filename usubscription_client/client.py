@@ -18,7 +18,7 @@ from google.protobuf.message import Message
 
 from uprotocol import uri as uris
 from uprotocol.core.usubscription import wire
-from uprotocol.core.usubscription.asking import CommandQueue, Services
+from uprotocol.core.usubscription.asking import CommandQueue, Services, end
 from uprotocol.core.usubscription.wire import (
     CODECS,
     SUBSCRIBE,
@@ -137,9 +137,7 @@ class USubscriptionClient:
         for command in await self._commands.stop():
             _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
         await self._restoring.stop()
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
+        await end(self._probing)
         await self._services.close()
 
     async def __aenter__(self) -> Self:
@@ -237,9 +235,7 @@ class USubscriptionClient:
                 self._subscribed.pop(key, None)
                 if status.wanting:  # it is to be said again after a reconnect
                     self._subscribed[key] = command
-            for future in command.waiting:
-                if not future.done():
-                    future.set_result(status)
+            _settle(command, status)
 
     # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -341,9 +337,7 @@ class USubscriptionClient:
             if await old:
                 return 3
         finally:
-            for task in (first, again, old):
-                task.cancel()
-            await asyncio.gather(first, again, old, return_exceptions=True)
+            await end(first, again, old)
         raise UStatusError(
             UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?"
         )
@@ -429,10 +423,14 @@ class USubscriptionClient:
         return None
 
 
-def _settle(command: _Command, error: UStatusError) -> None:
+def _settle(command: _Command, answer: Status | UStatusError) -> None:
     for future in command.waiting:
-        if not future.done():
-            future.set_exception(error)
+        if future.done():
+            continue
+        if isinstance(answer, Status):
+            future.set_result(answer)
+        else:
+            future.set_exception(answer)
             future.exception()  # seen, even if its caller has gone
 
 

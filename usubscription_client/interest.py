@@ -22,6 +22,7 @@ import structlog
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import Entry, Key, Status, Subscription, to_uri
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
@@ -109,9 +110,7 @@ class ServiceInterest(InterestSource):
 
     async def stop(self) -> None:
         task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        await end(task)
         await self._client.close()
         if self._saved is not None:
             await self._saved.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import structlog
 from google.protobuf.message import Message
@@ -27,6 +27,14 @@ K = TypeVar("K", bound=Hashable)
 C = TypeVar("C")
 
 log = structlog.get_logger()
+
+
+async def end(*tasks: asyncio.Future[Any] | None) -> None:
+    """They are cancelled, and have ended."""
+    known = [task for task in tasks if task is not None]
+    for task in known:
+        task.cancel()
+    await asyncio.gather(*known, return_exceptions=True)
 
 
 class CommandQueue(Generic[K, C]):
@@ -112,10 +120,7 @@ class CommandQueue(Generic[K, C]):
         """End what is under way; returns what had not left."""
         rest = [command for topic, command in self._known.items() if not self.has_left(topic, command)]
         self.clear()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._running.values())
         return rest
 
     def _forget(self, topic: K) -> None:
