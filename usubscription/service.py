@@ -247,10 +247,6 @@ class USubscriptionService:
         )
         return rows
 
-    async def read(self, question: Callable[[Reader], Any]) -> Any:
-        """`question(reader)` about the committed state."""
-        return await self.store.read(question)
-
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
@@ -400,6 +396,3 @@ class USubscriptionService:
         if due:
             await asyncio.gather(*(self.store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
         return len(due) == EXPIRED_BATCH_MAX
-
-
-__all__ = ["Hook", "USubscriptionService"]

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from uprotocol.core.usubscription.wire import Change as Change
 from uprotocol.core.usubscription.wire import Key as Key
+from uprotocol.core.usubscription.wire import Row as Row
 from uprotocol.core.usubscription.wire import Status as Status
 from uprotocol.core.usubscription.wire import Subscribe as Subscribe
 from uprotocol.core.usubscription.wire import Unsubscribe as Unsubscribe
@@ -116,32 +118,6 @@ class Moved(_OfTopic):
 
 
 Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
-
-
-class Row(NamedTuple):
-    """One subscription, as it is listed."""
-
-    topic: Key
-    subscriber: Key
-    status: Status
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-
-
-class Change(NamedTuple):
-    """What subscribers and those who registered are told."""
-
-    topic: Key
-    subscriber: Key
-    status: Status
-    major: int
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
-    tell_subscriber: bool = True
-    status_changed: bool = True  # version 3 notifies of nothing else
 
 
 class Records(Protocol):

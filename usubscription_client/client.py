@@ -432,6 +432,3 @@ def _settle(command: _Command, answer: Status | UStatusError) -> None:
         else:
             future.set_exception(answer)
             future.exception()  # seen, even if its caller has gone
-
-
-__all__ = ["HistorySource", "Status", "Subscription", "USubscriptionClient"]

@@ -58,7 +58,6 @@ class ServiceInterest(InterestSource):
         authority: str,
         *,
         refresh_ms: int = REFRESH_MS,
-        retry_first_ms: int = RETRY_FIRST_MS,
         call_ms: int = CALL_MS,
         saved: Path | None = None,
         runtime: Runtime = REAL,
@@ -79,7 +78,7 @@ class ServiceInterest(InterestSource):
             transport, local, authority, call_ms=call_ms, probe_ms=probe_ms, listed_max=subscriptions_max
         )
         self._client.on_change(self._on_change)
-        self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, runtime.rng.random
+        self._refresh_ms, self._random = refresh_ms, runtime.rng.random
         self.healthy = False
         self._asked: dict[str, dict[Key, UUri]] = {}  # by the topics' authority; the longest known first
         self._asked_count = 0
@@ -114,9 +113,6 @@ class ServiceInterest(InterestSource):
         await self._client.close()
         if self._saved is not None:
             await self._saved.close()
-
-    async def refresh(self) -> None:
-        await self._try()
 
     async def ask(self, topic: UUri) -> None:
         """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next
@@ -162,24 +158,24 @@ class ServiceInterest(InterestSource):
         return self.complete if self.can_list else uris.key(topic) in self._answered
 
     async def _run(self, first: asyncio.Future[None]) -> None:
-        backoff = Backoff(2 * self._retry_first_ms, RETRY_MAX_MS)
+        backoff = Backoff(2 * RETRY_FIRST_MS, RETRY_MAX_MS)
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
             # whatever we are told: a notification costs its sender nothing
-            earliest = loop.time() + self._retry_first_ms / 1000
-            ok = await self._try()
+            earliest = loop.time() + RETRY_FIRST_MS / 1000
+            await self.refresh()
             if not first.done():
                 first.set_result(None)
-            if ok:
+            if self.healthy:
                 backoff.reset()
-            wait_ms = (self._refresh_ms if ok else backoff.next_ms()) * (0.75 + self._random() / 2)
+            wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._news.wait()
             await asyncio.sleep(max(earliest - loop.time(), 0))
 
-    async def _try(self) -> bool:
+    async def refresh(self) -> None:
         async with self._fetching:
             try:
                 await self._client.open()
@@ -194,7 +190,6 @@ class ServiceInterest(InterestSource):
                 self.healthy = False
             else:
                 self.healthy = not self._unanswered
-            return self.healthy
 
     async def _fetch(self) -> None:
         could_list = self.can_list
@@ -426,6 +421,3 @@ class Interest:
         self.version += 1
         for callback in self._callbacks:
             callback()
-
-
-__all__ = ["EmbeddedInterest", "EmbeddedService", "Interest", "InterestSource", "ServiceInterest", "Want"]

@@ -97,6 +97,3 @@ def _kind(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(
         type(value), "a number"
     )
-
-
-__all__ = ["StaticFile", "read"]

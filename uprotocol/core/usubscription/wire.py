@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -110,25 +110,37 @@ class Page:
 # -- what answers and changes say --------------------------------------------------------------------------------------
 
 
-class Entry(Protocol):
-    """A subscription, or a change of one, as the service keeps it."""
+class Row(NamedTuple):
+    """One subscription, as the service lists it."""
 
-    @property
-    def topic(self) -> Key: ...
-    @property
-    def subscriber(self) -> Key: ...
-    @property
-    def status(self) -> Status: ...
-    @property
-    def expires_ms(self) -> int | None: ...
-    @property
-    def sample_period_ms(self) -> int | None: ...
-    @property
-    def details(self) -> bytes: ...
+    topic: Key
+    subscriber: Key
+    status: Status
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+
+
+class Change(NamedTuple):
+    """What subscribers and those who registered are told."""
+
+    topic: Key
+    subscriber: Key
+    status: Status
+    major: int
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
+    tell_subscriber: bool = True
+    status_changed: bool = True  # version 3 notifies of nothing else
+
+
+Entry = Row | Change
 
 
 class Subscription(NamedTuple):
-    """The same as others read it."""
+    """One subscription, as others read it."""
 
     topic: UUri
     subscriber: UUri
