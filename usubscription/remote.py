@@ -146,8 +146,7 @@ class Remote:
             del self._commands[commands.authority]
 
     def _is_busy(self, topic: Key) -> bool:
-        commands = self._commands.get(topic[0])
-        return commands is not None and commands.is_busy(topic)
+        return topic[0] in self._commands and self._commands[topic[0]].is_busy(topic)
 
     # -- the calls -----------------------------------------------------------------------------------------------------
 
@@ -189,8 +188,6 @@ class Remote:
             for commands in list(self._commands.values()):
                 commands.retry_now(connected=True)
             self.auditor.now()
-
-    # -- audits --------------------------------------------------------------------------------------------------------
 
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
         """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:

@@ -190,11 +190,8 @@ class Gate(UTransport):
             try:
                 listener.on_receive_batch(share)
             except Exception:
-                log.exception(
-                    "a part of the service failed; its messages count as taken",
-                    listener=repr(listener),
-                    messages=len(share),
-                )
+                what = "a part of the service failed; its messages count as taken"
+                log.exception(what, listener=repr(listener), messages=len(share))
 
 
 def _key(sink: UUri) -> tuple[int, int]:

@@ -45,7 +45,7 @@ from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, 
 from usubscription.notifier import Notifier
 from usubscription.reader import Reader
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
-from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
+from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
 
@@ -56,6 +56,7 @@ EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 MayReset = Literal["linked", "all", "off"]
+Handler = Callable[[Any, UMessage], Message | Awaitable[Message]]
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
 
 log = structlog.get_logger()
@@ -92,28 +93,12 @@ class USubscriptionService:
         self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max
         self._page = Page(PAGE_ENTRIES_MAX, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
-        self.store = Store(
-            Database(
-                path,
-                authority,
-                also=self.also,
-                majors=remote_majors,
-                disk=runtime.disk,
-                subscriptions_max=subscriptions_max,
-            ),
-            committed=self._committed,
-            answered=self._answered,
-            runtime=runtime,
-        )
+        most, disk = subscriptions_max, runtime.disk
+        database = Database(path, authority, also=self.also, majors=remote_majors, disk=disk, subscriptions_max=most)
+        self.store = Store(database, committed=self._committed, answered=self._answered, runtime=runtime)
         self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
-            gate,
-            authority,
-            self.store,
-            self.notifier,
-            timeout_ms=remote_timeout_ms,
-            audit_ms=audit_ms,
-            runtime=runtime,
+            gate, authority, self.store, self.notifier, timeout_ms=remote_timeout_ms, audit_ms=audit_ms, runtime=runtime
         )
         self._servers = {
             major: InMemoryRpcServer(
@@ -127,6 +112,13 @@ class USubscriptionService:
         }
         self.entry = CommandEntry(gate, self.store, authority, check, self.also)
         self.store.on_trouble = self._in_trouble
+        self._handlers: dict[str, Handler] = {
+            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
+            FETCH_SUBSCRIBERS: self._fetch_subscribers,
+            REGISTER: functools.partial(self._registration, Register),
+            UNREGISTER: functools.partial(self._registration, Unregister),
+            RESET: self._reset,
+        }
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
@@ -187,9 +179,10 @@ class USubscriptionService:
         try:
             await self._go_on()
             for major, server in self._servers.items():
-                for name, method in CODECS[major].methods.items():
-                    if name not in COMMANDS:
-                        await server.register_request_handler(method.resource, self._handler(major, name))
+                for name, handle in self._handlers.items():
+                    if (method := CODECS[major].methods.get(name)) is not None:
+                        handler = functools.partial(self._handle, f"{name}_v{major}", handle, CODECS[major])
+                        await server.register_request_handler(method.resource, handler)
             await self.entry.open()
             self._gate.unserved.is_settled = True
         except BaseException:
@@ -249,21 +242,9 @@ class USubscriptionService:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
-        handles: dict[str, Callable[[Any, UMessage], Message | Awaitable[Message]]] = {
-            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
-            FETCH_SUBSCRIBERS: self._fetch_subscribers,
-            REGISTER: functools.partial(self._registration, Register),
-            UNREGISTER: functools.partial(self._registration, Unregister),
-            RESET: self._reset,
-        }
-        codec, handle, name = CODECS[major], handles[method], f"{method}_v{major}"
-
-        def handler(request: UMessage) -> Message | Awaitable[Message]:
-            self._calls[name] += 1
-            return handle(codec, request)
-
-        return handler
+    def _handle(self, name: str, handle: Handler, codec: V3 | V4, request: UMessage) -> Message | Awaitable[Message]:
+        self._calls[name] += 1
+        return handle(codec, request)
 
     def _host(self, request: UMessage) -> str:
         """The host that the caller is on: what an address without authority in its request means."""

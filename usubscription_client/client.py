@@ -103,9 +103,7 @@ class USubscriptionClient:
         self._probing: asyncio.Task[int] | None = None
         self._commands = CommandQueue(self._send_command, COMMANDS_BATCH_MAX, in_batches=True)
         self._subscribed: dict[Key, _Command] = {}
-        self._listeners: dict[Key, list[UListener]] = {}
-        # (topic, id of the listener) that the history feeds
-        self._fed: set[tuple[Key, int]] = set()
+        self._listeners: dict[Key, list[tuple[UListener, bool]]] = {}  # and whether the history feeds it
         self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
         # what the service may have forgotten: what was asked, and of which topic
@@ -166,9 +164,8 @@ class USubscriptionClient:
         """
         topic = uris.with_authority(topic, self._local.get_authority())
         if since is not None and (self._history is None or listener is None):
-            raise UStatusError(
-                UCode.UNIMPLEMENTED, "subscribe(since=...) needs a listener and a client that was made with history=..."
-            )
+            what = "subscribe(since=...) needs a listener and a client that was made with history=..."
+            raise UStatusError(UCode.UNIMPLEMENTED, what)
         if listener is not None:
             await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
         try:
@@ -184,7 +181,7 @@ class USubscriptionClient:
         """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are
         others)."""
         topic = uris.with_authority(topic, self._local.get_authority())
-        listeners = list(self._listeners.get(uris.key(topic), []))
+        listeners = [one for one, _ in self._listeners.get(uris.key(topic), [])]
         if listener is not None and any(one is not listener for one in listeners):
             await self._unlisten(topic, listener)
             return
@@ -198,9 +195,8 @@ class USubscriptionClient:
         key = uris.key(command.topic)
         before = self._commands.get(key)
         if before is None and len(self._commands) >= COMMANDS_WAITING_MAX:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
-            )
+            what = f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         if before is not None and not self._commands.has_left(key, before):
             if before.method == command.method:
                 command.waiting.extend(before.waiting)
@@ -249,10 +245,8 @@ class USubscriptionClient:
         """
         version = await self.find_version()
         if version == 3 and (topic is None) == (subscriber is None):
-            raise UStatusError(
-                UCode.UNIMPLEMENTED,
-                "a version 3 service lists the subscriptions of one topic or of one subscriber only",
-            )
+            what = "a version 3 service lists the subscriptions of one topic or of one subscriber only"
+            raise UStatusError(UCode.UNIMPLEMENTED, what)
         self._require_open()
         found: list[Subscription] = []
         timeout_ms = self._call_ms * LIST_FACTOR
@@ -338,9 +332,8 @@ class USubscriptionClient:
                 return 3
         finally:
             await end(first, again, old)
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?"
-        )
+        what = f"no uSubscription service answers at {self.authority}: is it running and reachable?"
+        raise UStatusError(UCode.UNAVAILABLE, what)
 
     async def _speaks(self, version: int, method: str, request: Message, after_ms: int = 0) -> bool:
         await asyncio.sleep(after_ms / 1000)
@@ -362,26 +355,22 @@ class USubscriptionClient:
 
     async def _listen(self, topic: UUri, listener: UListener, since: Any) -> None:
         listeners = self._listeners.setdefault(uris.key(topic), [])
-        if any(one is listener for one in listeners):
+        if any(one is listener for one, _ in listeners):
             return
         if since is not None:
             assert self._history is not None
             await self._history.subscribe_since(topic, since, listener)
-            self._fed.add((uris.key(topic), id(listener)))
         else:
             await self.transport.register_listener(topic, listener)
-        listeners.append(listener)
+        listeners.append((listener, since is not None))
 
     async def _unlisten(self, topic: UUri, listener: UListener) -> None:
         key = uris.key(topic)
-        rest = [one for one in self._listeners.get(key, []) if one is not listener]
-        if rest:
+        known = self._listeners.pop(key, [])
+        if rest := [entry for entry in known if entry[0] is not listener]:
             self._listeners[key] = rest
-        else:
-            self._listeners.pop(key, None)
-        if (key, id(listener)) in self._fed:
+        if any(is_fed for one, is_fed in known if one is listener):
             assert self._history is not None
-            self._fed.remove((key, id(listener)))
             await self._history.unsubscribe(topic, listener)
             return
         with contextlib.suppress(UStatusError):  # the transport may have lost it

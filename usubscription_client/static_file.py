@@ -60,9 +60,8 @@ def read(path: Path) -> list[Subscription]:
     except UStatusError as error:
         raise invalid(f"{path}: {error.message}") from None
     if not isinstance(content, dict):
-        raise invalid(
-            f"{path}: expected an object that maps topic URIs to lists of subscriber URIs, got {_kind(content)}"
-        )
+        expected = "an object that maps topic URIs to lists of subscriber URIs"
+        raise invalid(f"{path}: expected {expected}, got {_kind(content)}")
     return [subscription for topic, subscribers in content.items() for subscription in _entry(path, topic, subscribers)]
 
 

@@ -110,9 +110,9 @@ class CommandQueue(Generic[K, C]):
         for topic in list(self._known):
             self._forget(topic)
 
-    def hurry(self) -> None:
-        """What waits for its time need not."""
-        for topic in list(self._timers):
+    def hurry(self, *topics: K) -> None:
+        """What waits for its time need not: of these topics, or of all."""
+        for topic in topics or list(self._timers):
             self._at(topic, 0)
         self._go_on()
 
@@ -135,13 +135,9 @@ class CommandQueue(Generic[K, C]):
         if timer is not None:
             timer.cancel()
         if delay_ms:
-            self._timers[topic] = asyncio.get_running_loop().call_later(delay_ms / 1000, self._come_due, topic)
+            self._timers[topic] = asyncio.get_running_loop().call_later(delay_ms / 1000, self.hurry, topic)
         elif topic not in self._running:
             self._ready[topic] = None
-
-    def _come_due(self, topic: K) -> None:
-        self._at(topic, 0)
-        self._go_on()
 
     def _go_on(self) -> None:
         may_leave = not self._in_batches or not self._running

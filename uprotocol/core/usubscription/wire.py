@@ -231,6 +231,12 @@ class Codec:
         asked = self._read(request, UNSUBSCRIBE)
         return Unsubscribe(self._topic(asked, own), self._subscriber(request, asked, own), self.major)
 
+    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
+        """Who, and for which topic: version 4 registers for all."""
+        asked = self._read(request, REGISTER)
+        topic = self._topic(asked, own) if self.major == 3 else None
+        return self._subscriber(request, asked, own), topic
+
     def check_reset(self, request: UMessage) -> None:
         """req~usubscription-reset-only-usubscription~1. Raises PERMISSION_DENIED."""
         self._read(request, RESET)
@@ -407,12 +413,6 @@ class V3(Codec):
         asked = self._read(request, FETCH_SUBSCRIBERS)
         return self._topic(asked, own), asked.offset
 
-    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
-        """Who, and for which topic (None: for all)."""
-        asked = self._read(request, REGISTER)
-        topic = self._topic(asked, own)
-        return self._subscriber(request, asked, own), topic
-
     def _check_topic(self, topic: UUri) -> None:
         """No wildcards, in type, instance or version either; an empty authority is the local one."""
         if uris.has_wildcard(topic):
@@ -487,11 +487,6 @@ class V4(Codec):
         page = PageAsked.FromString(asked.SerializeToString())  # beside what the specification has, see paging.proto
         return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
 
-    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
-        """Who, and for which topic (None: for all)."""
-        self._read(request, REGISTER)
-        return caller_of(request, own), None
-
     def _check_topic(self, topic: UUri) -> None:
         """The authority is named, type and resource are specific; instance and version may be wildcards."""
         if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
@@ -505,11 +500,8 @@ class V4(Codec):
         if last is None:
             return
         if not page.asked:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED,
-                f"more subscriptions match than one answer can hold ({page.bytes_max} bytes): "
-                "narrow the filters, or ask for pages",
-            )
+            what = f"more subscriptions match than one answer can hold ({page.bytes_max} bytes)"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what}: narrow the filters, or ask for pages")
         response.MergeFromString(PageGiven(next=last).SerializeToString())
 
     def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
