@@ -212,9 +212,26 @@ class PendingRequest:
     waits: bool = True
 
     def answered(self, answer: Outcome | BaseException) -> None:
-        if self.waits:
-            self.waits = False
-            self.entry.answer(self, answer)
+        """dsn~service-error-model-success-response~1."""
+        if not self.waits:
+            return
+        self.waits = False
+        self.entry.waiting.add(self.who, -self.weight)
+        request, responses = self.request, self.entry.responses
+        if isinstance(answer, BaseException):
+            responses.refuse(request, answer)
+            return
+        codec, topic = self.codec, self.topic
+        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
+        response = UMessage(payload=said.SerializeToString())
+        attributes = response.attributes
+        attributes.id.CopyFrom(uuids.new())
+        attributes.type = attrs.RESPONSE
+        attributes.source.CopyFrom(request.sink)
+        attributes.sink.CopyFrom(request.source)
+        attributes.reqid.CopyFrom(request.id)
+        attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
+        responses.post(response)
 
 
 class CommandEntry:
@@ -283,21 +300,3 @@ class CommandEntry:
         pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
         self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
         self.waiting.add(who, size)
-
-    def answer(self, pending: PendingRequest, answer: Outcome | BaseException) -> None:
-        """dsn~service-error-model-success-response~1."""
-        self.waiting.add(pending.who, -pending.weight)
-        request, codec, topic = pending.request, pending.codec, pending.topic
-        if isinstance(answer, BaseException):
-            self.responses.refuse(request, answer)
-            return
-        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
-        response = UMessage(payload=said.SerializeToString())
-        attributes = response.attributes
-        attributes.id.CopyFrom(uuids.new())
-        attributes.type = attrs.RESPONSE
-        attributes.source.CopyFrom(request.sink)
-        attributes.sink.CopyFrom(request.source)
-        attributes.reqid.CopyFrom(request.id)
-        attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
-        self.responses.post(response)

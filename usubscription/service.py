@@ -177,7 +177,8 @@ class USubscriptionService:
         """
         await self.store.start()
         try:
-            await self._go_on()
+            if self.trouble is None:
+                await self._go_on()
             for major, server in self._servers.items():
                 for name, handle in self._handlers.items():
                     if (method := CODECS[major].methods.get(name)) is not None:
@@ -193,16 +194,15 @@ class USubscriptionService:
         self._started = True
 
     async def _go_on(self) -> None:
-        if self.trouble is None:
-            try:
-                if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
-                    await self.store.submit(Settle())
-                self.notifier.start()
-                await self.remote.start()
-            except UStatusError:
-                if self.store.trouble is None:
-                    raise
-                await self._halt()  # damage that reading showed
+        try:
+            if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
+                await self.store.submit(Settle())
+            self.notifier.start()
+            await self.remote.start()
+        except UStatusError:
+            if self.store.trouble is None:
+                raise
+            await self._halt()  # damage that reading showed
 
     async def stop(self) -> None:
         """Answer what is being handled, then close the store. May be called twice."""
@@ -332,7 +332,11 @@ class USubscriptionService:
                 self._gate.responses.expect(outcome.tag)
             if outcome.changes:
                 self.notifier.add(outcome.changes, outcome.tag)
-                self._watch_expiry(outcome)
+            for stored in outcome.changes:
+                expires_ms = stored.change.expires_ms
+                if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
+                    self._next_expiry_ms = expires_ms
+                    self._expiry_news.set()
             number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
                 self.remote.update(outcome.topic, outcome.link, number)
@@ -342,13 +346,6 @@ class USubscriptionService:
                 self.remote.auditor.now()
 
     # -- expiry --------------------------------------------------------------------------------------------------------
-
-    def _watch_expiry(self, outcome: Outcome) -> None:
-        for stored in outcome.changes:
-            expires_ms = stored.change.expires_ms
-            if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
-                self._next_expiry_ms = expires_ms
-                self._expiry_news.set()
 
     async def _expire_loop(self) -> None:
         """Look at once (for what expired while we were down), when the next one is due, and once a second."""
