@@ -31,7 +31,7 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription.service import USubscriptionService
-from usubscription_client.interest import EmbeddedInterest, InterestSource, ServiceInterest
+from usubscription_client import EmbeddedInterest, InterestSource, ServiceInterest
 from usubscription_client.static_file import StaticFile
 
 ENTITY: Final = 0x0004  # core.ustreamer

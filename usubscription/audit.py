@@ -25,6 +25,7 @@ from typing import Final
 import structlog
 
 from storage.disk import REAL_DISK, Disk
+from uprotocol.core.usubscription.asking import end
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.state import Event, Key, Link, Lost, Notified, Orphaned, Status
@@ -58,13 +59,11 @@ class Auditor:
         *,
         fetch: Fetch,
         is_busy: Callable[[Key], bool],
-        submit: Callable[[Event], None],
         interval_ms: int,
         random: Callable[[], float],
     ) -> None:
         self._store, self._partners = store, partners
-        self._fetch, self._is_busy, self._submit = fetch, is_busy, submit
-        self._interval_ms, self._random = interval_ms, random
+        self._fetch, self._is_busy, self._interval_ms, self._random = fetch, is_busy, interval_ms, random
         # and which suspicion it is, so that an answer ends none that came after the question
         self._suspects: dict[Key, int] = {}
         self._suspicions = itertools.count()
@@ -85,10 +84,7 @@ class Auditor:
         self._task = asyncio.ensure_future(self._run())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
 
     def now(self) -> None:
         self._everybody = True
@@ -99,6 +95,10 @@ class Auditor:
         if len(self._due) < PARTNERS_MAX and partner not in self._due:
             self._due[partner] = None
             self._wake.set()
+
+    def submit(self, event: Event) -> None:
+        with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
+            self._store.submit(event)
 
     def suspect(self, topic: Key) -> None:
         """Its service says that it ended, which may be old news: ask."""
@@ -175,7 +175,7 @@ class Auditor:
             return
         for topic in theirs:
             if topic[0] == authority and topic not in before and topic not in after and not self._is_busy(topic):
-                self._submit(Orphaned(topic, major))
+                self.submit(Orphaned(topic, major))
         if not theirs and not any(link.major == major for link in (*before.values(), *after.values())):
             self._partners.forget((authority, major))
 
@@ -195,11 +195,11 @@ class Auditor:
                 self._clear(topic, suspects)
             if theirs is None:
                 if suspect:
-                    self._submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
+                    self.submit(Notified(topic, Status.UNSUBSCRIBED))  # it said so, and nothing speaks against it
             elif topic not in theirs:
-                self._submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
+                self.submit(Notified(topic, Status.UNSUBSCRIBED) if suspect else Lost(topic))
             elif theirs[topic] is not link.state:
-                self._submit(Notified(topic, theirs[topic]))
+                self.submit(Notified(topic, theirs[topic]))
 
 
 class Partners:
@@ -209,7 +209,7 @@ class Partners:
         self.path, self._disk = path, disk
         self._known: dict[Partner, int] = {}  # and with which change it came
         self._changes = self._saved = 0
-        self._saving: asyncio.Task[None] | None = None
+        self._saving = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"Partners({len(self._known)})"
@@ -228,11 +228,8 @@ class Partners:
         except FileNotFoundError:
             return
         except (OSError, ValueError, TypeError, RecursionError) as error:
-            log.warning(
-                "the file of services that may have subscriptions of ours can't be read",
-                path=str(self.path),
-                why=str(error),
-            )
+            what = "the file of services that may have subscriptions of ours can't be read"
+            log.warning(what, path=str(self.path), why=str(error))
 
     async def remember(self, partner: Partner) -> None:
         """Completes when it is on disk, or can't be: that is told, and holds no command."""
@@ -242,8 +239,8 @@ class Partners:
             mine = self._known[partner] = self._changes
             if len(self._known) > PARTNERS_MAX:
                 del self._known[next(iter(self._known))]
-        while self._saved < mine:
-            await asyncio.shield(self._save())
+        if self._saved < mine:
+            await asyncio.shield(self._save(mine))
 
     def forget(self, partner: Partner) -> None:
         """On disk with the next save: until then it is asked once more after a restart."""
@@ -251,21 +248,18 @@ class Partners:
             self._changes += 1
 
     async def close(self) -> None:
-        while self._saved < self._changes:
-            await self._save()
+        await self._save(self._changes)
 
-    def _save(self) -> asyncio.Task[None]:
-        if self._saving is None:
-            self._saving = asyncio.ensure_future(self._write())
-        return self._saving
-
-    async def _write(self) -> None:
-        changes = self._changes
-        try:
-            await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
-        except OSError as error:
-            log.warning(
-                "the services that may have subscriptions of ours can't be noted", path=str(self.path), why=str(error)
-            )
-        finally:
-            self._saved, self._saving = changes, None
+    async def _save(self, change: int) -> None:
+        """Unless `change` was saved, with others."""
+        async with self._saving:
+            if self._saved >= change:
+                return
+            changes = self._changes
+            try:
+                await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
+            except OSError as error:
+                what = "the services that may have subscriptions of ours can't be noted"
+                log.warning(what, path=str(self.path), why=str(error))
+            finally:
+                self._saved = changes

@@ -28,9 +28,8 @@ class Handled:
         self._last: dict[int, bytes] = {}
         self._fresh: list[bytes | int] = []
         self._number = 0
-        for number, request, about in db.execute(
-            "SELECT number, request, about FROM handled ORDER BY number"
-        ).fetchall():
+        rows = db.execute("SELECT number, request, about FROM handled ORDER BY number").fetchall()
+        for number, request, about in rows:
             self._number = number
             self._remember(request, about)
 

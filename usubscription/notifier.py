@@ -22,6 +22,7 @@ from typing import Final
 
 import structlog
 
+from uprotocol.core.usubscription.asking import end
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import UTransport
@@ -80,10 +81,7 @@ class Notifier:
 
     async def stop(self) -> None:
         """What was not told stays in the store."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
         await self.troubles.stop()
         if self._noting is not None:
             self._noting.cancel()
@@ -127,9 +125,9 @@ class Notifier:
         return not self._waiting and not self._behind
 
     async def _run(self) -> None:
-        backoff, begun = _store_backoff(), False
+        backoff, begun = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS), False
         while True:
-            if begun and not self._waiting and not self._behind:
+            if begun and self.idle:
                 self._news.clear()
                 await self._news.wait()
             try:
@@ -159,10 +157,10 @@ class Notifier:
         last = found[-1].number if found else 0
         added = [entry for entry in self._waiting if entry[0].number > last]
         self._waiting = deque((change, None) for change in found)
-        self._waiting.extend(added)
         if len(found) == CHANGES_WAITING_MAX:
-            self._waiting = deque((change, None) for change in found)
             self._behind = True
+        else:
+            self._waiting.extend(added)
 
     async def _tell(self, batch: list[tuple[StoredChange, Tag | None]]) -> None:
         tags = {tag for _, tag in batch if tag is not None}
@@ -194,8 +192,8 @@ class Notifier:
 
     async def _hold(self, held: list[Part]) -> None:
         """Into the store, before anything behind it counts as told."""
-        event = Hold(tuple((part.destination, part.number, part.change, part.recipients) for part in held))
-        backoff = _store_backoff()
+        event = Hold(tuple((part.destination, part.number, part.change, tuple(part.recipients)) for part in held))
+        backoff = Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS)
         with self.troubles.holding(held):
             while True:
                 try:
@@ -204,7 +202,3 @@ class Notifier:
                 except UStatusError as error:
                     log.warning("changes for a destination that is away can't be stored: waiting", why=error.message)
                 await backoff.wait()
-
-
-def _store_backoff() -> Backoff:
-    return Backoff(STORE_RETRY_FIRST_MS, STORE_RETRY_MAX_MS)

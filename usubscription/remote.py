@@ -11,31 +11,16 @@ The subscriber in all of it is this service itself (core.usubscription).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
-from google.protobuf.message import Message
 
-from storage.disk import REAL_DISK, Disk
+from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
-from uprotocol.communication import CallOptions, InMemoryRpcClient
-from uprotocol.core.usubscription.asking import ChangeListener, CommandQueue
-from uprotocol.core.usubscription.wire import (
-    CODECS,
-    ENTITY_TYPE,
-    FETCH_SUBSCRIPTIONS,
-    SUBSCRIBE,
-    UNSUBSCRIBE,
-    Subscription,
-    service,
-    to_uri,
-)
-from uprotocol.message import UPayload
+from uprotocol.core.usubscription.asking import CommandQueue, Services, end
+from uprotocol.core.usubscription.wire import CODECS, ENTITY_TYPE, SUBSCRIBE, UNSUBSCRIBE, Subscription, to_uri
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
@@ -81,33 +66,21 @@ class Remote:
         notifier: Notifier,
         *,
         timeout_ms: int = TIMEOUT_MS,
-        repeat_first_ms: int = REPEAT_FIRST_MS,
         audit_ms: int = AUDIT_MS,
-        audit_call_ms: int = AUDIT_CALL_MS,
-        random: Callable[[], float] = random.random,
-        disk: Disk = REAL_DISK,
+        runtime: Runtime = REAL,
     ) -> None:
-        self._transport, self._authority = transport, authority
-        self.store, self._notifier, self.random = store, notifier, random
-        self._timeout_ms, self.repeat_first_ms, self._audit_call_ms = timeout_ms, repeat_first_ms, audit_call_ms
+        self._authority, self.store, self.notifier, self._timeout_ms = authority, store, notifier, timeout_ms
+        self.random = runtime.rng.random
         self._locals = {major: LocalUriProvider(authority, ENTITY_TYPE, major) for major in CODECS}
-        self._clients = {
-            major: InMemoryRpcClient(transport, local, calls_pending_max=CALLS_PENDING_MAX)
-            for major, local in self._locals.items()
-        }
-        self._listeners = {major: ChangeListener(major, self._on_change, strict=True) for major in CODECS}
+        self._services = Services(
+            transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=CALLS_PENDING_MAX
+        )
         self._commands: dict[str, Commands] = {}
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
-        self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), disk)
+        self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), runtime.disk)
         self.auditor = Auditor(
-            store,
-            self.partners,
-            fetch=self._fetch,
-            is_busy=self._is_busy,
-            submit=self._submit,
-            interval_ms=audit_ms,
-            random=random,
+            store, self.partners, fetch=self._fetch, is_busy=self._is_busy, interval_ms=audit_ms, random=self.random
         )
         self._open = False
         transport.on_connection(self._connection_changed)
@@ -121,10 +94,7 @@ class Remote:
         self._open = True
         self._started_at = asyncio.get_running_loop().time()
         await self.partners.load()
-        for client in self._clients.values():
-            await client.open()
-        for major, listener in self._listeners.items():
-            await self._transport.register_listener(service("*", major), listener, self._locals[major].get_source())
+        await self._services.open()
         last = await self.store.read(lambda reader: reader.outbox_last())
         links = await self.store.read(lambda reader: reader.links())
         for topic, link in links:
@@ -139,12 +109,7 @@ class Remote:
         await self.auditor.stop()
         for commands in list(self._commands.values()):
             await commands.stop()
-        for major, listener in self._listeners.items():
-            with contextlib.suppress(UStatusError):
-                own = self._locals[major].get_source()
-                await self._transport.unregister_listener(service("*", major), listener, own)
-        for client in self._clients.values():
-            await client.close()
+        await self._services.close()
         await self.partners.close()
 
     def commands_to(self, authority: str) -> int:
@@ -171,14 +136,9 @@ class Remote:
         """After a Reset no command is due any more; what others still have of ours is found by asking all of them."""
         for commands in self._commands.values():
             commands.clear()
-        self.ask_all()
-
-    def ask_all(self) -> None:
-        """What do they have of ours?"""
         self.auditor.now()
 
-    # -- for the commands
-    # ----------------------------------------------------------------------------------------------------------------
+    # -- for the commands ----------------------------------------------------------------------------------------------
 
     def idle(self, commands: Commands) -> None:
         """`commands` has nothing left to do."""
@@ -186,36 +146,23 @@ class Remote:
             del self._commands[commands.authority]
 
     def _is_busy(self, topic: Key) -> bool:
-        commands = self._commands.get(topic[0])
-        return commands is not None and commands.is_busy(topic)
+        return topic[0] in self._commands and self._commands[topic[0]].is_busy(topic)
 
-    async def prepare(self, topic: Key, link: Link, after: int) -> None:
-        """The dispatcher prepares on the pending change, so that is told first."""
-        if link.command is Command.SUBSCRIBE:
-            await self.partners.remember((topic[0], link.major))
-        await self._notifier.notified(after)
-
-    # -- the calls
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- the calls -----------------------------------------------------------------------------------------------------
 
     async def call(self, topic: Key, link: Link) -> Status:
         """One try. Raises UStatusError."""
-        codec, topic_uri, own = CODECS[link.major], to_uri(topic), self._locals[link.major].get_source()
+        authority, major, codec = topic[0], link.major, CODECS[link.major]
+        topic_uri, own = to_uri(topic), self._locals[major].get_source()
         if link.command is Command.UNSUBSCRIBE:
-            await self._invoke(topic[0], link.major, UNSUBSCRIBE, codec.unsubscribe(topic_uri, own), self._timeout_ms)
+            request = codec.unsubscribe(topic_uri, own)
+            await self._services.call(authority, major, UNSUBSCRIBE, request, self._timeout_ms)
             return Status.UNSUBSCRIBED
         # without expiry; older services read who subscribes (C-11)
         request = codec.subscribe(topic_uri, None, link.sample_period_ms, own)
-        return codec.read_status(await self._invoke(topic[0], link.major, SUBSCRIBE, request, self._timeout_ms))
+        return codec.read_status(await self._services.call(authority, major, SUBSCRIBE, request, self._timeout_ms))
 
-    async def _invoke(self, authority: str, major: int, method: str, request: Message, timeout_ms: int) -> UPayload:
-        sink = service(authority, major, CODECS[major].methods[method].resource)
-        return await self._clients[major].invoke_method(
-            sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms)
-        )
-
-    # -- what the others say
-    # --------------------------------------------------------------------------------------------------------------
+    # -- what the others say -------------------------------------------------------------------------------------------
 
     def _on_change(self, major: int, source: str, told: Subscription) -> None:
         topic = uris.key(told.topic)
@@ -234,7 +181,7 @@ class Remote:
                 self.auditor.suspect(topic)
                 return
             self._recent.pop(topic, None)
-        self._submit(Notified(topic, told.status))
+        self.auditor.submit(Notified(topic, told.status))
 
     def _connection_changed(self, connected: bool) -> None:
         if connected and self._open:
@@ -242,26 +189,15 @@ class Remote:
                 commands.retry_now(connected=True)
             self.auditor.now()
 
-    def _submit(self, event: Event) -> None:
-        with contextlib.suppress(UStatusError):  # full or stopping: the next audit will see it
-            self.store.submit(event)
-
-    # -- audits
-    # ------------------------------------------------------------------------------------------------------------------
-
     async def _fetch(self, authority: str, major: int, most: int) -> dict[Key, Status]:
         """What that service has of ours. Raises UStatusError; DATA_LOSS for what can't be read, or is more than `most`:
         it says nothing about a subscription, so it ends none."""
-        codec, own = CODECS[major], self._locals[major].get_source()
         found: dict[Key, Status] = {}
-        place: int | None = 0
-        while place is not None:
+        own = self._locals[major].get_source()
+        async for page in self._services.listed(authority, major, None, own, AUDIT_CALL_MS):
             if len(found) > most:
                 what = f"the uSubscription of {authority} claims to have more than {most} subscriptions of ours"
                 raise UStatusError(UCode.DATA_LOSS, what)
-            request = codec.fetch_subscriptions(None, own, place)
-            answer = await self._invoke(authority, major, FETCH_SUBSCRIPTIONS, request, self._audit_call_ms)
-            page, place = codec.read_subscriptions(answer, place, strict=True)
             found |= {uris.key(one.topic): one.status for one in page}
         return found
 
@@ -277,7 +213,7 @@ class _Command:
     repeats: int = 0
 
 
-class Commands:
+class Commands(CommandQueue[Key, _Command]):
     """Those to the service of one authority, until each is answered. `update` gives it every link that changes.
 
     Topics don't wait for each other, so a lost request holds its own topic only. The window grows with the answers: a
@@ -285,38 +221,31 @@ class Commands:
     """
 
     def __init__(self, remote: Remote, authority: str) -> None:
+        super().__init__(self._see_answered, WINDOW_FIRST, idle=lambda: remote.idle(self))
         self._remote, self.authority = remote, authority
         self._loop = asyncio.get_running_loop()
-        self._queue = CommandQueue(self._run, WINDOW_FIRST, idle=lambda: remote.idle(self))
         self._answered_at = self._retried_at = self._loop.time()
 
     def __repr__(self) -> str:
-        return f"Commands({self.authority}, {self._queue!r})"
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def is_busy(self, topic: Key) -> bool:
-        """True while a command about `topic` waits or may be under way."""
-        return self._queue.is_busy(topic)
+        return f"Commands({self.authority}, {super().__repr__()})"
 
     def update(self, topic: Key, link: Link, after: int) -> None:
         """`link` of `topic` is as given; its command, if any, leaves once the changes up to `after` were told."""
-        known = self._queue.get(topic)
+        known = self.get(topic)
         if link.command is None:
-            self._queue.drop(topic)
+            self.drop(topic)
         else:
             if known is not None and known.link.generation == link.generation:
                 after = known.after
             delay_ms = retry_delay_ms(link.attempt, self._remote.random()) if link.attempt else 0
-            self._queue.put(topic, _Command(link, after), delay_ms)
+            self.put(topic, _Command(link, after), delay_ms)
         if known is not None:
             known.news.set()
 
     def clear(self) -> None:
         """No command is due any more."""
-        under_way = self._queue.under_way()
-        self._queue.clear()
+        under_way = self.under_way()
+        super().clear()
         for command in under_way:
             command.news.set()
 
@@ -326,21 +255,20 @@ class Commands:
         if not connected and now - self._retried_at < RETRY_NOW_MS / 1000:
             return
         self._retried_at = now
-        for command in self._queue.under_way():
+        for command in self.under_way():
             if connected or command.repeats > 1:
                 command.again = True
                 command.news.set()
-        self._queue.hurry()
+        self.hurry()
 
-    async def stop(self) -> None:
-        """What was not answered goes on after the restart."""
-        await self._queue.stop()
-
-    async def _run(self, topic: Key, command: _Command) -> int:
+    async def _see_answered(self, topic: Key, command: _Command) -> int:
         """The outcome comes back through `update`, which replaces the command; if it does not, it runs again."""
         try:
-            await self._remote.prepare(topic, command.link, command.after)
-            event = await self._answer(topic, command) if self._queue.is_current(topic, command) else None
+            if command.link.command is Command.SUBSCRIBE:
+                await self._remote.partners.remember((topic[0], command.link.major))
+            # the dispatcher prepares on the pending change, so that is told first
+            await self._remote.notifier.notified(command.after)
+            event = await self._answer(topic, command) if self.is_current(topic, command) else None
             if event is not None:
                 await self._remote.store.submit(event)
         except UStatusError as error:
@@ -353,11 +281,11 @@ class Commands:
         """What the other service made of the command; None if a later command replaced it and no answer came in
         time."""
         calls: list[asyncio.Future[Status]] = []
-        backoff = Backoff(self._remote.repeat_first_ms, REPEAT_MAX_MS)
+        backoff = Backoff(REPEAT_FIRST_MS, REPEAT_MAX_MS)
         command.repeats = 0
         try:
             while True:
-                current, wait_ms = self._queue.is_current(topic, command), SUPERSEDED_GRACE_MS
+                current, wait_ms = self.is_current(topic, command), SUPERSEDED_GRACE_MS
                 if current:
                     wait_ms = backoff.next_ms()
                     command.repeats += 1
@@ -371,16 +299,14 @@ class Commands:
                 if not current:
                     return None
                 if self._loop.time() - self._answered_at > wait_ms / 1000:
-                    self._queue.window = 1  # nobody answers at all
+                    self.window = 1  # nobody answers at all
         finally:
-            for call in calls:
-                call.cancel()
-            await asyncio.gather(*calls, return_exceptions=True)
+            await end(*calls)
 
     async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Future[Status]], wait_ms: int) -> None:
         """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""
         end = self._loop.time() + wait_ms / 1000
-        was_current = self._queue.is_current(topic, command)
+        was_current = self.is_current(topic, command)
         command.again = False
         while (left_s := end - self._loop.time()) > 0:
             command.news.clear()
@@ -390,7 +316,7 @@ class Commands:
                 await asyncio.wait(waiters, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 news.cancel()
-            replaced = was_current and not self._queue.is_current(topic, command)
+            replaced = was_current and not self.is_current(topic, command)
             if command.again or replaced or any(call.done() for call in calls):
                 return
 
@@ -407,5 +333,5 @@ class Commands:
             log.exception("asking a remote uSubscription failed", topic=uris.format(to_uri(topic)))
             return TimedOut(topic, link.generation)
         self._answered_at = self._loop.time()
-        self._queue.window = min(self._queue.window + 1, WINDOW_MAX)
+        self.window = min(self.window + 1, WINDOW_MAX)
         return Answered(topic, link.generation, status)

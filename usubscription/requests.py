@@ -190,11 +190,8 @@ class Gate(UTransport):
             try:
                 listener.on_receive_batch(share)
             except Exception:
-                log.exception(
-                    "a part of the service failed; its messages count as taken",
-                    listener=repr(listener),
-                    messages=len(share),
-                )
+                what = "a part of the service failed; its messages count as taken"
+                log.exception(what, listener=repr(listener), messages=len(share))
 
 
 def _key(sink: UUri) -> tuple[int, int]:
@@ -215,9 +212,26 @@ class PendingRequest:
     waits: bool = True
 
     def answered(self, answer: Outcome | BaseException) -> None:
-        if self.waits:
-            self.waits = False
-            self.entry.answer(self, answer)
+        """dsn~service-error-model-success-response~1."""
+        if not self.waits:
+            return
+        self.waits = False
+        self.entry.waiting.add(self.who, -self.weight)
+        request, responses = self.request, self.entry.responses
+        if isinstance(answer, BaseException):
+            responses.refuse(request, answer)
+            return
+        codec, topic = self.codec, self.topic
+        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
+        response = UMessage(payload=said.SerializeToString())
+        attributes = response.attributes
+        attributes.id.CopyFrom(uuids.new())
+        attributes.type = attrs.RESPONSE
+        attributes.source.CopyFrom(request.sink)
+        attributes.sink.CopyFrom(request.source)
+        attributes.reqid.CopyFrom(request.id)
+        attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
+        responses.post(response)
 
 
 class CommandEntry:
@@ -235,12 +249,12 @@ class CommandEntry:
             for major, codec in CODECS.items()
             for name in COMMANDS
         ]
-        self._responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
-        self.dropped = self._responses.dropped
+        self.responses = Responses(gate, waiting_max=RESPONSES_WAITING_MAX, batch_max=RESPONSES_BATCH_MAX)
+        self.dropped = self.responses.dropped
         self.requests = Counter({f"{name}_v{major}": 0 for major in CODECS for name in COMMANDS})
 
     def __repr__(self) -> str:
-        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self._responses)})"
+        return f"CommandEntry(waiting={self.waiting.used}, responses={len(self.responses)})"
 
     async def open(self) -> None:
         for sink in self._sinks:
@@ -255,10 +269,6 @@ class CommandEntry:
                 if error.code not in (UCode.NOT_FOUND, UCode.UNAVAILABLE):
                     raise
 
-    async def drain(self, ms_max: int = DRAIN_MS_MAX) -> None:
-        """Wait until the network has taken the responses, for a while."""
-        await self._responses.drain(ms_max)
-
     def on_receive(self, message: UMessage) -> None:
         self.on_receive_batch([message])
 
@@ -267,7 +277,7 @@ class CommandEntry:
             try:
                 self._take(request)
             except Exception as error:
-                self._responses.refuse(request.attributes, error)
+                self.responses.refuse(request.attributes, error)
 
     def _take(self, request: UMessage) -> None:
         """Raises UStatusError; RESOURCE_EXHAUSTED for a caller that has its share of what may wait for the store."""
@@ -290,21 +300,3 @@ class CommandEntry:
         pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
         self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
         self.waiting.add(who, size)
-
-    def answer(self, pending: PendingRequest, answer: Outcome | BaseException) -> None:
-        """dsn~service-error-model-success-response~1."""
-        self.waiting.add(pending.who, -pending.weight)
-        request, codec, topic = pending.request, pending.codec, pending.topic
-        if isinstance(answer, BaseException):
-            self._responses.refuse(request, answer)
-            return
-        said = codec.subscribed(topic, answer.answer) if topic is not None else codec.done(UNSUBSCRIBE)
-        response = UMessage(payload=said.SerializeToString())
-        attributes = response.attributes
-        attributes.id.CopyFrom(uuids.new())
-        attributes.type = attrs.RESPONSE
-        attributes.source.CopyFrom(request.sink)
-        attributes.sink.CopyFrom(request.source)
-        attributes.reqid.CopyFrom(request.id)
-        attributes.priority, attributes.ttl, attributes.payload_format = request.priority, request.ttl, PROTOBUF
-        self._responses.post(response)

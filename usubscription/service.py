@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ from google.protobuf.message import Message
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcServer, RequestCheck
+from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import (
     CODECS,
     ENTITY_TYPE,
@@ -42,8 +44,8 @@ from uprotocol.v1.umessage_pb2 import UMessage
 from usubscription.database import SUBSCRIPTIONS_MAX, Database, Outcome, Probe, Register, Reset, Settle, Unregister
 from usubscription.notifier import Notifier
 from usubscription.reader import Reader
-from usubscription.remote import AUDIT_CALL_MS, AUDIT_MS, REPEAT_FIRST_MS, TIMEOUT_MS, Remote
-from usubscription.requests import COMMANDS, DRAIN_MS_MAX, CommandEntry, Gate
+from usubscription.remote import AUDIT_MS, TIMEOUT_MS, Remote
+from usubscription.requests import DRAIN_MS_MAX, CommandEntry, Gate
 from usubscription.state import Change, Expire, Key, Row
 from usubscription.store import LONG, Store
 
@@ -54,6 +56,7 @@ EXPIRED_BATCH_MAX: Final = 1_000  # ended in one go
 HOOK_MS_MAX: Final = 5_000  # what a hook may take; then the answers leave without it
 
 MayReset = Literal["linked", "all", "off"]
+Handler = Callable[[Any, UMessage], Message | Awaitable[Message]]
 Hook = Callable[[Sequence[Change]], "Awaitable[None] | None"]
 
 log = structlog.get_logger()
@@ -69,16 +72,11 @@ class USubscriptionService:
         path: str | Path,
         *,
         check: RequestCheck | None = None,
-        page_entries_max: int = PAGE_ENTRIES_MAX,
         message_bytes_max: int = MESSAGE_BYTES_MAX,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
         remote_majors: dict[str, int] | None = None,
         remote_timeout_ms: int = TIMEOUT_MS,
-        remote_repeat_ms: int = REPEAT_FIRST_MS,
         audit_ms: int = AUDIT_MS,
-        audit_call_ms: int = AUDIT_CALL_MS,
-        now_ms: Callable[[], int] | None = None,
-        random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
         drain_ms_max: int = DRAIN_MS_MAX,
         also: Iterable[str] = (),
@@ -92,36 +90,15 @@ class USubscriptionService:
         already stays.
         """
         self.authority, self.also, self._drain_ms_max = authority, frozenset(also), drain_ms_max
-        now_ms, random = now_ms or runtime.now_ms, random or runtime.rng.random
-        self._now_ms, self._message_bytes_max = now_ms, message_bytes_max
-        self._page = Page(page_entries_max, message_bytes_max * 3 // 4)
+        self._now_ms, self._message_bytes_max = runtime.now_ms, message_bytes_max
+        self._page = Page(PAGE_ENTRIES_MAX, message_bytes_max * 3 // 4)
         gate = self._gate = Gate(transport, authority, self.also)
-        self.store = Store(
-            Database(
-                path,
-                authority,
-                also=self.also,
-                majors=remote_majors,
-                disk=runtime.disk,
-                subscriptions_max=subscriptions_max,
-            ),
-            committed=self._committed,
-            answered=self._answered,
-            now_ms=now_ms,
-            runtime=runtime,
-        )
+        most, disk = subscriptions_max, runtime.disk
+        database = Database(path, authority, also=self.also, majors=remote_majors, disk=disk, subscriptions_max=most)
+        self.store = Store(database, committed=self._committed, answered=self._answered, runtime=runtime)
         self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
-            gate,
-            authority,
-            self.store,
-            self.notifier,
-            timeout_ms=remote_timeout_ms,
-            repeat_first_ms=remote_repeat_ms,
-            audit_ms=audit_ms,
-            audit_call_ms=audit_call_ms,
-            random=random,
-            disk=runtime.disk,
+            gate, authority, self.store, self.notifier, timeout_ms=remote_timeout_ms, audit_ms=audit_ms, runtime=runtime
         )
         self._servers = {
             major: InMemoryRpcServer(
@@ -135,6 +112,13 @@ class USubscriptionService:
         }
         self.entry = CommandEntry(gate, self.store, authority, check, self.also)
         self.store.on_trouble = self._in_trouble
+        self._handlers: dict[str, Handler] = {
+            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
+            FETCH_SUBSCRIBERS: self._fetch_subscribers,
+            REGISTER: functools.partial(self._registration, Register),
+            UNREGISTER: functools.partial(self._registration, Unregister),
+            RESET: self._reset,
+        }
         self._halting: asyncio.Task[None] | None = None
         self._hooks: list[Hook] = []
         self._expirer: asyncio.Task[None] | None = None
@@ -178,11 +162,10 @@ class USubscriptionService:
     @property
     def dropped(self) -> Counter[str]:
         """Messages that were not sent or not taken, by reason."""
-        total = Counter(self.notifier.dropped)
-        for server in self._servers.values():
-            total.update(server.dropped)
-        total.update(self.entry.dropped)
-        total["outbox_full"] += self.store.database.outbox_dropped
+        total = Counter(outbox_full=self.store.database.outbox_dropped)
+        servers = (server.dropped for server in self._servers.values())
+        for dropped in (self.notifier.dropped, self.entry.dropped, *servers):
+            total.update(dropped)
         return total
 
     async def start(self) -> None:
@@ -194,11 +177,13 @@ class USubscriptionService:
         """
         await self.store.start()
         try:
-            await self._go_on()
+            if self.trouble is None:
+                await self._go_on()
             for major, server in self._servers.items():
-                for name, method in CODECS[major].methods.items():
-                    if name not in COMMANDS:
-                        await server.register_request_handler(method.resource, self._handler(major, name))
+                for name, handle in self._handlers.items():
+                    if (method := CODECS[major].methods.get(name)) is not None:
+                        handler = functools.partial(self._handle, f"{name}_v{major}", handle, CODECS[major])
+                        await server.register_request_handler(method.resource, handler)
             await self.entry.open()
             self._gate.unserved.is_settled = True
         except BaseException:
@@ -209,16 +194,15 @@ class USubscriptionService:
         self._started = True
 
     async def _go_on(self) -> None:
-        if self.trouble is None:
-            try:
-                if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
-                    await self.store.submit(Settle())
-                self.notifier.start()
-                await self.remote.start()
-            except UStatusError:
-                if self.store.trouble is None:
-                    raise
-                await self._halt()  # damage that reading showed
+        try:
+            if await self.store.read(lambda reader: reader.answers_for()) != self.also | {self.authority}:
+                await self.store.submit(Settle())
+            self.notifier.start()
+            await self.remote.start()
+        except UStatusError:
+            if self.store.trouble is None:
+                raise
+            await self._halt()  # damage that reading showed
 
     async def stop(self) -> None:
         """Answer what is being handled, then close the store. May be called twice."""
@@ -229,16 +213,13 @@ class USubscriptionService:
             await self._halting
         await self._halt()
         await self.store.stop()
-        await self.entry.drain(self._drain_ms_max)
+        await self.entry.responses.drain(self._drain_ms_max)
         await self._gate.unserved.drain(self._drain_ms_max)
         self._started = False
 
     async def _halt(self) -> None:
         """Do nothing more by ourselves."""
-        expirer, self._expirer = self._expirer, None
-        if expirer is not None:
-            expirer.cancel()
-            await asyncio.gather(expirer, return_exceptions=True)
+        await end(self._expirer)
         await self.remote.stop()
         await self.notifier.stop()
 
@@ -259,61 +240,37 @@ class USubscriptionService:
         )
         return rows
 
-    async def read(self, question: Callable[[Reader], Any]) -> Any:
-        """`question(reader)` about the committed state."""
-        return await self.store.read(question)
+    # -- requests ------------------------------------------------------------------------------------------------------
 
-    # -- requests
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _handler(self, major: int, method: str) -> Callable[[UMessage], Message | Awaitable[Message]]:
-        handles: dict[str, Callable[[Any, UMessage], Message | Awaitable[Message]]] = {
-            FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
-            FETCH_SUBSCRIBERS: self._fetch_subscribers,
-            REGISTER: self._register,
-            UNREGISTER: self._unregister,
-            RESET: self._reset,
-        }
-        codec, handle, name = CODECS[major], handles[method], f"{method}_v{major}"
-
-        def handler(request: UMessage) -> Message | Awaitable[Message]:
-            self._calls[name] += 1
-            return handle(codec, request)
-
-        return handler
+    def _handle(self, name: str, handle: Handler, codec: V3 | V4, request: UMessage) -> Message | Awaitable[Message]:
+        self._calls[name] += 1
+        return handle(codec, request)
 
     def _host(self, request: UMessage) -> str:
         """The host that the caller is on: what an address without authority in its request means."""
         return request.attributes.source.authority_name or self.authority
 
-    async def _register(self, codec: V3 | V4, request: UMessage) -> Message:
+    async def _registration(self, event: type[Register | Unregister], codec: V3 | V4, request: UMessage) -> Message:
+        """It stays over restarts (A-46). To end it is OK, also where there is nothing to end (A-48)."""
         client, topic = codec.read_registration(request, self._host(request))
-        await self.store.submit(Register(client, codec.major, topic))  # it stays over restarts (A-46)
+        await self.store.submit(event(client, codec.major, topic))
         return codec.done(REGISTER)
 
-    async def _unregister(self, codec: V3 | V4, request: UMessage) -> Message:
-        client, topic = codec.read_registration(request, self._host(request))
-        # OK, also where there is nothing to end (A-48)
-        await self.store.submit(Unregister(client, codec.major, topic))
-        return codec.done(UNREGISTER)
-
     async def _reset(self, codec: V3 | V4, request: UMessage) -> Message:
-        caller = uris.format(request.attributes.source)
+        caller, id = uris.format(request.attributes.source), request.attributes.id
+        host = None if self._may_reset == "all" else self._host(request)
         try:
             codec.check_reset(request)
             if self._may_reset == "off":
                 raise UStatusError(UCode.PERMISSION_DENIED, 'Reset is turned off here (usubscription.reset = "off")')
-            await self.store.submit(Reset(None if self._may_reset == "all" else self._host(request)), _tag(request))
+            await self.store.submit(Reset(host), (id.msb, id.lsb))
         except UStatusError as error:
             if error.code == UCode.PERMISSION_DENIED:
                 self._refused["reset"] += 1
                 log.warning("a Reset was refused", caller=caller, why=error.message)
             raise
-        log.warning(
-            "a Reset has ended subscriptions",
-            caller=caller,
-            of="everybody" if self._may_reset == "all" else "its own authority",
-        )
+        of = "everybody" if host is None else "its own authority"
+        log.warning("a Reset has ended subscriptions", caller=caller, of=of)
         return codec.done(RESET)
 
     async def _fetch_subscriptions(self, codec: V3 | V4, request: UMessage) -> Message:
@@ -343,8 +300,7 @@ class USubscriptionService:
 
         return self.store.read(fetch)
 
-    # -- after a commit
-    # ---------------------------------------------------------------------------------------------------------------
+    # -- after a commit ------------------------------------------------------------------------------------------------
 
     async def _committed(self, outcomes: list[Outcome]) -> None:
         """Before the answers leave."""
@@ -353,7 +309,8 @@ class USubscriptionService:
         changes = [stored.change for outcome in outcomes for stored in outcome.changes]
         for outcome in outcomes:
             if outcome.many_changes:
-                changes = changes + await self._changes_by_reset()
+                stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
+                changes += [one.change for one in stored]
         if not changes:
             return
         for hook in self._hooks:
@@ -365,10 +322,6 @@ class USubscriptionService:
             except Exception:
                 log.exception("a hook on subscription changes failed", hook=repr(hook))
 
-    async def _changes_by_reset(self) -> list[Change]:
-        stored = await self.store.read(lambda reader: reader.outbox(self.notifier.sent, -1))
-        return [one.change for one in stored]
-
     def _answered(self, outcomes: list[Outcome]) -> None:
         """The responses are on their way; now everybody else."""
         for outcome in outcomes:
@@ -379,38 +332,31 @@ class USubscriptionService:
                 self._gate.responses.expect(outcome.tag)
             if outcome.changes:
                 self.notifier.add(outcome.changes, outcome.tag)
-                self._watch_expiry(outcome)
+            for stored in outcome.changes:
+                expires_ms = stored.change.expires_ms
+                if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
+                    self._next_expiry_ms = expires_ms
+                    self._expiry_news.set()
             number = outcome.changes[-1].number if outcome.changes else 0
             if outcome.link is not None and outcome.topic is not None:
                 self.remote.update(outcome.topic, outcome.link, number)
             for topic, link in outcome.links:
                 self.remote.update(topic, link, number)
             if outcome.links:
-                self.remote.ask_all()
+                self.remote.auditor.now()
 
-    # -- expiry
-    # ------------------------------------------------------------------------------------------------------------------
-
-    def _watch_expiry(self, outcome: Outcome) -> None:
-        for stored in outcome.changes:
-            expires_ms = stored.change.expires_ms
-            if expires_ms is not None and (self._next_expiry_ms is None or expires_ms < self._next_expiry_ms):
-                self._next_expiry_ms = expires_ms
-                self._expiry_news.set()
+    # -- expiry --------------------------------------------------------------------------------------------------------
 
     async def _expire_loop(self) -> None:
         """Look at once (for what expired while we were down), when the next one is due, and once a second."""
         while True:
             try:
-                busy = await self._expire()
+                if await self._expire():
+                    continue
             except UStatusError as error:
                 log.warning("expired subscriptions can't be ended now", why=error.message)
-                busy = False
             except Exception:
                 log.exception("ending expired subscriptions failed")
-                busy = False
-            if busy:
-                continue
             self._expiry_news.clear()
             wait_ms = EXPIRY_CHECK_MS
             if self._next_expiry_ms is not None:
@@ -428,10 +374,3 @@ class USubscriptionService:
         if due:
             await asyncio.gather(*(self.store.submit(Expire(topic, subscriber)) for topic, subscriber in due))
         return len(due) == EXPIRED_BATCH_MAX
-
-
-def _tag(request: UMessage) -> tuple[int, int]:
-    return (request.attributes.id.msb, request.attributes.id.lsb)
-
-
-__all__ = ["Hook", "USubscriptionService"]

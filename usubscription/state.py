@@ -18,7 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
+from uprotocol.core.usubscription.wire import Change as Change
 from uprotocol.core.usubscription.wire import Key as Key
+from uprotocol.core.usubscription.wire import Row as Row
 from uprotocol.core.usubscription.wire import Status as Status
 from uprotocol.core.usubscription.wire import Subscribe as Subscribe
 from uprotocol.core.usubscription.wire import Unsubscribe as Unsubscribe
@@ -59,99 +61,63 @@ class Link(NamedTuple):
     sample_period_ms: int | None = None  # as last asked for
 
 
-# -- events
-# ---------------------------------------------------------------------------------------------------------------------
+# -- events ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Expire:
+@dataclass(frozen=True)
+class _OfTopic:
+    topic: Key
+
+
+@dataclass(frozen=True)
+class Expire(_OfTopic):
     """Look whether this record's time is over."""
 
-    topic: Key
     subscriber: Key
 
 
-@dataclass(frozen=True, slots=True)
-class Answered:
+@dataclass(frozen=True)
+class Answered(_OfTopic):
     """The remote service answered the command of that generation; a refusal is UNSUBSCRIBED (A-45)."""
 
-    topic: Key
     generation: int
     status: Status
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+@dataclass(frozen=True)
+class TimedOut(_OfTopic):
     """No answer in time, or one that says that the remote service can't be reached."""
 
-    topic: Key
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
-class Notified:
+@dataclass(frozen=True)
+class Notified(_OfTopic):
     """The remote service says that its subscription of ours changed."""
 
-    topic: Key
     status: Status
 
 
-@dataclass(frozen=True, slots=True)
-class Lost:
+class Lost(_OfTopic):
     """The remote service does not know of a subscription that it had confirmed."""
 
-    topic: Key
 
-
-@dataclass(frozen=True, slots=True)
-class Orphaned:
+@dataclass(frozen=True)
+class Orphaned(_OfTopic):
     """The remote service knows of a subscription of ours that we don't have."""
 
-    topic: Key
     major: int
 
 
-@dataclass(frozen=True, slots=True)
-class Ended:
+class Ended(_OfTopic):
     """What was agreed with the topic's own service is void, and that service need not be told: it says so itself."""
 
-    topic: Key
 
-
-@dataclass(frozen=True, slots=True)
-class Moved:
+class Moved(_OfTopic):
     """The topic is of this service now, or not any more: it answers for other authorities than before."""
-
-    topic: Key
 
 
 Event = Subscribe | Unsubscribe | Expire | Answered | TimedOut | Notified | Lost | Orphaned | Ended | Moved
-
-
-class Row(NamedTuple):
-    """One subscription, as it is listed."""
-
-    topic: Key
-    subscriber: Key
-    status: Status
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-
-
-class Change(NamedTuple):
-    """What subscribers and those who registered are told."""
-
-    topic: Key
-    subscriber: Key
-    status: Status
-    major: int
-    expires_ms: int | None = None
-    sample_period_ms: int | None = None
-    details: bytes = b""
-    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
-    tell_subscriber: bool = True
-    status_changed: bool = True  # version 3 notifies of nothing else
 
 
 class Records(Protocol):
@@ -172,8 +138,7 @@ class Step:
     answer: Status = U
 
 
-# -- the tables
-# -----------------------------------------------------------------------------------------------------------------
+# -- the tables --------------------------------------------------------------------------------------------------------
 
 
 class RecordEvent(enum.Enum):
@@ -292,8 +257,7 @@ _NOTIFICATIONS: Final = {
 }
 
 
-# -- the machine
-# ----------------------------------------------------------------------------------------------------------------
+# -- the machine -------------------------------------------------------------------------------------------------------
 
 
 def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: int, generation: int) -> Step:
@@ -306,27 +270,22 @@ def step(event: Event, records: Records, link: Link, *, remote: bool, now_ms: in
             # version 4's client has its answer (C-16)
             machine.remove(event.subscriber, R.UNSUBSCRIBE, tell_subscriber=event.major == 3)
         case Expire():
-            machine.expire(event.subscriber)
-        case Answered():
-            if link.command is not None and event.generation == link.generation:
-                machine.move(_ANSWERS[event.status])
-        case TimedOut():
-            if link.command is not None and event.generation == link.generation:
-                machine.move(L.TIMEOUT)
-        case Notified():
-            if link.command is None:  # else the answer decides: this may be about what was before the command
-                machine.move(_NOTIFICATIONS[event.status])
-        case Lost():
-            if link.command is None:
-                machine.move(L.LOST)
+            known = records.get(event.subscriber)
+            if known is not None and is_past(known.expires_ms, now_ms):
+                machine.remove(event.subscriber, R.EXPIRE)
+        case Answered() | TimedOut() if link.command is not None and event.generation == link.generation:
+            machine.move(_ANSWERS[event.status] if isinstance(event, Answered) else L.TIMEOUT)
+        # while a command is under way its answer decides: this may be about what was before the command
+        case Notified() | Lost() if link.command is None:
+            machine.move(_NOTIFICATIONS[event.status] if isinstance(event, Notified) else L.LOST)
         case Moved():
             machine.place()
         case Ended():
-            machine.end()
-        case Orphaned():
-            if link.state is U:
-                machine.step.link = link._replace(major=event.major)
-                machine.move(L.ORPHANED)
+            machine.step.link = Link()
+            machine.tell_all(R.LINK_UNSUBSCRIBED)
+        case Orphaned() if link.state is U:
+            machine.step.link = link._replace(major=event.major)
+            machine.move(L.ORPHANED)
     return machine.step
 
 
@@ -358,28 +317,20 @@ class _Machine:
         if is_past(expires_ms, self.now_ms):  # including one that expired before we looked
             self.remove(event.subscriber, R.EXPIRE)
             return
+        kind = R.SUBSCRIBE_LOCAL
         if self.remote:
-            self._want(event, known)
-        kind = (
-            R.SUBSCRIBE_LOCAL
-            if not self.remote
-            else R.SUBSCRIBE_LINKED
-            if self.step.link.state is S
-            else R.SUBSCRIBE_UNLINKED
-        )
+            self._want(event)
+            kind = R.SUBSCRIBE_LINKED if self.step.link.state is S else R.SUBSCRIBE_UNLINKED
         status = RECORD_TRANSITIONS[known.status if known is not None else U, kind]
         record = Record(status, event.major, expires_ms, event.sample_period_ms or None, event.details, event.bare)
         self.step.answer = status
         if record != known:
             self.step.records[event.subscriber] = record
-        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != (
-            status,
-            expires_ms,
-            record.sample_period_ms,
-        ):
+        told = (status, expires_ms, record.sample_period_ms)
+        if known is None or (known.status, known.expires_ms, known.sample_period_ms) != told:
             self._tell(event.subscriber, record, status_changed=known is None or known.status is not status)
 
-    def _want(self, event: Subscribe, known: Record | None) -> None:
+    def _want(self, event: Subscribe) -> None:
         """Ask the remote service, if nobody has yet, or if this one wants more than was asked for, which makes nobody
         pending (C-32)."""
         period = event.sample_period_ms or None
@@ -414,15 +365,6 @@ class _Machine:
             self.step.link = link._replace(state=S)
             self.move(L.LOST)
 
-    def end(self) -> None:
-        self.step.link = Link()
-        self._all(R.LINK_UNSUBSCRIBED)
-
-    def expire(self, subscriber: Key) -> None:
-        known = self.records.get(subscriber)
-        if known is not None and is_past(known.expires_ms, self.now_ms):
-            self.remove(subscriber, R.EXPIRE)
-
     def move(self, event: LinkEvent) -> None:
         link = self.step.link
         rule = LINK_TRANSITIONS.get((link.state, event))
@@ -431,19 +373,17 @@ class _Machine:
             return
         link = link._replace(state=rule.state)
         match rule.send:
-            case Send.SUBSCRIBE:
-                link = link._replace(command=Command.SUBSCRIBE, generation=self.generation, attempt=0)
-            case Send.UNSUBSCRIBE:
-                link = link._replace(command=Command.UNSUBSCRIBE, generation=self.generation, attempt=0)
+            case Send.SUBSCRIBE | Send.UNSUBSCRIBE:
+                link = link._replace(command=Command[rule.send.name], generation=self.generation, attempt=0)
             case Send.AGAIN:
                 link = link._replace(attempt=link.attempt + 1)
             case Send.DONE:
                 link = link._replace(command=None, attempt=0)
         self.step.link = link
         if rule.records is not None:
-            self._all(rule.records)
+            self.tell_all(rule.records)
 
-    def _all(self, event: RecordEvent) -> None:
+    def tell_all(self, event: RecordEvent) -> None:
         """Every client of the topic learns what became of the link."""
         for subscriber, record in self.records.items():
             status = RECORD_TRANSITIONS[record.status, event]

@@ -11,7 +11,8 @@ import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from itertools import islice
+from typing import Final, NamedTuple
 
 import structlog
 
@@ -19,12 +20,12 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import NOTIFICATION, PUBLISH
 from uprotocol.core.usubscription.asking import CommandQueue
-from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, service
+from uprotocol.core.usubscription.wire import CODECS, V3_CODEC, fill_uri, service
 from uprotocol.message import PROTOBUF
 from uprotocol.pacing import Backoff
 from uprotocol.status import FINAL, OK, RETRYABLE, UStatusError, code_name
 from uprotocol.transport import Capability, UTransport
-from uprotocol.v1.uattributes_pb2 import UAttributes, UPriority
+from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
@@ -51,7 +52,7 @@ class Part(NamedTuple):
     destination: str
     number: int
     change: Change
-    recipients: tuple[tuple[Key, int], ...]  # of HOME: none
+    recipients: list[tuple[Key, int]]  # of HOME: none
     messages: list[UMessage]
 
 
@@ -61,75 +62,59 @@ class Teller:
     def __init__(self, transport: UTransport, authority: str, also: Collection[str] = ()) -> None:
         """`also`: authorities, or families of them, whose clients know this service under their own one."""
         self._transport, self._also = transport, also
-        topics = {major: service(authority, major) for major in CODECS}
-        common: dict[str, Any] = {"priority": PRIORITY, "payload_format": PROTOBUF}
-        self._notifications = {
-            major: UAttributes(type=NOTIFICATION, source=topic, **common) for major, topic in topics.items()
-        }
-        self._publications = {
-            major: UAttributes(type=PUBLISH, source=topic, **common) for major, topic in topics.items()
+        self._attributes = {
+            (type, major): UAttributes(
+                type=type, source=service(authority, major), priority=PRIORITY, payload_format=PROTOBUF
+            )
+            for type in (NOTIFICATION, PUBLISH)
+            for major in CODECS
         }
         self._publishes = Capability.PUBLISH_WITHOUT_SINK in transport.capabilities
         self.sent = 0
         self.dropped: Counter[str] = Counter()
 
-    def parts(self, stored: StoredChange) -> list[Part]:
-        """Notifications, then the Publish in either version (C-18, A-41)."""
-        recipients: dict[str, list[tuple[Key, int]]] = {}
-        for client in stored.recipients:
-            recipients.setdefault(client[0][0], []).append(client)
-        payloads = self._payloads(stored.change)
-        parts = [
-            self._part(destination, stored, tuple(clients), payloads) for destination, clients in recipients.items()
-        ]
-        if self._publishes:
-            parts.append(self._part(HOME, stored, (), payloads))
-        return parts
-
-    def part(self, destination: str, stored: StoredChange) -> Part:
-        """One that was held."""
-        return self._part(destination, stored, stored.recipients, self._payloads(stored.change))
-
-    def _payloads(self, change: Change) -> dict[int, bytes]:
-        return {major: codec.change(change).SerializeToString() for major, codec in CODECS.items()}
-
-    def _part(
-        self,
-        destination: str,
-        stored: StoredChange,
-        recipients: tuple[tuple[Key, int], ...],
-        payloads: dict[int, bytes],
-    ) -> Part:
-        """The transport validates the messages, so nothing does here."""
-        if destination == HOME:
-            made = [_message(self._publications[major], payload) for major, payload in payloads.items()]
-            return Part(HOME, stored.number, stored.change, (), made)
-        made = []
-        change = stored.change
-        own = (change.subscriber, V3_CODEC.major) if change.bare else None  # looks for the topic as it passed it
-        for client, major in recipients:
-            payload = (
-                payloads[major] if own != (client, major) else V3_CODEC.change(change, bare=True).SerializeToString()
-            )
-            message = _message(self._notifications[major], payload)
+    def parts(self, stored: StoredChange, held_for: str | None = None) -> list[Part]:
+        """Notifications, then the Publish in either version (C-18, A-41); `held_for`: the one destination of a change
+        that was held. The transport validates the messages, so nothing does here."""
+        number, change, _ = stored
+        payloads = {major: codec.change(change).SerializeToString() for major, codec in CODECS.items()}
+        parts: dict[str, Part] = {}
+        for client, major in stored.recipients:
+            payload = payloads[major]
+            if change.bare and (client, major) == (change.subscriber, V3_CODEC.major):  # looks for what it passed
+                payload = V3_CODEC.change(change, bare=True).SerializeToString()
+            message = self._message(NOTIFICATION, major, payload)
             if self._also and uris.is_one_of(client[0], self._also):
                 message.attributes.source.authority_name = client[0]
-            sink = message.attributes.sink
-            sink.authority_name, sink.ue_id, sink.ue_version_major, sink.resource_id = client
-            made.append(message)
-        return Part(destination, stored.number, stored.change, recipients, made)
+            fill_uri(message.attributes.sink, client)
+            part = parts.setdefault(client[0], Part(client[0], number, change, [], []))
+            part.recipients.append((client, major))
+            part.messages.append(message)
+        if self._publishes if held_for is None else held_for == HOME:
+            made = [self._message(PUBLISH, major, payload) for major, payload in payloads.items()]
+            parts[HOME] = Part(HOME, number, change, [], made)
+        return list(parts.values())
+
+    def _message(self, type: UMessageType.ValueType, major: int, payload: bytes) -> UMessage:
+        message = UMessage(attributes=self._attributes[type, major], payload=payload)
+        message.attributes.id.CopyFrom(uuids.new())
+        return message
 
     async def send(self, parts: Sequence[Part]) -> tuple[list[Part], UStatus]:
         """What was not taken, and may be later, and why the first of it was not.
 
         Of each destination it is everything from the first such part on, so that its order is kept.
         """
-        statuses = await self._try([message for part in parts for message in part.messages])
+        messages = [message for part in parts for message in part.messages]
+        try:
+            statuses = iter(await self._transport.send_batch(messages))
+        except UStatusError as error:
+            statuses = iter([error.status] * len(messages))
         failed: list[Part] = []
         behind: set[str] = set()
-        at, why = 0, OK
+        why = OK
         for part in parts:
-            mine, at = statuses[at : at + len(part.messages)], at + len(part.messages)
+            mine = list(islice(statuses, len(part.messages)))
             not_now = next((status for status in mine if status.code and status.code not in FINAL), None)
             if not_now is None and part.destination not in behind:
                 self.count(mine)
@@ -146,18 +131,6 @@ class Teller:
             else:
                 self.dropped[code_name(status.code)] += 1
 
-    async def _try(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        try:
-            return await self._transport.send_batch(messages)
-        except UStatusError as error:
-            return [error.status] * len(messages)
-
-
-def _message(attributes: UAttributes, payload: bytes) -> UMessage:
-    message = UMessage(attributes=attributes, payload=payload)
-    message.attributes.id.CopyFrom(uuids.new())
-    return message
-
 
 @dataclass(slots=True)
 class _Trouble:
@@ -172,44 +145,35 @@ class _Trouble:
             self.made[part.number] = part
 
 
-class Troubles:
+class Troubles(CommandQueue[str, _Trouble]):
     """The destinations that don't take what they should, and how they catch up. `in` says whether one is such."""
 
     def __init__(self, teller: Teller, store: Store) -> None:
+        super().__init__(self._catch_up, 1)
         self._teller, self._store = teller, store
-        self._known: CommandQueue[str, _Trouble] = CommandQueue(self._run, 1)
 
     def __repr__(self) -> str:
         return f"Troubles({len(self)})"
 
-    def __len__(self) -> int:
-        return len(self._known)
-
-    def __contains__(self, destination: str) -> bool:
-        return destination in self._known
-
     async def start(self) -> None:
         """Those that a restart found waiting go first. Raises UStatusError if the store can't be read."""
         for destination in await self._store.read(lambda reader: reader.destinations_held()):
-            self._known.put(destination, _Trouble())
-
-    async def stop(self) -> None:
-        await self._known.stop()
+            self.put(destination, _Trouble())
 
     def begin(self, destination: str) -> _Trouble:
-        trouble = self._known.get(destination)
+        trouble = self.get(destination)
         if trouble is None:
             log.info("changes can't be told: they wait", destination=destination or "the own network")
             trouble = _Trouble()
-            self._known.put(destination, trouble, RETRY_FIRST_MS)
+            self.put(destination, trouble, RETRY_FIRST_MS)
         return trouble
 
     @contextlib.contextmanager
-    def holding(self, parts: Iterable[Part]) -> Iterator[None]:
+    def holding(self, parts: Sequence[Part]) -> Iterator[None]:
         """While these are on the way to the store, none of their destinations has caught up."""
-        troubles: dict[str, _Trouble] = {}
-        for part in parts:  # it may have caught up since it was found in trouble
-            troubles[part.destination] = self.begin(part.destination)
+        # it may have caught up since it was found in trouble
+        troubles = {part.destination: self.begin(part.destination) for part in parts}
+        for part in parts:
             troubles[part.destination].keep(part)
         for trouble in troubles.values():
             trouble.holding += 1
@@ -221,27 +185,24 @@ class Troubles:
 
     def retry_now(self) -> None:
         """The network is there again: don't wait."""
-        for trouble in self._known.all():
+        for trouble in self.all():
             trouble.backoff.reset()
-        self._known.hurry()
+        self.hurry()
 
-    async def _run(self, destination: str, trouble: _Trouble) -> int | None:
+    async def _catch_up(self, destination: str, trouble: _Trouble) -> int | None:
         """When to go on; None: it has caught up."""
         try:
             went_on = await self._retry(destination, trouble)
+            if went_on is None:
+                return None
+            if went_on:
+                trouble.backoff.reset()
+                return 0
         except UStatusError as error:
-            log.warning(
-                "what a destination has not had can't be read or noted", destination=destination, why=error.message
-            )
-            went_on = False
+            what = "what a destination has not had can't be read or noted"
+            log.warning(what, destination=destination, why=error.message)
         except Exception:
             log.exception("telling a destination failed", destination=destination)
-            went_on = False
-        if went_on is None:
-            return None
-        if went_on:
-            trouble.backoff.reset()
-            return 0
         await asyncio.sleep(RETRY_GAP_MS / 1000)
         return trouble.backoff.next_ms()
 
@@ -250,7 +211,7 @@ class Troubles:
         found = await self._store.read(lambda reader: reader.held(destination, HELD_BATCH_MAX))
         if not found:
             return False if trouble.holding else None
-        parts = [trouble.made.get(stored.number) or self._teller.part(destination, stored) for stored in found]
+        parts = [trouble.made.get(stored.number) or self._teller.parts(stored, destination)[0] for stored in found]
         for part in parts:
             trouble.keep(part)
         failed, why = await self._teller.send(parts)

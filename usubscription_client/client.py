@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, Self
 
@@ -17,9 +17,8 @@ import structlog
 from google.protobuf.message import Message
 
 from uprotocol import uri as uris
-from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription import wire
-from uprotocol.core.usubscription.asking import ChangeListener, CommandQueue
+from uprotocol.core.usubscription.asking import CommandQueue, Services, end
 from uprotocol.core.usubscription.wire import (
     CODECS,
     SUBSCRIBE,
@@ -100,16 +99,13 @@ class USubscriptionClient:
         self.authority = authority or local.get_authority()
         self.version = version
         self._call_ms, self._probe_ms, self._history, self._listed_max = call_ms, probe_ms, history, listed_max
-        self._rpc = InMemoryRpcClient(transport, local)
+        self._services = Services(transport, dict.fromkeys(CODECS, local), self.authority, self._on_change)
         self._probing: asyncio.Task[int] | None = None
         self._commands = CommandQueue(self._send_command, COMMANDS_BATCH_MAX, in_batches=True)
         self._subscribed: dict[Key, _Command] = {}
-        self._listeners: dict[Key, list[UListener]] = {}
-        # (topic, id of the listener) that the history feeds
-        self._fed: set[tuple[Key, int]] = set()
+        self._listeners: dict[Key, list[tuple[UListener, bool]]] = {}  # and whether the history feeds it
         self._registered: dict[Key | None, UUri | None] = {}
         self._changes: list[ChangeCallback] = []
-        self._change_listeners = [ChangeListener(version, self._on_change) for version in CODECS]
         # what the service may have forgotten: what was asked, and of which topic
         self._restoring: CommandQueue[tuple[str, Key | None], Backoff] = CommandQueue(
             self._restore, RESTORED_AT_ONCE_MAX
@@ -130,10 +126,7 @@ class USubscriptionClient:
         """Listen for answers and for change notifications. May be called twice."""
         if self._open:
             return
-        await self._rpc.open()
-        for listener in self._change_listeners:
-            source = wire.service(self.authority, listener.version)
-            await self.transport.register_listener(source, listener, self._local.get_source())
+        await self._services.open()
         self._open = True
 
     async def close(self) -> None:
@@ -142,14 +135,8 @@ class USubscriptionClient:
         for command in await self._commands.stop():
             _settle(command, UStatusError(UCode.CANCELLED, "the client was closed before this command left"))
         await self._restoring.stop()
-        if self._probing is not None:
-            self._probing.cancel()
-            await asyncio.gather(self._probing, return_exceptions=True)
-        for listener in self._change_listeners:
-            with contextlib.suppress(UStatusError):  # the transport may have been closed before us
-                source = wire.service(self.authority, listener.version)
-                await self.transport.unregister_listener(source, listener, self._local.get_source())
-        await self._rpc.close()
+        await end(self._probing)
+        await self._services.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -158,8 +145,7 @@ class USubscriptionClient:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    # -- commands: in order, the last one wins
-    # -----------------------------------------------------------------
+    # -- commands: in order, the last one wins -------------------------------------------------------------------------
 
     async def subscribe(
         self,
@@ -178,25 +164,24 @@ class USubscriptionClient:
         """
         topic = uris.with_authority(topic, self._local.get_authority())
         if since is not None and (self._history is None or listener is None):
-            raise UStatusError(
-                UCode.UNIMPLEMENTED, "subscribe(since=...) needs a listener and a client that was made with history=..."
-            )
+            what = "subscribe(since=...) needs a listener and a client that was made with history=..."
+            raise UStatusError(UCode.UNIMPLEMENTED, what)
         if listener is not None:
             await self._listen(topic, listener, since)  # first: nothing may fall between the answer and the listener
-        command = _Command(SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
         try:
-            status = await self._command(command)
+            return await self._command(
+                _Command(SUBSCRIBE, topic, {"expires_ms": expires_ms, "sample_period_ms": sample_period_ms})
+            )
         except BaseException:
             if listener is not None:
                 await self._unlisten(topic, listener)
             raise
-        return status
 
     async def unsubscribe(self, topic: UUri, listener: UListener | None = None) -> None:
         """End the subscription, and every listener of it that this client has (`listener`: only that one, if there are
         others)."""
         topic = uris.with_authority(topic, self._local.get_authority())
-        listeners = list(self._listeners.get(uris.key(topic), []))
+        listeners = [one for one, _ in self._listeners.get(uris.key(topic), [])]
         if listener is not None and any(one is not listener for one in listeners):
             await self._unlisten(topic, listener)
             return
@@ -210,9 +195,8 @@ class USubscriptionClient:
         key = uris.key(command.topic)
         before = self._commands.get(key)
         if before is None and len(self._commands) >= COMMANDS_WAITING_MAX:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
-            )
+            what = f"{COMMANDS_WAITING_MAX} commands wait for the service, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         if before is not None and not self._commands.has_left(key, before):
             if before.method == command.method:
                 command.waiting.extend(before.waiting)
@@ -227,13 +211,12 @@ class USubscriptionClient:
     async def _send_command(self, key: Key, command: _Command) -> None:
         try:
             codec = CODECS[await self.find_version()]
+            status = Status.UNSUBSCRIBED
             if command.method == SUBSCRIBE:
-                status = codec.read_status(
-                    await self._call(SUBSCRIBE, codec.subscribe(command.topic, **command.options))
-                )
+                answer = await self._call(SUBSCRIBE, codec.subscribe(command.topic, **command.options))
+                status = codec.read_status(answer)
             else:
                 await self._call(UNSUBSCRIBE, codec.unsubscribe(command.topic))
-                status = Status.UNSUBSCRIBED
         except UStatusError as error:
             _settle(command, error)
         except asyncio.CancelledError:
@@ -245,20 +228,12 @@ class USubscriptionClient:
         else:
             # in the order of the answers, before any caller goes on
             if command.method == SUBSCRIBE and self._commands.is_current(key, command):
-                self._keep(key, command, status)
-            for future in command.waiting:
-                if not future.done():
-                    future.set_result(status)
+                self._subscribed.pop(key, None)
+                if status.wanting:  # it is to be said again after a reconnect
+                    self._subscribed[key] = command
+            _settle(command, status)
 
-    def _keep(self, key: Key, command: _Command, status: Status) -> None:
-        """What is to be said again after a reconnect."""
-        if status.wanting:
-            self._subscribed[key] = command
-        else:
-            self._subscribed.pop(key, None)
-
-    # -- questions
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- questions -----------------------------------------------------------------------------------------------------
 
     async def fetch_subscriptions(
         self, topic: UUri | None = None, subscriber: UUri | None = None
@@ -268,39 +243,33 @@ class USubscriptionClient:
 
         Raises UNIMPLEMENTED where the service's version can't do what is asked.
         """
-        codec = CODECS[await self.find_version()]
-        if codec is V3_CODEC and (topic is None) == (subscriber is None):
-            raise UStatusError(
-                UCode.UNIMPLEMENTED,
-                "a version 3 service lists the subscriptions of one topic or of one subscriber only",
-            )
+        version = await self.find_version()
+        if version == 3 and (topic is None) == (subscriber is None):
+            what = "a version 3 service lists the subscriptions of one topic or of one subscriber only"
+            raise UStatusError(UCode.UNIMPLEMENTED, what)
+        self._require_open()
         found: list[Subscription] = []
-        place: int | None = 0
-        while place is not None:
-            request = codec.fetch_subscriptions(topic, subscriber, place)
-            page, place = codec.read_subscriptions(await self._call(wire.FETCH_SUBSCRIPTIONS, request), place)
+        timeout_ms = self._call_ms * LIST_FACTOR
+        async for page in self._services.listed(self.authority, version, topic, subscriber, timeout_ms):
             found.extend(page)
             self._require_bounded(found)
         return found
 
     def _require_bounded(self, listed: Sized) -> None:
         if len(listed) > self._listed_max:
-            what = (
-                f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, which is the limit"
-            )
+            what = f"the uSubscription of {self.authority} lists more than {self._listed_max} entries, the limit"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
 
     async def fetch_subscribers(self, topic: UUri) -> list[UUri]:
         if await self.find_version() == 4:
             return [one.subscriber for one in await self.fetch_subscriptions(topic)]
         found: list[UUri] = []
-        while True:
+        more = True
+        while more:
             self._require_bounded(found)
             request = V3_CODEC.fetch_subscribers(topic, len(found))
             page, more = V3_CODEC.read_subscribers(await self._call(wire.FETCH_SUBSCRIBERS, request))
             found.extend(page)
-            if not more or not page:
-                break
         return found
 
     async def register_for_notifications(self, topic: UUri | None = None) -> None:
@@ -328,8 +297,7 @@ class USubscriptionClient:
         registered topics."""
         self._changes.append(callback)
 
-    # -- the service
-    # ------------------------------------------------------------------------------------------------------------------
+    # -- the service ---------------------------------------------------------------------------------------------------
 
     async def find_version(self) -> int:
         """3 or 4, whichever the service answers to. Raises UNAVAILABLE if neither."""
@@ -363,59 +331,46 @@ class USubscriptionClient:
             if await old:
                 return 3
         finally:
-            for task in (first, again, old):
-                task.cancel()
-            await asyncio.gather(first, again, old, return_exceptions=True)
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"no uSubscription service answers at {self.authority}: is it running and reachable?"
-        )
+            await end(first, again, old)
+        what = f"no uSubscription service answers at {self.authority}: is it running and reachable?"
+        raise UStatusError(UCode.UNAVAILABLE, what)
 
     async def _speaks(self, version: int, method: str, request: Message, after_ms: int = 0) -> bool:
         await asyncio.sleep(after_ms / 1000)
         try:
-            await self._invoke(version, method, request, max(self._probe_ms - after_ms, 1))
+            await self._services.call(self.authority, version, method, request, max(self._probe_ms - after_ms, 1))
         except UStatusError as error:
             return error.code not in NOT_SPOKEN
         return True
 
     async def _call(self, method: str, request: Message) -> UPayload:
         self._require_open()
-        timeout_ms = self._call_ms * (LIST_FACTOR if method == wire.FETCH_SUBSCRIPTIONS else 1)
-        return await self._invoke(await self.find_version(), method, request, timeout_ms)
-
-    def _invoke(self, version: int, method: str, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
-        sink = wire.service(self.authority, version, CODECS[version].methods[method].resource)
-        return self._rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms))
+        return await self._services.call(self.authority, await self.find_version(), method, request, self._call_ms)
 
     def _require_open(self) -> None:
         if not self._open:
             raise UStatusError(UCode.FAILED_PRECONDITION, "the uSubscription client is not open: await open() first")
 
-    # -- listeners and reconnects
-    # -----------------------------------------------------------------------------------------------------
+    # -- listeners and reconnects --------------------------------------------------------------------------------------
 
     async def _listen(self, topic: UUri, listener: UListener, since: Any) -> None:
         listeners = self._listeners.setdefault(uris.key(topic), [])
-        if any(one is listener for one in listeners):
+        if any(one is listener for one, _ in listeners):
             return
         if since is not None:
             assert self._history is not None
             await self._history.subscribe_since(topic, since, listener)
-            self._fed.add((uris.key(topic), id(listener)))
         else:
             await self.transport.register_listener(topic, listener)
-        listeners.append(listener)
+        listeners.append((listener, since is not None))
 
     async def _unlisten(self, topic: UUri, listener: UListener) -> None:
         key = uris.key(topic)
-        rest = [one for one in self._listeners.get(key, []) if one is not listener]
-        if rest:
+        known = self._listeners.pop(key, [])
+        if rest := [entry for entry in known if entry[0] is not listener]:
             self._listeners[key] = rest
-        else:
-            self._listeners.pop(key, None)
-        if (key, id(listener)) in self._fed:
+        if any(is_fed for one, is_fed in known if one is listener):
             assert self._history is not None
-            self._fed.remove((key, id(listener)))
             await self._history.unsubscribe(topic, listener)
             return
         with contextlib.suppress(UStatusError):  # the transport may have lost it
@@ -457,11 +412,12 @@ class USubscriptionClient:
         return None
 
 
-def _settle(command: _Command, error: UStatusError) -> None:
+def _settle(command: _Command, answer: Status | UStatusError) -> None:
     for future in command.waiting:
-        if not future.done():
-            future.set_exception(error)
+        if future.done():
+            continue
+        if isinstance(answer, Status):
+            future.set_result(answer)
+        else:
+            future.set_exception(answer)
             future.exception()  # seen, even if its caller has gone
-
-
-__all__ = ["HistorySource", "Status", "Subscription", "USubscriptionClient"]

@@ -16,21 +16,22 @@ import contextlib
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import structlog
 
 from storage.runtime import REAL, Runtime
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.asking import end
 from uprotocol.core.usubscription.wire import Entry, Key, Status, Subscription, to_uri
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from usubscription_client.client import USubscriptionClient
+from usubscription_client.client import CALL_MS, PROBE_MS, USubscriptionClient
 from usubscription_client.saved_interest import SavedInterest
-from usubscription_client.table import SUBSCRIPTIONS_MAX, InterestSource, Positions, Want, merge
+from usubscription_client.table import SUBSCRIPTIONS_MAX, InterestSource, Positions, Want, is_wide, merge
 
 # between fetches when all is well: notifications do the work, this only mends what they lost
 REFRESH_MS: Final = 60_000
@@ -56,12 +57,9 @@ class ServiceInterest(InterestSource):
         local: LocalUriProvider,
         authority: str,
         *,
-        version: int | None = None,
         refresh_ms: int = REFRESH_MS,
-        retry_first_ms: int = RETRY_FIRST_MS,
-        call_ms: int | None = None,
+        call_ms: int = CALL_MS,
         saved: Path | None = None,
-        random: Callable[[], float] | None = None,
         runtime: Runtime = REAL,
         lives_there: Callable[[str], bool] = lambda authority: True,
         subscriptions_max: int = SUBSCRIPTIONS_MAX,
@@ -74,14 +72,14 @@ class ServiceInterest(InterestSource):
         super().__init__(authority, subscriptions_max=subscriptions_max)
         self._lives_there = lives_there
         self.ignored = 0  # subscriptions of which it has nothing to say
-        self._saved = SavedInterest(saved, self._table.subscriptions, runtime.disk) if saved is not None else None
-        settings: dict[str, Any] = {} if call_ms is None else {"call_ms": call_ms, "probe_ms": min(call_ms, 1_000)}
-        settings["listed_max"] = subscriptions_max
-        self._client = USubscriptionClient(transport, local, authority, version, **settings)
+        self._saved = SavedInterest(saved, self.subscriptions, runtime.disk) if saved is not None else None
+        probe_ms = min(call_ms, PROBE_MS)
+        self._client = USubscriptionClient(
+            transport, local, authority, call_ms=call_ms, probe_ms=probe_ms, listed_max=subscriptions_max
+        )
         self._client.on_change(self._on_change)
-        self._refresh_ms, self._retry_first_ms, self._random = refresh_ms, retry_first_ms, random or runtime.rng.random
+        self._refresh_ms, self._random = refresh_ms, runtime.rng.random
         self.healthy = False
-        self._started = False
         self._asked: dict[str, dict[Key, UUri]] = {}  # by the topics' authority; the longest known first
         self._asked_count = 0
         self._unanswered: set[Key] = set()
@@ -96,36 +94,25 @@ class ServiceInterest(InterestSource):
         return self._client.version != 3
 
     async def start(self) -> None:
-        if self._started:
+        if self._task is not None:
             return
-        self._started = True
-        if self._saved is not None:
-            self._recall(self._saved)
+        if self._saved is not None:  # what was known before the restart serves until the service is heard
+            known = self._saved.load()
+            if self.replace(known):
+                self.changed()
+            for subscription in known:
+                self._note_asked(subscription.topic)
+            self.on_change(self._saved.changed)
         first = asyncio.get_running_loop().create_future()
         self._task = asyncio.ensure_future(self._run(first))
         await first
 
     async def stop(self) -> None:
-        self._started = False
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        task, self._task = self._task, None
+        await end(task)
         await self._client.close()
         if self._saved is not None:
             await self._saved.close()
-
-    def _recall(self, saved: SavedInterest) -> None:
-        """Serve what was known before the restart, until the service is heard."""
-        known = saved.load()
-        if self._table.replace(known):
-            self._table.changed()
-        for subscription in known:
-            self._note_asked(subscription.topic)
-        self._table.on_change(saved.changed)
-
-    async def refresh(self) -> None:
-        await self._try()
 
     async def ask(self, topic: UUri) -> None:
         """FetchSubscribers and RegisterForNotifications, once per topic; a failure is repeated with the next
@@ -138,9 +125,8 @@ class ServiceInterest(InterestSource):
         if self._asked_count >= TOPICS_ASKED_MAX or len(of_it) >= AUTHORITY_TOPICS_ASKED_MAX:
             freed = self._let_go(authority if of_it else max(self._asked, key=lambda one: len(self._asked[one])))
             if freed is None:
-                log.warning(
-                    "no more topics can be asked of this service", authority=self.name, of=authority, topics=len(of_it)
-                )
+                what = {"authority": self.name, "of": authority, "topics": len(of_it)}
+                log.warning("no more topics can be asked of this service", **what)
                 return
         self._note_asked(topic)
         if not await self._ask(topic):
@@ -160,7 +146,7 @@ class ServiceInterest(InterestSource):
         of_it = self._asked[authority]
         for key in list(islice(of_it, LET_GO_LOOKS_MAX)):
             topic = of_it.pop(key)
-            if not self._table.wants(topic):
+            if not self.wants(topic):
                 self._asked_count -= 1
                 self._answered.discard(key)
                 self._unanswered.discard(key)
@@ -172,84 +158,68 @@ class ServiceInterest(InterestSource):
         return self.complete if self.can_list else uris.key(topic) in self._answered
 
     async def _run(self, first: asyncio.Future[None]) -> None:
-        backoff = Backoff(2 * self._retry_first_ms, RETRY_MAX_MS)
+        backoff = Backoff(2 * RETRY_FIRST_MS, RETRY_MAX_MS)
         loop = asyncio.get_running_loop()
         while True:
             self._news.clear()
             # whatever we are told: a notification costs its sender nothing
-            earliest = loop.time() + self._retry_first_ms / 1000
-            ok = await self._try()
+            earliest = loop.time() + RETRY_FIRST_MS / 1000
+            await self.refresh()
             if not first.done():
                 first.set_result(None)
-            if ok:
+            if self.healthy:
                 backoff.reset()
-            wait_ms = (self._refresh_ms if ok else backoff.next_ms()) * (0.75 + self._random() / 2)
+            wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._news.wait()
             await asyncio.sleep(max(earliest - loop.time(), 0))
 
-    async def _try(self) -> bool:
+    async def refresh(self) -> None:
         async with self._fetching:
             try:
                 await self._client.open()
                 await self._fetch()
             except UStatusError as error:
                 if self.healthy:
-                    log.warning(
-                        "uSubscription can't be asked: the last known interest serves",
-                        authority=self.name,
-                        why=str(error),
-                    )
+                    what = "uSubscription can't be asked: the last known interest serves"
+                    log.warning(what, authority=self.name, why=str(error))
                 self.healthy = False
             except Exception:
                 log.exception("asking uSubscription failed", authority=self.name)
                 self.healthy = False
             else:
                 self.healthy = not self._unanswered
-            return self.healthy
 
     async def _fetch(self) -> None:
-        """Register first, then fetch."""
         could_list = self.can_list
-        if await self._client.find_version() == 3:
-            if could_list:
-                self._table.changed()  # who waits for this service has to ask it by topic
-            await self._ask_all_again()
+        if await self._client.find_version() == 4:
+            await self._take_all(self._fetch_all)
             return
-        await self._take_all(self._fetch_all)
-
-    async def _fetch_all(self) -> Iterable[Subscription]:
-        await self._client.register_for_notifications()
-        return filter(self._may_say, await self._client.fetch_subscriptions())
-
-    def _may_say(self, told: Subscription) -> bool:
-        topic, subscriber = told.topic, told.subscriber
-        one_topic = (
-            topic.authority_name != uris.WILDCARD_AUTHORITY and topic.ue_id & 0xFFFF != uris.WILDCARD_ENTITY_TYPE
-        )
-        if (
-            one_topic
-            and uris.is_topic(topic)
-            and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name))
-        ):
-            return True
-        if not self.ignored:
-            what = f"{uris.format(topic)} for {uris.format(subscriber)}"
-            log.warning(
-                "a uSubscription tells of a subscription that is not of its network: passed over",
-                authority=self.name,
-                what=what,
-            )
-        self.ignored += 1
-        return False
-
-    async def _ask_all_again(self) -> None:
+        if could_list:
+            self.changed()  # who waits for this service has to ask it by topic
         topics = [topic for of_it in self._asked.values() for topic in of_it.values()]
         for start in range(0, len(topics), ASKS_AT_ONCE):
             answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
             if not any(answered):
                 raise UStatusError(UCode.UNAVAILABLE, "it answers no more")
+
+    async def _fetch_all(self) -> Iterable[Subscription]:
+        """Register first, then fetch."""
+        await self._client.register_for_notifications()
+        return filter(self._may_say, await self._client.fetch_subscriptions())
+
+    def _may_say(self, told: Subscription) -> bool:
+        topic, subscriber = told.topic, told.subscriber
+        is_topic = not is_wide(uris.key(topic)) and uris.is_topic(topic)
+        if is_topic and (self._lives_there(topic.authority_name) or self._lives_there(subscriber.authority_name)):
+            return True
+        if not self.ignored:
+            what = f"{uris.format(topic)} for {uris.format(subscriber)}"
+            why = "a uSubscription tells of a subscription that is not of its network: passed over"
+            log.warning(why, authority=self.name, what=what)
+        self.ignored += 1
+        return False
 
     async def _ask(self, topic: UUri) -> bool:
         key = uris.key(topic)
@@ -263,22 +233,21 @@ class ServiceInterest(InterestSource):
             return False
         self._unanswered.discard(key)
         known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
-        if self._table.replace(filter(self._may_say, known), only=topic) or key not in self._answered:
+        if self.replace(filter(self._may_say, known), only=topic) or key not in self._answered:
             self._answered.add(key)
-            self._table.changed()
+            self.changed()
         return True
 
     def _on_change(self, change: Subscription) -> None:
         if not change.topic.resource_id:
             self._news.set()  # it was reset, and with it our registration
-            return
-        if self._may_say(change):
+        elif self._may_say(change):
             self._take([change])
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:
             self._news.set()
-        elif self._started:
+        elif self._task is not None:
             self.healthy = False
 
 
@@ -305,11 +274,9 @@ class EmbeddedInterest(InterestSource):
     def __init__(self, service: EmbeddedService, saved: Path | None = None, runtime: Runtime = REAL) -> None:
         super().__init__(service.authority)
         self._service, self.also = service, service.also
-        self._saved = (
-            SavedInterest(saved, self._table.one_of_each_authority, runtime.disk, delay_s=EMBEDDED_SAVE_DELAY_S)
-            if saved is not None
-            else None
-        )
+        self._saved: SavedInterest | None = None
+        if saved is not None:
+            self._saved = SavedInterest(saved, self.one_of_each_authority, runtime.disk, EMBEDDED_SAVE_DELAY_S)
         self.healthy = False
         service.on_change(self._changed)
 
@@ -327,18 +294,17 @@ class EmbeddedInterest(InterestSource):
         try:
             await self._take_all(self._read)
         except UStatusError as error:
-            log.error(
-                "the subscriptions can't be read: the last known interest serves", authority=self.name, why=str(error)
-            )
+            what = "the subscriptions can't be read: the last known interest serves"
+            log.error(what, authority=self.name, why=str(error))
             self.healthy = False
-            if not self.complete and self._saved is not None and self._table.replace(self._saved.load()):
-                self._table.changed()
+            if not self.complete and self._saved is not None and self.replace(self._saved.load()):
+                self.changed()
 
     async def _read(self) -> Iterable[Subscription]:
         entries = await self._service.subscriptions()
         self.healthy = True
         if self._saved is not None and not self.complete:
-            self._table.on_change(self._saved.changed)
+            self.on_change(self._saved.changed)
         return map(_subscription, entries)
 
     def _changed(self, changes: Sequence[Entry]) -> None:
@@ -383,9 +349,7 @@ class Interest:
 
     async def ask(self, topic: UUri) -> None:
         """Ask the sources that can't list about `topic`. Costs nothing where all of them can, or have been asked."""
-        asking = [source.ask(topic) for source in self.sources if not source.can_list]
-        if asking:
-            await asyncio.gather(*asking)
+        await asyncio.gather(*(source.ask(topic) for source in self.sources if not source.can_list))
 
     def undecided(self, topic: UUri) -> list[str]:
         """The scopes of the sources that may yet name somebody who wants `topic`; `on_change` tells when one of them
@@ -435,8 +399,7 @@ class Interest:
 
     def topics(self) -> list[UUri]:
         """Every topic that somebody wants, patterns included, each once."""
-        found = {uris.key(topic): topic for source in self.sources for topic in source.topics()}
-        return list(found.values())
+        return list({uris.key(topic): topic for source in self.sources for topic in source.topics()}.values())
 
     @property
     def can_list(self) -> bool:
@@ -444,7 +407,7 @@ class Interest:
 
     @property
     def healthy(self) -> bool:
-        return all(source.healthy for source in self.sources)
+        return not self.unhealthy
 
     @property
     def unhealthy(self) -> list[str]:
@@ -458,6 +421,3 @@ class Interest:
         self.version += 1
         for callback in self._callbacks:
             callback()
-
-
-__all__ = ["EmbeddedInterest", "EmbeddedService", "Interest", "InterestSource", "ServiceInterest", "Want"]

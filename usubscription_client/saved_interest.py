@@ -32,7 +32,6 @@ class SavedInterest:
         path: Path,
         known: Callable[[], Iterable[Subscription]],
         disk: Disk = REAL_DISK,
-        *,
         delay_s: float = SAVE_DELAY_S,
     ) -> None:
         self._path, self._known, self._disk, self._delay_s = path, known, disk, delay_s
@@ -50,9 +49,8 @@ class SavedInterest:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
-            log.warning(
-                "the remembered interest can't be read, and is asked anew", path=str(self._path), why=str(error)
-            )
+            what = "the remembered interest can't be read, and is asked anew"
+            log.warning(what, path=str(self._path), why=str(error))
             return []
 
     def changed(self) -> None:

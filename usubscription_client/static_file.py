@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,9 +60,8 @@ def read(path: Path) -> list[Subscription]:
     except UStatusError as error:
         raise invalid(f"{path}: {error.message}") from None
     if not isinstance(content, dict):
-        raise invalid(
-            f"{path}: expected an object that maps topic URIs to lists of subscriber URIs, got {_kind(content)}"
-        )
+        expected = "an object that maps topic URIs to lists of subscriber URIs"
+        raise invalid(f"{path}: expected {expected}, got {_kind(content)}")
     return [subscription for topic, subscribers in content.items() for subscription in _entry(path, topic, subscribers)]
 
 
@@ -86,17 +86,13 @@ def _entry(path: Path, topic: str, subscribers: Any) -> list[Subscription]:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise invalid(f"topic {twice!r} is listed twice")
-    return made
+    for topic, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise invalid(f"topic {topic!r} is listed twice")
+    return dict(pairs)
 
 
 def _kind(value: Any) -> str:
     return {dict: "an object", list: "a list", str: "a text", bool: "a truth value", type(None): "null"}.get(
         type(value), "a number"
     )
-
-
-__all__ = ["StaticFile", "read"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Key, Status, Subscription, to_uri
@@ -34,18 +34,13 @@ class Want:
     since: Positions = FROM_THE_CURSOR
 
 
-class _Subscriber(NamedTuple):
-    period_ms: int | None
-    since: Positions
-
-
 NOBODY: Final[Mapping[str, Want]] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
 class _Topic:
     uri: UUri
-    subscribers: dict[Key, _Subscriber] = field(default_factory=dict)
+    subscribers: dict[Key, Want] = field(default_factory=dict)
     wants: Mapping[str, Want] | None = None  # by authority; None: to be made anew
 
 
@@ -61,13 +56,13 @@ class InterestTable:
         self.count = 0  # of subscriptions
         self.left_out = 0  # since there was no room for more
         self._topics: dict[Key, _Topic] = {}
-        # topics with a wildcard: version 4 allows all instances, and all versions
+        # of those the ones with a wildcard: version 4 allows all instances, and all versions
         self._patterns: dict[Key, _Topic] = {}
-        self._wide: dict[Key, _Topic] = {}  # of those the ones with another wildcard, which only a file can have
+        self._wide: dict[Key, _Topic] = {}  # and of those the ones with another wildcard, which only a file can have
         self._callbacks: list[Callable[[], None]] = []
 
     def __len__(self) -> int:
-        return len(self._topics) + len(self._patterns)
+        return len(self._topics)
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`."""
@@ -85,94 +80,65 @@ class InterestTable:
         return uris.key(topic) in self._topics
 
     def topics(self) -> list[UUri]:
-        return [entry.uri for entries in (self._topics, self._patterns) for entry in entries.values()]
+        return [entry.uri for entry in self._topics.values()]
 
     def subscriptions(self) -> Iterator[Subscription]:
         """Everything that is known; pending ones count as subscribed."""
-        for entries in (self._topics, self._patterns):
-            for entry in entries.values():
-                for key, subscriber in entry.subscribers.items():
-                    yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, subscriber.period_ms)
+        for entry in self._topics.values():
+            for key, want in entry.subscribers.items():
+                yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
         """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
         them."""
-        for entries in (self._topics, self._patterns):
-            for entry in entries.values():
-                wants = _wants_of(entry)
-                named: dict[str, Key] = {}
-                for key in entry.subscribers:
-                    named.setdefault(key[0], key)
-                for authority, key in named.items():
-                    yield Subscription(
-                        entry.uri, to_uri(key), Status.SUBSCRIBED, None, wants[authority].sample_period_ms
-                    )
+        for entry in self._topics.values():
+            named = {key[0]: key for key in reversed(entry.subscribers)}  # the first one of each
+            for authority, want in _wants_of(entry).items():
+                yield Subscription(entry.uri, to_uri(named[authority]), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def put(self, subscription: Subscription) -> bool:
         """Take one subscription as it is now. True if that changed anything."""
         topic_key, subscriber = uris.key(subscription.topic), uris.key(subscription.subscriber)
-        entries = self._patterns if uris.has_wildcard(subscription.topic) else self._topics
-        entry = entries.get(topic_key)
+        entry = self._topics.get(topic_key)
         if subscription.status.wanting:
             known = entry.subscribers.get(subscriber) if entry is not None else None
-            if known is not None and known.period_ms == subscription.sample_period_ms:
+            if known is not None and known.sample_period_ms == subscription.sample_period_ms:
                 return False
             if known is None and self.count >= self._most:
                 self.left_out += 1
                 return False
             if entry is None:
-                entry = entries[topic_key] = _Topic(subscription.topic)
-                if entries is self._patterns and _is_wide(topic_key):
-                    self._wide[topic_key] = entry
+                entry = self._topics[topic_key] = _Topic(subscription.topic)
+                if uris.has_wildcard(subscription.topic):
+                    self._patterns[topic_key] = entry
+                    if is_wide(topic_key):
+                        self._wide[topic_key] = entry
             self.count += known is None
             since = self._since(subscription.topic) if known is None else known.since
-            entry.subscribers[subscriber] = _Subscriber(subscription.sample_period_ms, since)
+            entry.subscribers[subscriber] = Want(subscription.sample_period_ms, since)
         else:
             if entry is None or subscriber not in entry.subscribers:
                 return False
             del entry.subscribers[subscriber]
             self.count -= 1
             if not entry.subscribers:
-                del entries[topic_key]
+                del self._topics[topic_key]
+                self._patterns.pop(topic_key, None)
                 self._wide.pop(topic_key, None)
         entry.wants = None
         return True
 
     def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> bool:
         """These are all there are (of topic `only`, if given). True if that changed anything."""
-        fresh = InterestTable(self._since, self._most)
-        for subscription in subscriptions:
-            fresh.put(subscription)
-        self.left_out += fresh.left_out
-        fresh._keep_places(self)
-        if only is not None:
-            key = uris.key(only)
-            old, new = self._topics.get(key), fresh._topics.get(key)
-            if (old.subscribers if old else {}) == (new.subscribers if new else {}):
-                return False
-            self.count += (len(new.subscribers) if new else 0) - (len(old.subscribers) if old else 0)
-            if new is None:
-                del self._topics[key]
-            else:
-                self._topics[key] = new
-            return True
-        if fresh._flat() == self._flat():
-            return False
-        self._topics, self._patterns, self._wide, self.count = fresh._topics, fresh._patterns, fresh._wide, fresh.count
-        return True
-
-    def _keep_places(self, known: InterestTable) -> None:
-        """A subscription that was known already counts from where it did."""
-        for mine, theirs in ((self._topics, known._topics), (self._patterns, known._patterns)):
-            for key, entry in mine.items():
-                before = theirs[key].subscribers if key in theirs else {}
-                for subscriber in entry.subscribers.keys() & before.keys():
-                    entry.subscribers[subscriber] = entry.subscribers[subscriber]._replace(
-                        since=before[subscriber].since
-                    )
-
-    def _flat(self) -> dict[Key, dict[Key, _Subscriber]]:
-        return {key: entry.subscribers for entries in (self._topics, self._patterns) for key, entry in entries.items()}
+        listed = {(uris.key(one.topic), uris.key(one.subscriber)): one for one in subscriptions}
+        topics = self._topics if only is None else {uris.key(only)} & self._topics.keys()
+        gone = [
+            Subscription(self._topics[topic].uri, to_uri(subscriber), Status.UNSUBSCRIBED)
+            for topic in topics
+            for subscriber in self._topics[topic].subscribers
+            if (topic, subscriber) not in listed
+        ]
+        return sum(map(self.put, (*gone, *listed.values()))) > 0
 
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callbacks.append(callback)
@@ -194,7 +160,7 @@ def _wildcards(key: Key) -> Iterable[Key]:
     }
 
 
-def _is_wide(key: Key) -> bool:
+def is_wide(key: Key) -> bool:
     """No subscription that a service may take, for the specification forbids these wildcards."""
     authority, ue_id, _, resource = key
     return (
@@ -207,8 +173,7 @@ def _is_wide(key: Key) -> bool:
 def _wants_of(entry: _Topic) -> Mapping[str, Want]:
     if entry.wants is None:
         wants: dict[str, Want] = {}
-        for (authority, *_), subscriber in entry.subscribers.items():
-            want = Want(*subscriber)
+        for (authority, *_), want in entry.subscribers.items():
             wants[authority] = _both(wants[authority], want) if authority in wants else want
         entry.wants = wants
     return entry.wants
@@ -216,12 +181,9 @@ def _wants_of(entry: _Topic) -> Mapping[str, Want]:
 
 def _both(one: Want, other: Want) -> Want:
     """What satisfies both subscribers of an authority."""
-    return Want(_smaller(one.sample_period_ms, other.sample_period_ms), min(one.since, other.since))
-
-
-def _smaller(one: int | None, other: int | None) -> int | None:
-    """The sample period that satisfies both; None is every message (A-33)."""
-    return None if one is None or other is None else min(one, other)
+    mine, others = one.sample_period_ms, other.sample_period_ms
+    period_ms = None if mine is None or others is None else min(mine, others)  # None is every message (A-33)
+    return Want(period_ms, min(one.since, other.since))
 
 
 def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
@@ -237,7 +199,7 @@ def merge(parts: Sequence[Mapping[str, Want]]) -> Mapping[str, Want]:
     return merged
 
 
-class InterestSource:
+class InterestSource(InterestTable):
     """One place that knows subscriptions: a service, or a file.
 
     `scope` is the authority whose clients and topics this source knows; the wildcard: all. `positions()` tells where
@@ -251,16 +213,14 @@ class InterestSource:
     complete = False  # True from the first complete answer after a start
 
     def __init__(self, name: str, scope: str | None = None, subscriptions_max: int = SUBSCRIPTIONS_MAX) -> None:
+        super().__init__(lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max)
         self.name, self.scope = name, scope if scope is not None else name
         self.also: Collection[str] = ()  # other authorities, or families of them, whose topics it knows
         self.positions: Callable[[], Positions] = tuple
         self._meanwhile: list[Subscription] | None = None  # what changes while all of it is fetched
-        self._table = InterestTable(
-            lambda topic: self.positions() if self.decided(topic) else FROM_THE_CURSOR, subscriptions_max
-        )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}, topics={len(self._table)}, healthy={self.healthy})"
+        return f"{type(self).__name__}({self.name}, topics={len(self)}, healthy={self.healthy})"
 
     async def start(self) -> None:
         """Learn what there is. Returns when that has succeeded or failed once; a service's failure is retried, not
@@ -271,18 +231,6 @@ class InterestSource:
 
     async def refresh(self) -> None:
         """Fetch again now."""
-
-    def wants(self, topic: UUri) -> Mapping[str, Want]:
-        return self._table.wants(topic)
-
-    def names(self, topic: UUri) -> bool:
-        return self._table.names(topic)
-
-    def topics(self) -> Collection[UUri]:
-        return self._table.topics()
-
-    def on_change(self, callback: Callable[[], None]) -> None:
-        self._table.on_change(callback)
 
     def decided(self, topic: UUri) -> bool:
         """False until the first complete answer after a start, or, of a source that can't list, the first one about
@@ -302,18 +250,18 @@ class InterestSource:
                 subscriptions = await fetch()
         finally:
             self._meanwhile = None
-        changed = self._table.replace(subscriptions)
+        changed = self.replace(subscriptions)
         for change in meanwhile:
-            changed = self._table.put(change) or changed
+            changed = self.put(change) or changed
         if changed or not self.complete:
             self.complete = True
-            self._table.changed()
+            self.changed()
 
     def _take(self, changes: Iterable[Subscription]) -> None:
         changed = False
         for change in changes:
             if self._meanwhile is not None and len(self._meanwhile) < CHANGES_KEPT_MAX:
                 self._meanwhile.append(change)
-            changed = self._table.put(change) or changed
+            changed = self.put(change) or changed
         if changed:
-            self._table.changed()
+            self.changed()

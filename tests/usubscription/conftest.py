@@ -4,16 +4,20 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from storage.disk import Disk
+from storage.runtime import REAL
 from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
@@ -90,9 +94,24 @@ class Raw:
         await self.transport.send(UMessageBuilder.notification(topic, sink).build_from_upayload(payload))
 
 
+CONSTANTS = {
+    "remote_repeat_ms": "usubscription.remote.REPEAT_FIRST_MS",
+    "audit_call_ms": "usubscription.remote.AUDIT_CALL_MS",
+    "page_entries_max": "usubscription.service.PAGE_ENTRIES_MAX",
+}
+
+
+class Shortest(random.Random):
+    """Of what a pause may be."""
+
+    def random(self) -> float:
+        return 0.0
+
+
 class World:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, patch: pytest.MonkeyPatch) -> None:
+        self.path, self.patch = path, patch
+        patch.setattr(CONSTANTS["remote_repeat_ms"], 200)
         self.networks: dict[str, LocalNetwork] = {}
         self.forwarders: dict[tuple[str, str], Forwarder] = {}
         self._closing: list[Any] = []
@@ -127,8 +146,11 @@ class World:
     async def service(self, authority: str = "dev1", **options: Any) -> USubscriptionService:
         """Starts it, or starts it again on the store that it left."""
         transport = await self.transport(authority, 0, 4)
-        options.setdefault("remote_repeat_ms", 200)
-        options.setdefault("random", lambda: 0.0)
+        for name, constant in CONSTANTS.items():
+            if name in options:
+                self.patch.setattr(constant, options.pop(name))
+        now_ms = options.pop("now_ms", uuids.now_ms)
+        options["runtime"] = replace(options.get("runtime", REAL), now_ms=now_ms, rng=Shortest())
         made = USubscriptionService(transport, authority, self.path / f"{authority}.db", **options)
         await made.start()
         self.services[authority], self.transports[authority] = made, transport
@@ -178,7 +200,7 @@ def troubled_disk() -> TroubledDisk:
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path)
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    made = World(tmp_path, monkeypatch)
     yield made
     await made.close()

@@ -92,7 +92,11 @@ async def code_of(call: Any) -> UCode.ValueType:
 async def nothing_happened(world: Any, raw: Any) -> None:
     """Nothing stored, nothing said, and the service serves."""
     service = world.services["dev1"]
-    assert await service.read(lambda reader: (reader.count(), reader.links(), reader.registrations())) == (0, [], [])
+    assert await service.store.read(lambda reader: (reader.count(), reader.links(), reader.registrations())) == (
+        0,
+        [],
+        [],
+    )
     assert (await raw.call(4, 1, v4.SubscribeRequest(topic=GOOD))).unpack(v4.SubscribeResponse).status == 3
     assert len(await raw.published[4].count(1)) == 1
 

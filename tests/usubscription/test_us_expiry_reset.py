@@ -87,7 +87,7 @@ async def test_a_new_subscription_that_is_past_is_not_stored_and_says_nothing(
         assert await subscribe(raw, major, past) is Status.UNSUBSCRIBED
     assert await subscribe(raw, major, past, FAR) is Status.UNSUBSCRIBED
     assert await service.subscriptions() == []
-    assert await service.read(lambda reader: reader.links()) == []
+    assert await service.store.read(lambda reader: reader.links()) == []
     assert await subscribe(raw, major, EXPIRY_MS_MAX, OTHER) is Status.SUBSCRIBED
     heard = await raw.published[major].count(1)
     assert told(major, heard) == [Status.SUBSCRIBED]
@@ -194,7 +194,7 @@ async def test_reset_flushes_everything_for_good_and_tells_everybody(world: Any,
     for _ in range(2):
         service = world.services["dev1"]
         assert await service.subscriptions() == []
-        assert await service.read(lambda reader: (reader.links(), reader.registrations())) == ([], [])
+        assert await service.store.read(lambda reader: (reader.links(), reader.registrations())) == ([], [])
         await world.stop()
         await world.service(reset="all")
     await subscribe(old, 3, None)
@@ -299,4 +299,4 @@ async def test_reset_cancels_remote_commands_and_tells_the_peers_nothing(world: 
     )
     await asyncio.sleep(0.1)
     assert [one for one in log if one.attributes.sink.resource_id == 1] == commands
-    assert await service.read(lambda reader: reader.links()) == []
+    assert await service.store.read(lambda reader: reader.links()) == []

@@ -15,7 +15,7 @@ from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.umessage_pb2 import UMessage
-from usubscription_client import ServiceInterest, Status, Subscription, Want
+from usubscription_client import ServiceInterest, Status, Subscription, Want, interest
 from usubscription_client.table import InterestTable, merge
 
 LOCAL = LocalUriProvider("dev1", 0x99, 1)
@@ -76,7 +76,7 @@ async def test_a_service_has_nothing_to_say_about_others_topics_for_others_clien
         await world.transport("dev1", 0x99), LOCAL, "dev1", lives_there=lambda authority: authority == "dev1"
     )
     await source.start()
-    known = {uris.format(one.topic) for one in source._table.subscriptions()}
+    known = {uris.format(one.topic) for one in source.subscriptions()}
     assert known == {f"up:{MINE}", "up://elsewhere/20/1/8002"}
     assert source.ignored == 4, "and the last one means nothing at all"
     for one in (sub(THEIRS, "//cloud/0/4/0"), sub(MINE, "//third/0/4/0")):
@@ -102,10 +102,13 @@ async def test_one_that_lists_without_end_is_not_followed_and_the_last_known_ser
     await liar.close()
 
 
-async def test_notifications_that_say_nothing_make_nobody_fetch_all_the_time(world: Any) -> None:
+async def test_notifications_that_say_nothing_make_nobody_fetch_all_the_time(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One without a topic is what a registered client hears after a Reset: it asks anew, but not for each of them."""
     liar = await Liar(await world.transport("dev1", 0, 4)).open()
-    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1", retry_first_ms=60_000)
+    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 60_000)
+    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1")
     await source.start()
     before = liar.asked
     for _ in range(200):

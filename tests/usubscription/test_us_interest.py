@@ -155,13 +155,14 @@ async def test_service_interest_fetches_and_follows(world: Any) -> None:
     await source.stop()
 
 
-async def test_service_interest_serves_on_and_says_so_while_the_service_is_away(world: Any) -> None:
+async def test_service_interest_serves_on_and_says_so_while_the_service_is_away(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 20)
     await world.service()
     client = await world.client()
     await client.subscribe(TOPIC)
-    source = ServiceInterest(
-        await world.transport("dev1", 0x99), LOCAL, "dev1", refresh_ms=50, retry_first_ms=20, call_ms=100
-    )
+    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "dev1", refresh_ms=50, call_ms=100)
     changed = Changed(source)
     await source.start()
     await world.stop()
@@ -276,13 +277,14 @@ async def test_a_foreign_v3_service_is_asked_topic_by_topic_once_and_followed(wo
     await old.close()
 
 
-async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_returns(world: Any) -> None:
+async def test_a_foreign_v3_service_that_went_away_is_asked_again_when_it_returns(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interest, "RETRY_FIRST_MS", 20)
     old = OldService(await world.transport("old", 0, 3))
     await old.open()
     topic = uris.parse("//old/20/1/8001")
-    source = ServiceInterest(
-        await world.transport("dev1", 0x99), LOCAL, "old", call_ms=100, retry_first_ms=20, refresh_ms=20
-    )
+    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=100, refresh_ms=20)
     changed = Changed(source)
     await source.start()
     await old.close()

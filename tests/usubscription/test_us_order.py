@@ -249,7 +249,7 @@ async def test_a_restore_that_meets_a_shortage_is_tried_again(world: Any, versio
     full.clear()
     await restored(client)
     assert len(await service.subscriptions()) == 1
-    assert len(await service.read(lambda reader: reader.registrations())) == 1
+    assert len(await service.store.read(lambda reader: reader.registrations())) == 1
 
 
 def test_an_answer_that_says_nothing_is_no_refusal() -> None:

@@ -118,7 +118,7 @@ async def test_the_trouble_of_one_destination_is_its_own_and_it_gets_all_of_it_i
     late = raw.published[4] if stuck == "publishes at home" else watchers[stuck]
     assert numbers(await late.count(40)) == list(range(40))
     await until(lambda: not service.notifier.troubles)
-    assert await service.read(lambda reader: reader.destinations_held()) == []
+    assert await service.store.read(lambda reader: reader.destinations_held()) == []
     await raw.call(4, 1, v4.SubscribeRequest(topic=topic(40)))
     assert numbers(await late.count(41))[-1] == 40
 

@@ -10,6 +10,7 @@ import pytest
 
 from streamer.limits import Limits
 from uprotocol import uri as uris
+from uprotocol.core.usubscription.asking import Services
 from uprotocol.core.usubscription.v3 import usubscription_pb2 as v3
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
 from uprotocol.message import UMessageBuilder, UPayload
@@ -216,10 +217,12 @@ async def test_v4_without_pages_is_refused_what_does_not_fit(world: Any) -> None
     assert len((await raw.call(4, 3, one)).unpack(v4.FetchSubscriptionsResponse).subscriptions) == 1
 
 
-async def test_pages_go_on_where_they_were_while_others_come_and_go(world: Any) -> None:
+async def test_pages_go_on_where_they_were_while_others_come_and_go(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     service = await filled(world, 3_000, message_bytes_max=1 << 16)
     client = await world.client(version=4)
-    call, calls = client._call, 0
+    call, calls = Services.call, 0
 
     async def between(*args: Any) -> UPayload:
         nonlocal calls
@@ -229,7 +232,7 @@ async def test_pages_go_on_where_they_were_while_others_come_and_go(world: Any) 
         payload: UPayload = await call(*args)
         return payload
 
-    client._call = between
+    monkeypatch.setattr(Services, "call", between)
     assert len(await client.fetch_subscriptions()) == 3_000, "the one that went was told on the first page"
     assert calls > 2
 

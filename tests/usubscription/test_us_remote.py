@@ -169,7 +169,7 @@ async def wait_for(condition: Callable[[], Any]) -> Any:
 
 
 async def links(service: Any) -> dict[str, Any]:
-    return {uris.format(_uri(topic)): link for topic, link in await service.read(lambda reader: reader.links())}
+    return {uris.format(_uri(topic)): link for topic, link in await service.store.read(lambda reader: reader.links())}
 
 
 # -- two services

@@ -55,8 +55,8 @@ async def test_a_reset_ends_what_its_sender_shares_and_nothing_of_others(world: 
     assert len(await service.subscriptions()) == 5
     assert await reset(peer, major=major) == UCode.OK
     assert await pairs(service) == [("dev1", "dev1"), ("dev3", "dev1"), ("dev1", "dev3")]
-    assert [topic[0] for topic, _ in await service.read(lambda reader: reader.links())] == ["dev3"]
-    assert [client[0] for client, _, _ in await service.read(lambda reader: reader.registrations())] == ["dev1"]
+    assert [topic[0] for topic, _ in await service.store.read(lambda reader: reader.links())] == ["dev3"]
+    assert [client[0] for client, _, _ in await service.store.read(lambda reader: reader.registrations())] == ["dev1"]
     heard = [UPayload.of(one).unpack(v4.Subscription) for one in await app.notified[4].count(7)]
     assert [(one.topic, one.subscriber.authority_name) for one in heard[5:]] == [(FAR, "dev1"), (TOPIC, "dev2")]
     assert {one.status for one in heard[5:]} == {Status.UNSUBSCRIBED + 1}
@@ -72,7 +72,7 @@ async def test_it_ends_the_commands_to_the_sender_and_goes_on_with_those_to_othe
         await subscribe(app, topic)
     assert await reset(peer) == UCode.OK
     assert (service.remote.commands_to("dev2"), service.remote.commands_to("dev3")) == (0, 1)
-    links = await service.read(lambda reader: reader.links())
+    links = await service.store.read(lambda reader: reader.links())
     assert [(topic[0], link.command) for topic, link in links] == [("dev3", Command.SUBSCRIBE)]
 
 
@@ -106,7 +106,7 @@ async def test_a_registration_alone_is_something_shared(world: Any) -> None:
     )
     await subscribe(await world.raw(), TOPIC)
     assert await reset(peer, major=3) == UCode.OK
-    assert await service.read(lambda reader: reader.registrations()) == []
+    assert await service.store.read(lambda reader: reader.registrations()) == []
     assert len(await service.subscriptions()) == 1
 
 

@@ -1,4 +1,4 @@
-"""What every client of a uSubscription does: commands in order, and hearing of changes.
+"""What every client of a uSubscription does: commands in order, calls, and hearing of changes.
 
 put(topic, command) -> known -> (a delay) -> ready -> a window of topics -> run(topic, command) -> done, or again later
                          '-> replaced by a later command of its topic: the last one wins
@@ -7,20 +7,34 @@ put(topic, command) -> known -> (a delay) -> ready -> a window of topics -> run(
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Hashable, Sequence
-from typing import Generic, TypeVar
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import structlog
+from google.protobuf.message import Message
 
-from uprotocol.core.usubscription.wire import CODECS, Subscription
+from uprotocol.communication import CallOptions, InMemoryRpcClient
+from uprotocol.communication.rpc_client import CALLS_PENDING_MAX
+from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, Subscription, service
 from uprotocol.message import UPayload
 from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 K = TypeVar("K", bound=Hashable)
 C = TypeVar("C")
 
 log = structlog.get_logger()
+
+
+async def end(*tasks: asyncio.Future[Any] | None) -> None:
+    """They are cancelled, and have ended."""
+    known = [task for task in tasks if task is not None]
+    for task in known:
+        task.cancel()
+    await asyncio.gather(*known, return_exceptions=True)
 
 
 class CommandQueue(Generic[K, C]):
@@ -96,9 +110,9 @@ class CommandQueue(Generic[K, C]):
         for topic in list(self._known):
             self._forget(topic)
 
-    def hurry(self) -> None:
-        """What waits for its time need not."""
-        for topic in list(self._timers):
+    def hurry(self, *topics: K) -> None:
+        """What waits for its time need not: of these topics, or of all."""
+        for topic in topics or list(self._timers):
             self._at(topic, 0)
         self._go_on()
 
@@ -106,10 +120,7 @@ class CommandQueue(Generic[K, C]):
         """End what is under way; returns what had not left."""
         rest = [command for topic, command in self._known.items() if not self.has_left(topic, command)]
         self.clear()
-        tasks = list(self._running.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end(*self._running.values())
         return rest
 
     def _forget(self, topic: K) -> None:
@@ -124,13 +135,9 @@ class CommandQueue(Generic[K, C]):
         if timer is not None:
             timer.cancel()
         if delay_ms:
-            self._timers[topic] = asyncio.get_running_loop().call_later(delay_ms / 1000, self._come_due, topic)
+            self._timers[topic] = asyncio.get_running_loop().call_later(delay_ms / 1000, self.hurry, topic)
         elif topic not in self._running:
             self._ready[topic] = None
-
-    def _come_due(self, topic: K) -> None:
-        self._at(topic, 0)
-        self._go_on()
 
     def _go_on(self) -> None:
         may_leave = not self._in_batches or not self._running
@@ -167,23 +174,67 @@ class CommandQueue(Generic[K, C]):
         self._go_on()
 
 
-class ChangeListener:
-    """Listens to what services tell in one version."""
+class Services:
+    """The uSubscription services of an authority, or of all: what they are asked, and what they tell, in each version."""
 
     def __init__(
-        self, version: int, on_change: Callable[[int, str, Subscription], None], *, strict: bool = False
+        self,
+        transport: UTransport,
+        own: Mapping[int, LocalUriProvider],
+        authority: str,
+        on_change: Callable[[int, str, Subscription], None],
+        *,
+        strict: bool = False,
+        calls_pending_max: int = CALLS_PENDING_MAX,
     ) -> None:
-        """`on_change(version, the authority that tells, the change)`; `strict` as in Codec.read_change."""
-        self.version, self._on_change, self._strict = version, on_change, strict
+        """`own`: who we are to each version. `on_change(version, the authority that tells, the change)`; `strict` as in
+        Codec.read_change."""
+        self._transport, self._own, self._authority = transport, own, authority
+        self._on_change, self._strict = on_change, strict
+        self._rpc = {
+            local: InMemoryRpcClient(transport, local, calls_pending_max=calls_pending_max)
+            for local in dict.fromkeys(own.values())
+        }
+
+    async def open(self) -> None:
+        for rpc in self._rpc.values():
+            await rpc.open()
+        for version, own in self._own.items():
+            await self._transport.register_listener(service(self._authority, version), self, own.get_source())
+
+    async def close(self) -> None:
+        for version, own in self._own.items():
+            with contextlib.suppress(UStatusError):  # the transport may have been closed before us
+                await self._transport.unregister_listener(service(self._authority, version), self, own.get_source())
+        for rpc in self._rpc.values():
+            await rpc.close()
+
+    def call(self, authority: str, version: int, method: str, request: Message, timeout_ms: int) -> Awaitable[UPayload]:
+        sink = service(authority, version, CODECS[version].methods[method].resource)
+        rpc = self._rpc[self._own[version]]
+        return rpc.invoke_method(sink, UPayload.pack(request), CallOptions(timeout_ms=timeout_ms))
+
+    async def listed(
+        self, authority: str, version: int, topic: UUri | None, subscriber: UUri | None, timeout_ms: int
+    ) -> AsyncIterator[Sequence[Subscription]]:
+        """What FetchSubscriptions says, page by page; `timeout_ms` is of one page."""
+        codec = CODECS[version]
+        place: int | None = 0
+        while place is not None:
+            request = codec.fetch_subscriptions(topic, subscriber, place)
+            answer = await self.call(authority, version, FETCH_SUBSCRIPTIONS, request, timeout_ms)
+            page, place = codec.read_subscriptions(answer, place, strict=self._strict)
+            yield page
 
     def on_receive(self, message: UMessage) -> None:
-        source = message.attributes.source.authority_name
+        source = message.attributes.source
         try:
-            change = CODECS[self.version].read_change(UPayload.of(message), strict=self._strict)
+            codec = CODECS[source.ue_version_major]
+            change = codec.read_change(UPayload.of(message), strict=self._strict)
         except UStatusError as error:
-            log.warning("a change notification can't be read", source=source, why=error.message)
+            log.warning("a change notification can't be read", source=source.authority_name, why=error.message)
             return
-        self._on_change(self.version, source, change)
+        self._on_change(codec.major, source.authority_name, change)
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         for message in messages:

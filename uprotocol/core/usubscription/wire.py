@@ -14,7 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -67,8 +67,7 @@ class Status(enum.IntEnum):
 _STATUSES: Final = tuple(Status)
 
 
-# -- what requests say
-# ---------------------------------------------------------------------------------------------------------------------
+# -- what requests say -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,29 +107,40 @@ class Page:
     asked: bool = True
 
 
-# -- what answers and changes say
-# ---------------------------------------------------------------------------------------------------------------------
+# -- what answers and changes say --------------------------------------------------------------------------------------
 
 
-class Entry(Protocol):
-    """A subscription, or a change of one, as the service keeps it."""
+class Row(NamedTuple):
+    """One subscription, as the service lists it."""
 
-    @property
-    def topic(self) -> Key: ...
-    @property
-    def subscriber(self) -> Key: ...
-    @property
-    def status(self) -> Status: ...
-    @property
-    def expires_ms(self) -> int | None: ...
-    @property
-    def sample_period_ms(self) -> int | None: ...
-    @property
-    def details(self) -> bytes: ...
+    topic: Key
+    subscriber: Key
+    status: Status
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+
+
+class Change(NamedTuple):
+    """What subscribers and those who registered are told."""
+
+    topic: Key
+    subscriber: Key
+    status: Status
+    major: int
+    expires_ms: int | None = None
+    sample_period_ms: int | None = None
+    details: bytes = b""
+    bare: bool = False  # its subscriber is told the topic without authority, as it passed it; nobody else is
+    tell_subscriber: bool = True
+    status_changed: bool = True  # version 3 notifies of nothing else
+
+
+Entry = Row | Change
 
 
 class Subscription(NamedTuple):
-    """The same as others read it."""
+    """One subscription, as others read it."""
 
     topic: UUri
     subscriber: UUri
@@ -221,6 +231,12 @@ class Codec:
         asked = self._read(request, UNSUBSCRIBE)
         return Unsubscribe(self._topic(asked, own), self._subscriber(request, asked, own), self.major)
 
+    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
+        """Who, and for which topic: version 4 registers for all."""
+        asked = self._read(request, REGISTER)
+        topic = self._topic(asked, own) if self.major == 3 else None
+        return self._subscriber(request, asked, own), topic
+
     def check_reset(self, request: UMessage) -> None:
         """req~usubscription-reset-only-usubscription~1. Raises PERMISSION_DENIED."""
         self._read(request, RESET)
@@ -239,6 +255,16 @@ class Codec:
         return {}
 
     def _topic(self, asked: Any, own: str) -> Key:
+        if not asked.HasField("topic"):
+            raise invalid("the request names no topic")
+        topic: UUri = asked.topic
+        uris.validate(topic)
+        self._check_topic(topic)
+        if not uris.is_topic(topic):
+            raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
+        return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
+
+    def _check_topic(self, topic: UUri) -> None:
         raise NotImplementedError
 
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
@@ -278,8 +304,8 @@ class Codec:
 
     def _fill(self, made: Any, entry: Entry) -> None:
         if entry.topic[3]:  # the end of a registration has no topic
-            _fill_uri(made.topic, entry.topic)
-        _fill_uri(self._client(made), entry.subscriber)
+            fill_uri(made.topic, entry.topic)
+        fill_uri(self._client(made), entry.subscriber)
         self._put_status(made, entry.status)
         if entry.details and self._nests:  # version 4 has no place for them
             made.attributes.MergeFromString(entry.details)
@@ -387,18 +413,10 @@ class V3(Codec):
         asked = self._read(request, FETCH_SUBSCRIBERS)
         return self._topic(asked, own), asked.offset
 
-    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
-        """Who, and for which topic (None: for all)."""
-        asked = self._read(request, REGISTER)
-        topic = self._topic(asked, own)
-        return self._subscriber(request, asked, own), topic
-
-    def _topic(self, asked: Any, own: str) -> Key:
+    def _check_topic(self, topic: UUri) -> None:
         """No wildcards, in type, instance or version either; an empty authority is the local one."""
-        topic = _named_topic(asked)
         if uris.has_wildcard(topic):
             raise invalid(f"the topic names one thing, but {uris.format(topic)} has wildcards")
-        return _check_resource(topic, own)
 
     def _subscriber(self, request: UMessage, asked: Any, own: str) -> Key:
         """The caller; or, where an older client names one of its own authority, that one. Nobody acts for other
@@ -425,14 +443,15 @@ class V3(Codec):
     def subscribers(self, subscribers: Iterable[Key], more: bool, page: Page) -> Message:
         response = v3.FetchSubscribersResponse()
         rows = ((1, key) for key in subscribers)
-        left_out = _fill_page(response.subscribers, rows, lambda entry, key: _fill_uri(entry.uri, key), page)
+        left_out = _fill_page(response.subscribers, rows, lambda entry, key: fill_uri(entry.uri, key), page)
         response.has_more_records = more or left_out is not None
         return response
 
     def read_subscribers(self, payload: UPayload) -> tuple[list[UUri], bool]:
         """And whether there are more."""
         response = payload.unpack(v3.FetchSubscribersResponse)
-        return [one.uri for one in response.subscribers if _is_valid(one.uri)], response.has_more_records
+        found = [one.uri for one in response.subscribers if _is_valid(one.uri)]
+        return found, response.has_more_records and bool(found)
 
 
 class V4(Codec):
@@ -468,19 +487,12 @@ class V4(Codec):
         page = PageAsked.FromString(asked.SerializeToString())  # beside what the specification has, see paging.proto
         return Fetch(topic, subscriber, after=min(page.after, SEQ_MAX) if page.HasField("after") else None)
 
-    def read_registration(self, request: UMessage, own: str) -> tuple[Key, Key | None]:
-        """Who, and for which topic (None: for all)."""
-        self._read(request, REGISTER)
-        return caller_of(request, own), None
-
-    def _topic(self, asked: Any, own: str) -> Key:
+    def _check_topic(self, topic: UUri) -> None:
         """The authority is named, type and resource are specific; instance and version may be wildcards."""
-        topic = _named_topic(asked)
         if topic.authority_name in ("", uris.WILDCARD_AUTHORITY):
             raise invalid(f"the topic names its authority, but {uris.format(topic)} does not")
         if topic.ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE:
             raise invalid(f"the topic names its entity type, but {uris.format(topic)} has a wildcard there")
-        return _check_resource(topic, topic.authority_name)
 
     # answers
 
@@ -488,11 +500,8 @@ class V4(Codec):
         if last is None:
             return
         if not page.asked:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED,
-                f"more subscriptions match than one answer can hold ({page.bytes_max} bytes): "
-                "narrow the filters, or ask for pages",
-            )
+            what = f"more subscriptions match than one answer can hold ({page.bytes_max} bytes)"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, f"{what}: narrow the filters, or ask for pages")
         response.MergeFromString(PageGiven(next=last).SerializeToString())
 
     def _page(self, page: Any, place: int) -> tuple[Sequence[Any], int | None]:
@@ -509,8 +518,7 @@ V4_CODEC: Final = V4()
 CODECS: Final[dict[int, V3 | V4]] = {3: V3_CODEC, 4: V4_CODEC}
 
 
-# -- parts
-# ---------------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def service(authority: str, major: int, resource: int = CHANGE_RESOURCE) -> UUri:
@@ -522,7 +530,7 @@ def to_uri(key: Key) -> UUri:
     return UUri(authority_name=key[0], ue_id=key[1], ue_version_major=key[2], resource_id=key[3])
 
 
-def _fill_uri(uri: UUri, key: Key) -> None:
+def fill_uri(uri: UUri, key: Key) -> None:
     uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id = key
 
 
@@ -538,20 +546,6 @@ def _named_entity(uri: UUri, own: str) -> Key:
     if uris.has_wildcard(uri):
         raise invalid(f"a subscriber is one uEntity, but {uris.format(uri)} has wildcards")
     return (uri.authority_name or own, uri.ue_id, uri.ue_version_major, uris.RESOURCE_REPLY)
-
-
-def _named_topic(asked: Any) -> UUri:
-    if not asked.HasField("topic"):
-        raise invalid("the request names no topic")
-    topic: UUri = asked.topic
-    uris.validate(topic)
-    return topic
-
-
-def _check_resource(topic: UUri, own: str) -> Key:
-    if not uris.is_topic(topic):
-        raise invalid(f"a topic has a resource of 8000 to FFFE, got {uris.format(topic)}")
-    return (topic.authority_name or own, topic.ue_id, topic.ue_version_major, topic.resource_id)
 
 
 def _filter(pattern: UUri, own: str) -> Key:
