@@ -90,7 +90,7 @@ class Losses:
         self._address, self._session, self._counters = address, session, counters
         self.callbacks: list[LossCallback] = []
         self._dropped = Dropped()
-        self._behind = False
+        self.behind = False  # so much is unacknowledged that the broker may have to queue
         self._file: Path | None = None
         self._left: str | None = None  # the session that an earlier process has left, until we have connected
         self._saved: dict[str, str | int | None] = {}  # what the file says
@@ -150,10 +150,6 @@ class Losses:
                 None,
             )
 
-    def lagged(self) -> None:
-        """So much is unacknowledged that the broker may have to queue."""
-        self._behind = True
-
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""
         try:
@@ -161,7 +157,7 @@ class Losses:
         except ValueError:
             log.debug("the broker's count of dropped messages is no number", payload=payload[:40])
             return
-        behind, self._behind = self._behind, False
+        behind, self.behind = self.behind, False
         self._tell_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
 
     def tick(self, now_s: float, *, listens: bool) -> None:
@@ -202,6 +198,3 @@ def _write(file: Path, text: str) -> None:
             file=str(file),
             error=str(error),
         )
-
-
-__all__ = ["DROPPED_TOPIC", "Dropped", "Loss", "Losses"]
