@@ -68,7 +68,7 @@ class PacketReader:
             data = self._unread + self._small[:count]
             found, used = wire.split(data, self._packet_bytes_max)
             self._unread = unread = data[used:]
-            length, start = wire.announced(unread) if unread else (0, 0)
+            length, start = wire.read_varint(unread, 1, len(unread)) if unread else (0, 0)
             if length > self._packet_bytes_max:
                 self._unread, self.announced = b"", length
             if length < LARGE_BYTES or self.announced:

@@ -127,7 +127,6 @@ class Mqtt5Transport(TransportBase):
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
         self._tasks: set[asyncio.Task[None]] = set()  # until `close`: subscriptions are left, and losses asked for
-        self._bytes_max = self.wire_bytes_max  # since `open`
         self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
@@ -163,7 +162,7 @@ class Mqtt5Transport(TransportBase):
         if self.is_open:
             return
         self.is_open = True
-        self._link.wire_bytes_max = self._bytes_max = self.wire_bytes_max
+        self._link.wire_bytes_max = self.wire_bytes_max
         self._arrivals.open()
         try:
             await self._link.open()
@@ -208,7 +207,7 @@ class Mqtt5Transport(TransportBase):
     @property
     def _listens(self) -> bool:
         """The session at the broker has subscriptions."""
-        return any(one.known for one in self._subscriptions)
+        return any(one.known for one in self._subscriptions.values())
 
     async def up(self, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
@@ -221,11 +220,11 @@ class Mqtt5Transport(TransportBase):
             self._left.discard(topic_filter)
         self._refused.clear()
         tried: set[int] = set()
-        while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][
-            :SUBSCRIBES_MAX
-        ]:
+        while missing := [
+            one for one in self._subscriptions.values() if not one.known and one.users and id(one) not in tried
+        ][:SUBSCRIBES_MAX]:
             tried.update(map(id, missing))
-            await asyncio.gather(*map(self._subscribe_again, missing))
+            await asyncio.gather(*(self._subscribe(one, again=True) for one in missing))
         assert self._link.connection is not None, "it has just let us in"
         self._window.open(
             self._link.connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535))
@@ -252,17 +251,6 @@ class Mqtt5Transport(TransportBase):
             log.info("the broker does not tell how many messages it drops", broker=self._link.address, error=str(error))
         else:
             self._count_refusals = 0
-
-    async def _subscribe_again(self, subscription: Subscription) -> None:
-        try:
-            await self._subscribe(subscription)
-        except UStatusError as error:
-            if error.code == UCode.UNAVAILABLE:
-                raise
-            self._refused[subscription.topic_filter] = str(error)
-            log.error(
-                "the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error)
-            )
 
     def down(self, why: str) -> None:
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
@@ -297,7 +285,7 @@ class Mqtt5Transport(TransportBase):
     # Receive.
 
     def _on_pressed(self, pressed: bool) -> None:
-        """As Intake says: hold the broker back, go on, or have come again what was not kept."""
+        """As Arrivals says: hold the broker back, go on, or have come again what was not kept."""
         if pressed:
             self._losses.behind = True
         if not self._shedding:
@@ -353,7 +341,7 @@ class Mqtt5Transport(TransportBase):
         size = 0
         if weigh:
             size = len(publish.payload) + len(encoded)
-            if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
+            if size > self._link.wire_bytes_max:  # the broker may add to a message, so it was told a little more
                 self.dropped["too_large"] += 1
                 return nothing
         arrived = Arrived((None, publish.payload, encoded), connection, publish.packet_id, size)
@@ -433,7 +421,7 @@ class Mqtt5Transport(TransportBase):
         self._left.discard(topic_filter)
         self._claim(topic_filter)
         if self.connected:
-            subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
+            subscription.granted = asyncio.ensure_future(self._subscribe(subscription))
 
     async def _release(self, topic_filter: str) -> None:
         """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener
@@ -460,13 +448,19 @@ class Mqtt5Transport(TransportBase):
             self._hangs = False
             self._subscriptions.remove(subscription)
 
-    async def _subscribe(self, subscription: Subscription) -> None:
-        await self._link.subscribe(subscription.topic_filter, subscription.identifier if self._identifiers else None)
-        self._subscriptions.mark_known(subscription)
+    async def _subscribe(self, subscription: Subscription, *, again: bool = False) -> None:
+        """Raises what the broker says. If the connection is lost meanwhile, it is subscribed to when that is back.
 
-    async def _subscribe_first(self, subscription: Subscription) -> None:
+        `again`, on a new connection: raises UNAVAILABLE; what the broker says is a trouble.
+        """
+        topic_filter = subscription.topic_filter
         try:
-            await self._subscribe(subscription)
+            await self._link.subscribe(topic_filter, subscription.identifier if self._identifiers else None)
         except UStatusError as error:
-            if error.code != UCode.UNAVAILABLE:  # lost meanwhile: it is subscribed to when the connection is back
+            if (error.code == UCode.UNAVAILABLE) is again:
                 raise
+            if again:
+                self._refused[topic_filter] = str(error)
+                log.error("the broker no longer lets us subscribe", topic_filter=topic_filter, error=str(error))
+        else:
+            self._subscriptions.mark_known(subscription)

@@ -124,7 +124,7 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
     while start + 2 <= end:
         length, position = data[start + 1], start + 2
         if length & 0x80:
-            length, position = _read_varint(data, start + 1, end)
+            length, position = read_varint(data, start + 1, end)
             if not position or length > bytes_max:
                 break
         if position + length > end:
@@ -134,13 +134,7 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
     return packets, start
 
 
-def announced(data: bytes) -> tuple[int, int]:
-    """The length of the body of the packet that begins with `data`, and where it begins; (0, 0) before its header has
-    come. Raises ValueError."""
-    return _read_varint(data, 1, len(data))
-
-
-def _read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
+def read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
     """The number at `start` and where it ends; (0, 0) if the rest of it has not come. Raises ValueError."""
     number = shift = 0
     for position in range(start, min(end, start + 4)):
@@ -165,7 +159,7 @@ def read_publish(first: int, body: bytes | memoryview) -> Publish:
             position += 2
         length, start = body[position], position + 1
         if length & 0x80:
-            length, start = _read_varint(body, position, len(body))
+            length, start = read_varint(body, position, len(body))
     except IndexError:
         raise ValueError("a PUBLISH ends before its properties") from None
     end = start + length
@@ -194,7 +188,7 @@ def _end_of_property(data: bytes, start: int) -> int:
     if kind == _USER:
         start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
     elif kind == _SUBSCRIPTION:
-        return _read_varint(data, start + 1, len(data))[1] or len(data) + 1
+        return read_varint(data, start + 1, len(data))[1] or len(data) + 1
     elif kind in _SIZES:
         return start + _SIZES[kind]
     elif kind not in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
@@ -219,7 +213,7 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
                 split = start + 3 + (data[start + 1] << 8 | data[start + 2])
                 user.append((data[start + 3 : split].decode(), data[split + 2 : end].decode()))
             elif kind == _SUBSCRIPTION:
-                subscriptions = (*subscriptions, _read_varint(data, start + 1, end)[0])
+                subscriptions = (*subscriptions, read_varint(data, start + 1, end)[0])
             elif kind == _EXPIRY:
                 (expiry_s,) = _u32.unpack_from(data, start + 1)
             elif kind == _CONTENT_TYPE:
