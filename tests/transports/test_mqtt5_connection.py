@@ -117,7 +117,7 @@ async def fake_broker() -> AsyncIterator[FakeBroker]:
 
 def end(broker: FakeBroker, **settings: Any) -> Mqtt5Transport:
     config = Mqtt5Config(port=broker.port, **settings)
-    return Mqtt5Transport(config, LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0)
+    return Mqtt5Transport(config, LocalUriProvider("sender", 0x10AB, 3))
 
 
 async def why_down(one: Mqtt5Transport) -> str:

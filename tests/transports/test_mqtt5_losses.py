@@ -32,9 +32,7 @@ SESSION = {"client_id": "gateway", "session_expiry_s": 3_600}
 
 
 def end(port: int, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(
-        Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
-    )
+    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3))
 
 
 def messages(count: int) -> list[UMessage]:

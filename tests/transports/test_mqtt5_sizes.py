@@ -38,9 +38,7 @@ def packet(payload: bytes, packet_id: int = 1) -> bytes:
 
 
 def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(
-        Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
-    )
+    return Mqtt5Transport(Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3))
 
 
 class Wire:
@@ -104,9 +102,7 @@ class Rude:
 async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
     rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
     server = await asyncio.start_server(rude.serve, "127.0.0.1", 0)
-    one = Mqtt5Transport(
-        Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0
-    )
+    one = Mqtt5Transport(Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3))
     async with server:
         await one.open()
         try:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import secrets
 import ssl
-from collections.abc import Callable
 from typing import Final, Protocol
 
 import structlog
@@ -22,7 +22,7 @@ from transports.mqtt5.config import Mqtt5Config, TlsConfig
 from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
-from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
@@ -43,7 +43,7 @@ def reconnect_wait_ms(attempt: int, chance: float) -> float:
 class LinkUser(ConnectionUser, Protocol):
     """What a Link calls; all of it on the event loop."""
 
-    async def up(self, welcome: Welcome) -> None:
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
         """What is to be done first. Raises UStatusError if the connection can't be used; it is dropped then."""
 
     def down(self, why: str) -> None:
@@ -56,12 +56,10 @@ class LinkUser(ConnectionUser, Protocol):
 class Link:
     """One Connection at a time; packet ids go on counting with the next one."""
 
-    def __init__(
-        self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]
-    ) -> None:
-        self._config, self._user, self._chance = config, user, chance
+    def __init__(self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser) -> None:
+        self._config, self._user = config, user
         self.address = f"{config.host}:{config.port}"
-        self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
+        self.wire_bytes_max = 0  # of a message that comes; since `open`
         self.next_packet_id = itertools.chain.from_iterable(itertools.repeat(range(1, 65_536))).__next__
         source = local.get_source()
         generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
@@ -73,9 +71,10 @@ class Link:
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def open(self) -> None:
+    async def open(self, wire_bytes_max: int) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
         does."""
+        self.wire_bytes_max = wire_bytes_max
         self._opened = opened = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._stay_connected(opened)), asyncio.create_task(self._tick())]
         try:
@@ -156,7 +155,7 @@ class Link:
                 if not isinstance(failure, PacketTooLarge):
                     attempt = 0
             attempt += 1
-            await asyncio.sleep(reconnect_wait_ms(attempt, self._chance()) / 1000)
+            await asyncio.sleep(reconnect_wait_ms(attempt, random.random()) / 1000)
 
     async def _connect(self) -> Connection:
         """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
@@ -176,7 +175,7 @@ class Link:
             if welcome.reason.value >= reasons.FAILURE_MIN:
                 raise reasons.refused("the login", welcome.reason, welcome.properties)
             self._clean_start = False
-            await self._user.up(welcome)
+            await self._user.up(connection, welcome)
         except BaseException as error:
             self.drop("we have given up")
             self._user.down(self._lost(error))
@@ -202,9 +201,8 @@ def _password(config: Mqtt5Config) -> str | None:
     try:
         return config.password_file.read_text().splitlines()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"password_file {config.password_file} can't be read: {error}"
-        ) from None
+        why = f"password_file {config.password_file} can't be read: {error}"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
 
 
 def _tls_context(tls: TlsConfig) -> ssl.SSLContext:

@@ -107,10 +107,8 @@ class Losses:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.warning(
-                "what the last run knew of the broker can't be read: losses across this restart won't be told",
-                error=repr(error),
-            )
+            why = "what the last run knew of the broker can't be read: losses across this restart won't be told"
+            log.warning(why, error=repr(error))
             return
         self._saved = {"session": session, "dropped": dropped}
         self._left = session if isinstance(session, str) else None
@@ -143,12 +141,10 @@ class Losses:
             self._dropped = Dropped()
         if lost:
             self._counters["session_lost"] += 1
-            self._tell(
-                f"the broker at {self._address} has not resumed the session {left or 'that we had'} (it expired, the "
-                "broker forgot it, "
-                "or the settings name another): what came for it while we were away is lost, and how much nobody knows",
-                None,
-            )
+            what = f"the broker at {self._address} has not resumed the session {left or 'that we had'}"
+            why = "(it expired, the broker forgot it, or the settings name another)"
+            known = "what came for it while we were away is lost, and how much nobody knows"
+            self._tell(f"{what} {why}: {known}", None)
 
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""
@@ -193,8 +189,5 @@ def _write(file: Path, text: str) -> None:
             os.fsync(out.fileno())
         new.replace(file)
     except OSError as error:
-        log.warning(
-            "what is known of the broker can't be kept: losses across a restart may not be told",
-            file=str(file),
-            error=str(error),
-        )
+        why = "what is known of the broker can't be kept: losses across a restart may not be told"
+        log.warning(why, file=str(file), error=str(error))

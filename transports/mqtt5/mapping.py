@@ -157,7 +157,10 @@ class Mapping:
         if attributes.HasField("commstatus"):
             properties.append(("8", str(attributes.commstatus)))
         if attributes.token:
-            properties.append(("10", _text(attributes.token, "token")))
+            if len(attributes.token.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(attributes.token):
+                what = f"text of at most {TEXT_BYTES_MAX} bytes without control characters"
+                raise invalid(f"MQTT carries {what}, and the token is none such")
+            properties.append(("10", attributes.token))
         if attributes.traceparent:
             properties.append(("11", attributes.traceparent))
         return Packet(
@@ -211,9 +214,8 @@ class Mapping:
         if (traceparent := get("11")) is not None:
             attributes.traceparent = traceparent
         if packet.content_type is not None:
-            attributes.payload_format = UPayloadFormat.ValueType(
-                _number(packet.content_type, "content type", 0x7FFF_FFFF)
-            )
+            number = _number(packet.content_type, "content type", 0x7FFF_FFFF)
+            attributes.payload_format = UPayloadFormat.ValueType(number)
         message = UMessage(attributes=attributes)
         if packet.payload or attributes.payload_format:  # absent and empty look alike on the wire
             message.payload = packet.payload
@@ -253,12 +255,3 @@ def _number(text: str, what: str, at_most: int) -> int:
     if not _DECIMAL.fullmatch(text) or int(text) > at_most:
         raise invalid(f"expected a decimal number up to {at_most} in {what}, got {text!r}")
     return int(text)
-
-
-def _text(text: str, what: str) -> str:
-    if len(text.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(text):
-        raise invalid(
-            f"MQTT carries text of at most {TEXT_BYTES_MAX} bytes without control characters, and the "
-            f"{what} is none such"
-        )
-    return text

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -87,9 +86,7 @@ class Mqtt5Transport(TransportBase):
     at most; `session_lost` counts sessions, and what was lost with one nobody knows.
     """
 
-    def __init__(
-        self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random
-    ) -> None:
+    def __init__(self, config: Mqtt5Config, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._config = config
         # off-vehicle there are no topics of a single resource, and without a session nothing is kept
@@ -101,7 +98,7 @@ class Mqtt5Transport(TransportBase):
         self._mapping = Mapping(config.mode, self.authority, restore_ttl=config.restore_ttl)
         self._codec = Codec(self._mapping, self.checks, same_for_all_ids=not config.restore_ttl)
         self._subscriptions = Subscriptions()
-        self._link = link = Link(config, local, self, chance)
+        self._link = link = Link(config, local, self)
         self._window = Window(self._codec.encode, link.next_packet_id)
         self.on_pubacks = self._window.on_pubacks  # for the connection
         self._arrivals = Arrivals[Arrived](
@@ -162,10 +159,9 @@ class Mqtt5Transport(TransportBase):
         if self.is_open:
             return
         self.is_open = True
-        self._link.wire_bytes_max = self.wire_bytes_max
         self._arrivals.open()
         try:
-            await self._link.open()
+            await self._link.open(self.wire_bytes_max)
         except BaseException:
             self.is_open = False
             raise
@@ -209,11 +205,10 @@ class Mqtt5Transport(TransportBase):
         """The session at the broker has subscriptions."""
         return any(one.known for one in self._subscriptions.values())
 
-    async def up(self, welcome: Welcome) -> None:
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
-        self._codec.packet_bytes_max = min(
-            welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX), self.wire_bytes_max
-        )
+        brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
         self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
@@ -225,10 +220,7 @@ class Mqtt5Transport(TransportBase):
         ][:SUBSCRIBES_MAX]:
             tried.update(map(id, missing))
             await asyncio.gather(*(self._subscribe(one, again=True) for one in missing))
-        assert self._link.connection is not None, "it has just let us in"
-        self._window.open(
-            self._link.connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535))
-        )
+        self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         log.info(
             "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried)
         )
@@ -385,12 +377,11 @@ class Mqtt5Transport(TransportBase):
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self.listeners.add(source_filter, sink_filter, listener) is not None:
             self._use(topic_filter)
-        subscription = self._subscriptions.get(topic_filter)
-        assert subscription is not None, "every filter in the table has a subscription"
-        if subscription.granted is None:
+        granted = self._subscriptions[topic_filter].granted
+        if granted is None:
             return
         try:
-            await asyncio.shield(subscription.granted)
+            await asyncio.shield(granted)
         except UStatusError:
             with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
                 if self.listeners.remove(source_filter, sink_filter, listener) is not None:
@@ -426,8 +417,7 @@ class Mqtt5Transport(TransportBase):
     async def _release(self, topic_filter: str) -> None:
         """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener
         have ended anyway."""
-        subscription = self._subscriptions.get(topic_filter)
-        assert subscription is not None, "every filter in the table has a subscription"
+        subscription = self._subscriptions[topic_filter]
         subscription.users -= 1
         if subscription.users:
             return
