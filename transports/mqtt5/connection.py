@@ -185,13 +185,11 @@ class Connection(asyncio.BufferedProtocol):
         return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
-        """What has been read, and the kernel is to acknowledge it at once, which it forgets to do each time we write.
-
-        A broker with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and
-        keeps the others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch
-        would wait.
-        """
         self._heard_s = self._loop.time()
+        # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
+        # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
+        # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
+        # wait.
         if _QUICK_ACK is not None and self._socket is not None:
             with contextlib.suppress(OSError):  # it has hung up; the next read says so
                 self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
