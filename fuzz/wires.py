@@ -17,8 +17,8 @@ from transports.base import SendChecks
 from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
-from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.wire import Codec
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
