@@ -35,8 +35,8 @@ from history.rows import (
     Table,
 )
 from history.stream import Stream, address_of, authority_of, growth_of
+from storage.disk import V1_LEAP_MAX, Marked
 from storage.file import transaction
-from storage.mark import V1_LEAP_MAX, Marked
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log

@@ -24,7 +24,7 @@ from history.damage import Damage, Ledger
 from history.load import Loaded, Loading
 from history.rows import DAMAGE, LOG, SCHEMA_VERSION
 from history.salvage import keep_head, salvage
-from storage import mark as marks
+from storage.disk import BadMarkError, Marked, read_mark
 from storage.faults import DamagedError, is_damage, move_aside, primary_code
 from storage.file import SqliteFile, any_text, empty_wal
 from storage.runtime import Runtime
@@ -87,14 +87,14 @@ class Opening:
 
     # -- what is there
 
-    def _read_mark(self) -> tuple[marks.Marked | None, str]:
+    def _read_mark(self) -> tuple[Marked | None, str]:
         """What the mark says, and else why it can't be used."""
         try:
-            return marks.read(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
-        except (OSError, marks.BadMarkError) as error:
+            return read_mark(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
+        except (OSError, BadMarkError) as error:
             return None, f"the mark can't be used ({error})"
 
-    def _predecessor(self, marked: marks.Marked | None) -> list[Damage]:
+    def _predecessor(self, marked: Marked | None) -> list[Damage]:
         """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved
         aside, and then came no further."""
         if self.file.wal_bytes:
@@ -148,7 +148,7 @@ class Opening:
 
         told = damage(0, f"{reason}; what could be read was saved")
         whole = salvage(self.path, marked, self._runtime.disk, self._runtime.random_bytes, told)
-        self.file.move_aside(aside)
+        move_aside(self.path, aside)
         suspect_path(self.path).unlink(missing_ok=True)
         log.error(
             "the log is damaged, and was moved aside", moved_to=str(aside), saved=whole is not None, reason=str(reason)

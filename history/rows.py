@@ -20,7 +20,7 @@ from typing import Any, Final
 from google.protobuf.message import DecodeError
 
 from history.connection import PAGE_BYTES
-from storage.file import FileKind, any_text
+from storage.file import FileKind, any_text, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -278,8 +278,8 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"chunk", "chunk_stream", "meta"}),
     migrations={1: lambda db: upgrade(db, 1)},
+    is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,
     check=lambda db: "" if has_known_schema(db) else "it does not name its tables as it did",

@@ -35,10 +35,9 @@ from history.rows import (
     upgraded,
 )
 from history.walk import walk
-from storage.disk import Disk
+from storage.disk import Disk, Marked
 from storage.faults import remove
 from storage.file import SqliteFile, any_text, pragma
-from storage.mark import Marked
 
 _CRC: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it

@@ -143,7 +143,7 @@ class Store:
                 self.file.reset()
                 raise
             self._connected(db)
-        return self.file.connected
+        return self.file.connect()
 
     def _connected(self, db: sqlite3.Connection) -> None:
         self._data_version = pragma(db, "data_version")

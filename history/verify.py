@@ -30,8 +30,7 @@ from history.rows import (
     Table,
 )
 from history.walk import chunk_at, walk
-from storage import mark as marks
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -64,10 +63,10 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     UNAVAILABLE (I/O)."""
     LOG.require_there(path)
     report = Report(path)
-    marked: marks.Marked | str | None
+    marked: Marked | str | None
     try:
-        marked = marks.read(path)  # first: what it names is committed then
-    except (OSError, marks.BadMarkError) as error:
+        marked = read_mark(path)  # first: what it names is committed then
+    except (OSError, BadMarkError) as error:
         marked = str(error)
     try:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
@@ -88,7 +87,7 @@ def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: st
 
 
 class _Verifier:
-    def __init__(self, db: sqlite3.Connection, report: Report, marked: marks.Marked | str | None) -> None:
+    def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
         self._db, self._report, self._marked = db, report, marked
         self._rows: dict[str, Checked] = {}
         self._meta: dict[str, Any] = {}

@@ -24,7 +24,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from storage.disk import REAL_DISK, Disk
-from storage.faults import DamagedError, is_damage
+from storage.faults import DamagedError, is_damage, move_aside
 from storage.file import FileKind, SqliteFile, empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
@@ -110,12 +110,20 @@ def _make(db: sqlite3.Connection) -> None:
     )
 
 
+def _is_nameless(db: sqlite3.Connection) -> bool:
+    """Version 0.1.0 named neither program nor version."""
+    columns = {name for _, name, *_ in db.execute("pragma table_info(letter)")}
+    return (
+        not pragma(db, "application_id") and {"number", "time_ms", "code", "reason", "endpoint", "message"} <= columns
+    )
+
+
 LETTERS: Final = FileKind(
     "dead letter store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"letter"}),
-    migrations={0: lambda db: None},  # version 0.1.0 named neither program nor version
+    migrations={0: lambda db: None},
+    is_ours=_is_nameless,
     advice=": check it, or move it away",
 )
 
@@ -160,7 +168,8 @@ class Store:
         except (sqlite3.Error, DamagedError) as error:
             if not is_damage(error):
                 raise
-            self.moved_to = self._file.move_aside()
+            self._file.reset()
+            self.moved_to = move_aside(self.path)
             log.error(
                 "the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error)
             )
@@ -216,10 +225,14 @@ class Store:
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
         try:
-            rows = self._file.connected.execute(
-                "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?",
-                (newest,),
-            ).fetchall()
+            rows = (
+                self._file.connect()
+                .execute(
+                    "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?",
+                    (newest,),
+                )
+                .fetchall()
+            )
             return [
                 Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
                 for number, time_ms, code, reason, endpoint, data in reversed(rows)

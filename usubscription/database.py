@@ -22,8 +22,7 @@ from typing import Any, Final
 
 import structlog
 
-from storage import mark as marks
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.faults import DamagedError, is_full
 from storage.file import SqliteFile, transaction
 from uprotocol import uri as uris
@@ -237,11 +236,11 @@ class Database:
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
         """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
-        marked: marks.Marked | None = None
+        marked: Marked | None = None
         tables, path = self._tables, str(self.path)
         try:
-            marked = marks.read(self.path, may_be_v1=False)
-        except (OSError, marks.BadMarkError) as error:
+            marked = read_mark(self.path, may_be_v1=False)
+        except (OSError, BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be used, and begins anew", path=path, why=str(error))
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
         if row is None:  # of an older program; or the name was lost with the write-ahead log, and then the mark has it
@@ -373,7 +372,7 @@ class Database:
 
     def _known_commands(self) -> Handled:
         if self._handled is None:
-            self._handled = Handled(self._file.connected)
+            self._handled = Handled(self._file.connect())
         return self._handled
 
     def _step(self, event: Event, now_ms: int) -> Outcome:
@@ -448,7 +447,7 @@ class Database:
         """Everything goes, then everybody who was subscribed or registered is told."""
         self._tables.reset()
         if self._handled is not None:
-            self._handled.store(self._file.connected)
+            self._handled.store(self._file.connect())
             self._handled = None
         self._tables.execute("UPDATE handled SET about = 0")
         for quota in self._quotas:
@@ -468,7 +467,7 @@ class Database:
         outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
-        self._known_commands().reset(self._file.connected, abouts)
+        self._known_commands().reset(self._file.connect(), abouts)
         told = {recipient for stored in outcome.changes for recipient in stored.recipients}
         for client, major, topic in registered:
             self._unregister(Unregister(client, major, topic))

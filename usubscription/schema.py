@@ -73,7 +73,6 @@ STORE: Final = FileKind(
     "uSubscription store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"meta", "uri", "subscription", "link", "registration", "outbox"}),
     migrations={1: executing(_ADDED_IN_2), 2: executing(_ADDED_IN_3)},
     whole_bytes_max=CHECKED_WHOLE_BYTES_MAX,
     check=_check,

@@ -44,7 +44,7 @@ class Tables:
         self.dropped = 0  # changes, where outbox or held were full
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        return self._file.connected.execute(sql, values)
+        return self._file.connect().execute(sql, values)
 
     def load(self) -> None:
         """What is counted here, from what was committed."""
@@ -243,7 +243,7 @@ class Tables:
             if not self._is_held(destination, number)
         }
         rows = [(*key, text) for key, text in fresh.items()]
-        self._file.connected.executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
+        self._file.connect().executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
         self.held += sum(1 + len(text) // HELD_UNIT_CHARACTERS for text in fresh.values())
         oldest = (
             "destination = ?1 AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
@@ -277,7 +277,7 @@ class Tables:
         registered: dict[int, list[Client]] = {}
         for topic, client, major in self._registrations():
             registered.setdefault(topic, []).append((keys[client], major))
-        self._file.connected.executemany("INSERT INTO outbox(change) VALUES(?)", self._endings(keys, registered))
+        self._file.connect().executemany("INSERT INTO outbox(change) VALUES(?)", self._endings(keys, registered))
         for table in ("subscription", "link", "registration", "uri"):
             self.execute(f"DELETE FROM {table}")
         self.forget()

@@ -215,6 +215,28 @@ async def test_a_newer_store_is_left_as_it_is_and_letters_are_published_all_the_
     assert not list(tmp_path.glob("*damaged*"))
 
 
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("pragma application_id = 7",),
+        ("pragma application_id = 0", "drop table letter", "create table letter(id, sender, text)"),
+    ],
+)
+def test_letters_of_another_program_are_refused_and_not_changed(tmp_path: Path, statements: tuple[str, ...]) -> None:
+    path = tmp_path / "letters.db"
+    Store(path).close()
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(UStatusError, match="but not a dead letter store") as error:
+        Store(path)
+    assert error.value.code == UCode.FAILED_PRECONDITION
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob("*damaged*"))
+
+
 async def test_two_streamers_do_not_share_a_store(tmp_path: Path) -> None:
     first, second = Desk(tmp_path / "letters.db"), Desk(tmp_path / "letters.db")
     assert "in use by process" in (second.letters.trouble or "")

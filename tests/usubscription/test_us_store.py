@@ -83,6 +83,14 @@ def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     assert "not a uSubscription store" in error.message
 
 
+def test_another_programs_database_is_refused_also_where_it_has_tables_of_these_names(path: Path) -> None:
+    execute(path, "PRAGMA application_id=7")
+    before = path.read_bytes()
+    error = refused(path)
+    assert (error.code, "not a uSubscription store" in error.message) == (UCode.FAILED_PRECONDITION, True)
+    assert path.read_bytes() == before
+
+
 def test_a_newer_schema_is_refused(path: Path) -> None:
     execute(path, f"PRAGMA user_version={schema.SCHEMA_VERSION + 1}")
     error = refused(path)
