@@ -19,9 +19,9 @@ from google.protobuf.message import DecodeError
 
 from history import damage as kinds
 from history import rows
-from history.connection import WAL_WAIT_MS, pragmas
 from history.damage import Damage, Ledger
 from history.load import Loaded, Loading
+from history.retention import WAL_WAIT_MS, Sizes
 from history.rows import DAMAGE, LOG, SCHEMA_VERSION
 from history.salvage import keep_head, salvage
 from storage.disk import BadMarkError, Marked, read_mark
@@ -39,9 +39,11 @@ log = structlog.get_logger()
 class Opening:
     """One try."""
 
-    def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], bytes_max: int) -> None:
+    def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], sizes: Sizes) -> None:
         self.path, self._runtime, self._now_ms = path, runtime, now_ms
-        self.file = SqliteFile(LOG, path, runtime.disk, pragmas(bytes_max))
+        pages = sizes.wal // 2 // rows.PAGE_BYTES
+        pragmas = "cell_size_check = 1", f"wal_autocheckpoint = {pages}", f"journal_size_limit = {sizes.wal}"
+        self.file = SqliteFile(LOG, path, runtime.disk, pragmas)
         self.loaded = Loaded()
 
     def run(self) -> None:

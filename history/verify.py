@@ -14,21 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from history import damage as kinds
+from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import (
-    APPLICATION_ID,
-    CHECKED,
-    CURSOR,
-    DAMAGE,
-    LOG,
-    META,
-    META_KEYS,
-    SCHEMA_VERSION,
-    STREAM,
-    Checked,
-    Table,
-)
 from history.walk import chunk_at, walk
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.file import any_text, pragma
@@ -61,7 +49,7 @@ class Report:
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
     UNAVAILABLE (I/O)."""
-    LOG.require_there(path)
+    rows.LOG.require_there(path)
     report = Report(path)
     marked: Marked | str | None
     try:
@@ -75,12 +63,12 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
             _Verifier(db, report, marked).run()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
         if isinstance(error, sqlite3.OperationalError):
-            raise LOG.fault(error, path, "read") from error
-        _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
+            raise rows.LOG.fault(error, path, "read") from error
+        _note(report, kinds.STRUCTURE, f"nothing of it can be read: {error}")
     return report
 
 
-def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
+def _note(report: Report, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
     report.found_total += 1
     if len(report.found) < FINDINGS_MAX:
         report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
@@ -89,7 +77,7 @@ def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: st
 class _Verifier:
     def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
         self._db, self._report, self._marked = db, report, marked
-        self._rows: dict[str, Checked] = {}
+        self._rows: dict[str, rows.Checked] = {}
         self._meta: dict[str, Any] = {}
         self._ledger = Ledger()
         self._holes: list[tuple[int, int]] = []
@@ -112,51 +100,43 @@ class _Verifier:
         self._index()
         self._ends()
 
-    def _note(self, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
-        _note(self._report, kind, after, before, detail)
+    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+        _note(self._report, kind, detail, after, before)
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
         """Unless a person knows of it."""
         if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
-            self._note(kinds.RECORDS, after, before, detail)
+            self._note(kinds.RECORDS, detail, after, before)
 
     # -- structure and rows
 
     def _pages(self) -> None:
         db, path = self._db, self._report.path
-        version = LOG.version_of(db, path)
+        version = rows.LOG.version_of(db, path)
         if version is None:
-            raise LOG.refusal(path, "nothing is in it")
+            raise rows.LOG.refusal(path, "nothing is in it")
         self._report.version = version
-        if pragma(db, "application_id") != APPLICATION_ID:
-            self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
+        if pragma(db, "application_id") != rows.APPLICATION_ID:
+            self._note(kinds.STRUCTURE, "the file's header does not say that it is a log")
         for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
             if line != "ok":
-                self._note(kinds.STRUCTURE, detail=str(line))
+                self._note(kinds.STRUCTURE, str(line))
 
     def _read_rows(self) -> None:
-        for table in CHECKED:
+        for table in rows.CHECKED:
             try:
-                self._rows[table.name] = self._read(table)
-            except sqlite3.DatabaseError as error:
-                self._rows[table.name] = Checked()
-                self._note(table.name, detail=f"the table {table.name} can't be read: {error}")
-        for table in CHECKED:
+                self._rows[table.name] = table.read(self._db)
+            except (sqlite3.DatabaseError, ValueError) as error:
+                self._rows[table.name] = rows.Checked()
+                self._note(table.name, f"the table {table.name} can't be read: {error}")
+        for table in rows.CHECKED:
             for _, right in self._rows[table.name].mended:
-                self._note(table.name, detail=f"{table.columns[0]} {right[0]!r}: one bit has turned")
+                self._note(table.name, f"{table.columns[0]} {right[0]!r}: one bit has turned")
             for row in self._rows[table.name].bad:
-                self._note(table.name, detail=f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
-
-    def _read(self, table: Table) -> Checked:
-        if self._report.version == SCHEMA_VERSION:
-            return table.read(self._db)
-        if table is DAMAGE:
-            return Checked()
-        # version 1 had no checksums
-        return Checked([tuple(row) for row in self._db.execute(f"SELECT * FROM {table.name}")])
+                self._note(table.name, f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
 
     def _streams(self) -> None:
-        for id, source, sink, *_ in self._rows[STREAM.name].rows:
+        for id, source, sink, *_ in self._rows[rows.STREAM.name].rows:
             self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
 
     # -- chunks
@@ -205,7 +185,7 @@ class _Verifier:
             if known is not None and prev_seq != known and not self._is_lost(prev_seq):
                 self._note(
                     kinds.STREAM,
-                    detail=f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it",
+                    f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it",
                 )
             self._newest[id] = seq
             attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
@@ -213,7 +193,7 @@ class _Verifier:
             if self._addresses.get(id) != address:
                 self._note(
                     kinds.STREAM,
-                    detail=f"stream {id}: record {seq} was sent from or to another address than the stream names",
+                    f"stream {id}: record {seq} was sent from or to another address than the stream names",
                 )
                 self._addresses[id] = address
 
@@ -236,17 +216,17 @@ class _Verifier:
                 if self._db.execute("SELECT 1 FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone() is None:
                     self._note(
                         kinds.INDEX,
-                        detail=f"stream {id}: the index names records from {first_seq} on, and there are none",
+                        f"stream {id}: the index names records from {first_seq} on, and there are none",
                     )
                     continue
                 with contextlib.suppress(CorruptChunkError):
                     if id not in chunk_at(self._db, first_seq)[1].stream_set:
                         self._note(
                             kinds.INDEX,
-                            detail=f"stream {id}: the index names records from {first_seq} on, which are not its own",
+                            f"stream {id}: the index names records from {first_seq} on, which are not its own",
                         )
         except sqlite3.DatabaseError as error:
-            self._note(kinds.INDEX, detail=f"the index of streams can't be read: {error}")
+            self._note(kinds.INDEX, f"the index of streams can't be read: {error}")
 
     def _is_named(self, columns: Columns) -> None:
         """Does the index name this chunk for each of its streams?"""
@@ -257,30 +237,30 @@ class _Verifier:
                     self._named += 1
                 elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
                     self._note(
-                        kinds.INDEX, detail=f"stream {id}: the records from {columns.first_seq} on are not in the index"
+                        kinds.INDEX, f"stream {id}: the records from {columns.first_seq} on are not in the index"
                     )
 
     def _ends(self) -> None:
         newest = max(
             [self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)]
         )
-        for name, seq, *_ in self._rows[CURSOR.name].rows:
+        for name, seq, *_ in self._rows[rows.CURSOR.name].rows:
             if seq > newest:
-                self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")
-        for key in META_KEYS:
+                self._note(kinds.CURSOR, f"{name} is beyond the newest record: {seq}")
+        for key in rows.META_KEYS:
             if key not in self._meta:
-                self._note(META.name, detail=f"{key} is missing")
+                self._note(rows.META.name, f"{key} is missing")
         if isinstance(self._marked, str):
-            self._note(kinds.MARK, detail=self._marked)
+            self._note(kinds.MARK, self._marked)
             return
         marked = self._marked
         if marked is None:
             if newest:
-                self._note(kinds.MARK, detail="there is none")
+                self._note(kinds.MARK, "there is none")
         elif marked.incarnation != self._report.incarnation:
-            self._note(kinds.MARK, detail="it is of another log")
+            self._note(kinds.MARK, "it is of another log")
         elif marked.seq > newest:
-            self._note(kinds.COMMITS, newest, marked.seq + 1, "committed, as the mark says, and not there")
+            self._note(kinds.COMMITS, "committed, as the mark says, and not there", newest, marked.seq + 1)
 
 
 def _address(source: UUri, sink: UUri | None) -> tuple[Any, Any]:
