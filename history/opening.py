@@ -101,18 +101,13 @@ class Opening:
         aside, and then came no further."""
         if self.file.wal_bytes:
             move_aside(self.path)  # SQLite would delete it
-        aside = [
-            path for path in self.path.parent.glob(f"{self.path.name}.damaged-*") if not path.name.endswith("-shm")
-        ]
-        moved_to = str(max(aside)).removesuffix("-wal") if aside else ""
+        found = self.path.parent.glob(f"{self.path.name}.damaged-*")
+        aside = max((str(path) for path in found if not path.name.endswith("-shm")), default="").removesuffix("-wal")
         if marked is not None and marked.seq:
             detail = "there was a log here, and its file is gone"
-            return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, moved_to, detail)]
-        if aside:
-            return [
-                Damage(self._now_ms(), kinds.FILE, moved_to=moved_to, detail="a damaged log was moved aside earlier")
-            ]
-        return []
+            return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, aside, detail)]
+        detail = "a damaged log was moved aside earlier"
+        return [Damage(self._now_ms(), kinds.FILE, moved_to=aside, detail=detail)] if aside else []
 
     def _make(self, damage: Sequence[Damage]) -> None:
         meta: dict[str, Any] = dict.fromkeys(rows.META_KEYS, 0) | {"incarnation": self._runtime.random_bytes(16)}
@@ -152,9 +147,8 @@ class Opening:
         whole = salvage(self.path, marked, self._runtime.disk, self._runtime.random_bytes, told)
         move_aside(self.path, aside)
         suspect_path(self.path).unlink(missing_ok=True)
-        log.error(
-            "the log is damaged, and was moved aside", moved_to=str(aside), saved=whole is not None, reason=str(reason)
-        )
+        what = "the log is damaged, and was moved aside"
+        log.error(what, moved_to=str(aside), saved=whole is not None, reason=str(reason))
         if whole is not None:
             whole.rename(self.path)
             return [told]

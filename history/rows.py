@@ -63,7 +63,7 @@ class Table:
     def read(self, db: sqlite3.Connection) -> Checked:
         """Every row, held against its checksum; those of version 1, which had none, as today's table has them. Raises
         sqlite3.Error, ValueError."""
-        if version_of(db) == 1:
+        if not has_checksums(db, self.name) and version_of(db) == 1:
             old = () if self is DAMAGE else db.execute(f"SELECT * FROM {self.name}")
             return Checked([upgraded(self, row) for row in old])
         found = Checked()
@@ -244,7 +244,11 @@ def upgrade(db: sqlite3.Connection) -> None:
 
 def version_of(db: sqlite3.Connection) -> int:
     """What the tables say; bits of what the header says may have turned."""
-    return SCHEMA_VERSION if any(name == "crc" for _, name, *_ in db.execute("PRAGMA table_info(meta)")) else 1
+    return SCHEMA_VERSION if has_checksums(db, "meta") else 1
+
+
+def has_checksums(db: sqlite3.Connection, table: str) -> bool:
+    return any(name == "crc" for _, name, *_ in db.execute(f"PRAGMA table_info({table})"))
 
 
 def upgraded(table: Table, row: Row) -> Row:

@@ -20,7 +20,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 
 UNLIMITED: Final = 1 << 62  # bytes
 
-Step = Callable[[sqlite3.Connection], None]
+Step = Callable[[sqlite3.Connection], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,6 @@ from usubscription.state import (
     Link,
     Moved,
     Orphaned,
-    Record,
     Status,
     Subscribe,
     TimedOut,
@@ -163,7 +162,7 @@ class Database:
         self._majors = majors or {}
         self._file = SqliteFile(schema.STORE, self.path, disk, schema.PRAGMAS)
         self._tables = Tables(self._file, outbox_changes_max)
-        self._handled: Handled | None = None  # None: to be read
+        self._handled = Handled(self._tables)
         self._is_loaded = False  # what is counted in memory is what the file has
         self.refused: Counter[str] = Counter()  # by the limit that was reached
         # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
@@ -186,7 +185,7 @@ class Database:
         """Raises UStatusError as schema.open_store and FileKind.not_opened do. A damaged file is left as it is."""
         try:
             db = schema.open_store(self._file, self.authority)
-            self._load(db)
+            self._load()
             self._heed_mark(db)
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
@@ -205,13 +204,13 @@ class Database:
 
     # -- what is counted in memory
 
-    def _load(self, db: sqlite3.Connection) -> None:
+    def _load(self) -> None:
         self._make_quotas()
-        self._load_quotas(db)
+        self._load_quotas()
         self._tables.load()
-        (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
+        (last,) = self._tables.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
-        self._handled = None
+        self._handled.forget()
         self._is_loaded = True
 
     def _make_quotas(self) -> None:
@@ -219,19 +218,17 @@ class Database:
         self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
         self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
 
-    def _load_quotas(self, db: sqlite3.Connection) -> None:
+    def _load_quotas(self) -> None:
         """What is there stays, also where it is more than a share of today."""
-        stored = db.execute(
+        stored = self._tables.execute(
             """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
                FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber""",
             (UNIT_BYTES,),
         )
         for authority, ue_id, count in stored:
             self.subscriptions.add((authority, ue_id), count)
-        registered = db.execute(
-            "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
-        )
-        for authority, ue_id, topic in registered:
+        query = "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
+        for authority, ue_id, topic in self._tables.execute(query):
             (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
@@ -269,20 +266,15 @@ class Database:
         disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         try:
-            return self._apply_all(self._db, events, now_ms)
+            db = self._file.connect()
+            if not self._is_loaded:
+                self._load()
+            return self._apply_all(db, events, now_ms)
         except sqlite3.Error as error:
             self._file.reset()
             # where it is not full, nobody knows whether the transaction is on disk all the same
             self._is_loaded = self._is_loaded and is_full(error, self.path)
             raise self._file.kind.fault(error, self.path, "used") from error
-
-    @property
-    def _db(self) -> sqlite3.Connection:
-        """The connection that writes, made anew after an error."""
-        db = self._file.connect()
-        if not self._is_loaded:
-            self._load(db)
-        return db
 
     def _apply_all(
         self, db: sqlite3.Connection, events: Iterable[StoreEvent], now_ms: int
@@ -294,13 +286,12 @@ class Database:
         try:
             with transaction(db):
                 outcomes = [self._apply(event, now_ms) for event in events]
-                if self._handled is not None:
-                    self._handled.store(db)
+                self._handled.store()
                 tables.finish()
         except BaseException:
             tables.number, tables.held = number, held
             tables.forget()
-            self._handled = None
+            self._handled.forget()
             for quota in self._quotas:
                 quota.rollback()
             raise
@@ -339,17 +330,16 @@ class Database:
         """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
         size = len(event.details)
         if size > DETAILS_BYTES_MAX:
-            return self._full(
-                "details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
-            )
-        why = self.subscriptions.room(caller(event.subscriber), weight(size))
-        if why is None or is_past(event.expires_ms, now_ms):
+            why = f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
+            return self._full("details", why)
+        full = self.subscriptions.room(caller(event.subscriber), weight(size))
+        if full is None or is_past(event.expires_ms, now_ms):
             return None
         topic = self._tables.find(event.topic)
         known = StoredRecords(self._tables, topic).get(event.subscriber) if topic is not None else None
         if known is not None and weight(len(known.details)) >= weight(size):
             return None
-        return self._full("subscriptions", why)
+        return self._full("subscriptions", full)
 
     def _full(self, reason: str, why: str) -> UStatusError:
         self.refused[reason] += 1
@@ -358,22 +348,14 @@ class Database:
     def _command(self, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
         """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks
         go back."""
-        handled = self._known_commands()
-        about = handled.about(command.subscriber, command.topic)
-        if handled.is_past(request, about):
-            return UStatusError(
-                UCode.ABORTED,
-                "this request was handled before, and later ones about the topic since: it changes nothing",
-            )
+        about = Handled.about(command.subscriber, command.topic)
+        if self._handled.is_past(request, about):
+            why = "this request was handled before, and later ones about the topic since: it changes nothing"
+            return UStatusError(UCode.ABORTED, why)
         done = self._apply(command, now_ms)
         if isinstance(done, Outcome):
-            handled.add(request, about)
+            self._handled.add(request, about)
         return done
-
-    def _known_commands(self) -> Handled:
-        if self._handled is None:
-            self._handled = Handled(self._file.connect())
-        return self._handled
 
     def _step(self, event: Event, now_ms: int) -> Outcome:
         tables = self._tables
@@ -388,7 +370,10 @@ class Database:
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
-            self._keep(topic, subscriber, record, records.seen.get(subscriber))
+            known = records.seen.get(subscriber)
+            had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
+            self.subscriptions.add(caller(subscriber), has - had)
+            tables.keep(topic, subscriber, record, is_known=known is not None)
         outcome = Outcome(done.answer, self._tell(topic, done.changes))
         if done.link != link:
             tables.keep_link(topic, done.link)
@@ -398,11 +383,6 @@ class Database:
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             tables.unused.add(topic)  # perhaps: the sweep looks
         return outcome
-
-    def _keep(self, topic: int, subscriber: Key, record: Record | None, known: Record | None) -> None:
-        had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
-        self.subscriptions.add(caller(subscriber), has - had)
-        self._tables.keep(topic, subscriber, record, is_known=known is not None)
 
     def _tell(self, topic: int, changes: Iterable[Change]) -> list[StoredChange]:
         if not changes:
@@ -446,10 +426,7 @@ class Database:
     def _reset(self) -> Outcome:
         """Everything goes, then everybody who was subscribed or registered is told."""
         self._tables.reset()
-        if self._handled is not None:
-            self._handled.store(self._file.connect())
-            self._handled = None
-        self._tables.execute("UPDATE handled SET about = 0")
+        self._handled.reset()
         for quota in self._quotas:
             quota.clear()
         return Outcome(many_changes=True)
@@ -467,7 +444,7 @@ class Database:
         outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
-        self._known_commands().reset(self._file.connect(), abouts)
+        self._handled.reset(abouts)
         told = {recipient for stored in outcome.changes for recipient in stored.recipients}
         for client, major, topic in registered:
             self._unregister(Unregister(client, major, topic))

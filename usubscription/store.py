@@ -103,24 +103,20 @@ class Store:
 
     def _seen(self, answers: Sequence[Any]) -> list[Any]:
         """What callers get of `answers`: damage is UNAVAILABLE to them."""
-        lost = next(
-            (answer for answer in answers if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS), None
-        )
-        if lost is None:
-            return list(answers)
-        self._damaged(lost)
-        away = UStatusError(UCode.UNAVAILABLE, lost.message)
-        return [
-            away if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS else answer
-            for answer in answers
-        ]
+        seen = list(answers)
+        for place, answer in enumerate(answers):
+            if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS:
+                self._damaged(answer)
+                seen[place] = UStatusError(UCode.UNAVAILABLE, answer.message)
+        return seen
 
-    def require(self) -> None:
-        """Raises UNAVAILABLE while the store can't be used."""
+    def require(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
+        """The writer. Raises UNAVAILABLE while the store can't be used."""
         if self.trouble is not None:
             raise UStatusError(UCode.UNAVAILABLE, self.trouble)
         if self._writer is None:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        return self._writer
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
         self._batches.put_nowait((batch, self._seen(answers)))
@@ -135,11 +131,11 @@ class Store:
             self.index.load(self._reading[LONG])
         except BaseException as error:
             self._close()
+            fault: BaseException = error
             if isinstance(error, KeyError | ValueError):  # a bit that flipped in a row is no error to SQLite
-                damage = DamagedError(f"{error!r} while its subscriptions were read")
-                raise STORE.fault(damage, self.database.path, "read") from error
-            if isinstance(error, sqlite3.Error):
-                raise STORE.fault(error, self.database.path, "read") from error
+                fault = DamagedError(f"{error!r} while its subscriptions were read")
+            if isinstance(fault, sqlite3.Error | DamagedError):
+                raise STORE.fault(fault, self.database.path, "read") from error
             raise
 
     def _close(self) -> None:
@@ -162,15 +158,11 @@ class Store:
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
         """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
-        self.require()
-        assert self._writer is not None
-        return self._writer.ask((event, tag))
+        return self.require().ask((event, tag))
 
     def command(self, event: StoreEvent, asked: Command) -> None:
         """Apply `event`, and tell `asked` once it is on disk. Raises as `submit`."""
-        self.require()
-        assert self._writer is not None
-        self._writer.put((event, asked.tag), asked)
+        self.require().put((event, asked.tag), asked)
 
     def read(self, question: Callable[[Reader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
         """`question(reader)` on a reader's thread; what may look at the whole store goes to the LONG one."""

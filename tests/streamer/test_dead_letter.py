@@ -187,8 +187,8 @@ async def test_a_store_that_is_damaged_while_it_is_used_is_moved_aside(tmp_path:
         desk.letters.add(publication(f"{number}" * 1_000), UCode.UNAVAILABLE, "away", "cloud")
         await desk.letters._flush()
     assert desk.letters._store is not None
-    desk.letters._store._db.execute("pragma wal_checkpoint(truncate)")  # type: ignore[union-attr]
-    desk.letters._store._db.execute("pragma cache_size=0")  # type: ignore[union-attr]
+    desk.letters._store._file.connect().execute("pragma wal_checkpoint(truncate)")
+    desk.letters._store._file.connect().execute("pragma cache_size=0")
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(bytes(range(256)) * 300)
@@ -436,8 +436,7 @@ def test_a_file_that_was_large_once_gives_back_its_room(tmp_path: Path) -> None:
     path = tmp_path / "letters.db"
     store = Store(path)
     store.write([large_row(number) for number in range(8)])
-    assert store._db is not None
-    store._db.execute("delete from letter where number < 8")
+    store._file.connect().execute("delete from letter where number < 8")
     store.close()
     assert path.stat().st_size > 32 << 20
     store = Store(path)
