@@ -56,7 +56,9 @@ class Opening:
             try:
                 self._open([])
             except (DamagedError, DecodeError, TypeError, ValueError, sqlite3.DatabaseError) as error:
-                if isinstance(error, sqlite3.Error) and not _is_damage(error):
+                # what SQLite does not understand here is not our SQL: it is what the file says of its tables
+                is_sql = isinstance(error, sqlite3.Error) and primary_code(error) == sqlite3.SQLITE_ERROR
+                if isinstance(error, sqlite3.Error) and not (is_sql or is_damage(error)):
                     raise
                 self._open(self._begin_again(error))
         except BaseException as error:
@@ -166,8 +168,3 @@ class Opening:
 def suspect_path(path: Path) -> Path:
     """A file that says: make it anew when it is opened next, from what can be read."""
     return Path(f"{path}.suspect")
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """While it is opened, what SQLite does not understand is not our SQL: it is what the file says of its tables."""
-    return is_damage(error) or primary_code(error) == sqlite3.SQLITE_ERROR

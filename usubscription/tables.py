@@ -243,10 +243,11 @@ class Tables:
 
     def hold(self, changes: Iterable[tuple[str, int, Change, Sequence[Client]]]) -> None:
         """At the limit the destination that holds most loses its oldest."""
+        held = "SELECT 1 FROM held WHERE destination = ? AND number = ?"
         fresh = {
             (destination, number): write_change(change, recipients)
             for destination, number, change, recipients in changes
-            if not self._is_held(destination, number)
+            if self.execute(held, (destination, number)).fetchone() is None
         }
         rows = [(*key, text) for key, text in fresh.items()]
         self._file.connect().executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
@@ -256,10 +257,6 @@ class Tables:
         while self.held > self._outbox_max:
             (longest,) = self.execute(heaviest).fetchone()
             self.dropped += self._let_go(f"destination = ?1 AND {oldest}", (longest, max(1, self._outbox_max // 64)))
-
-    def _is_held(self, destination: str, number: int) -> bool:
-        found = self.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number))
-        return found.fetchone() is not None
 
     def release(self, destination: str, number: int) -> None:
         self._let_go("destination = ? AND number <= ?", (destination, number))
