@@ -245,7 +245,7 @@ class Writer:
                 chunks.append(whole.slice(begin, place))
                 begin, size = place, 0
             size += len(message)
-        return [*chunks, whole.slice(begin, len(data))]
+        return [*chunks, whole.slice(begin, len(data))] if chunks else [whole]
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()

@@ -28,25 +28,11 @@ from storage.file import SqliteFile, transaction
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription import schema
+from usubscription import schema, state
 from usubscription.handled import Handled
 from usubscription.quota import UNIT_BYTES, Quota, caller, weight
 from usubscription.reader import Reader, StoredChange
-from usubscription.state import (
-    Change,
-    Ended,
-    Event,
-    Key,
-    Link,
-    Moved,
-    Orphaned,
-    Status,
-    Subscribe,
-    TimedOut,
-    Unsubscribe,
-    is_past,
-    step,
-)
+from usubscription.state import Change, Event, Key, Link, Status, Subscribe, Unsubscribe
 from usubscription.tables import UNSEEN, StoredRecords, Tables
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
@@ -333,7 +319,7 @@ class Database:
             why = f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
             return self._full("details", why)
         full = self.subscriptions.room(caller(event.subscriber), weight(size))
-        if full is None or is_past(event.expires_ms, now_ms):
+        if full is None or state.is_past(event.expires_ms, now_ms):
             return None
         topic = self._tables.find(event.topic)
         known = StoredRecords(self._tables, topic).get(event.subscriber) if topic is not None else None
@@ -360,13 +346,13 @@ class Database:
     def _step(self, event: Event, now_ms: int) -> Outcome:
         tables = self._tables
         remote = not uris.is_one_of(event.topic[0], self._own)
-        creates = isinstance(event, Subscribe | Orphaned)
+        creates = isinstance(event, Subscribe | state.Orphaned)
         topic = tables.id(event.topic) if creates else tables.find(event.topic)
         if topic is None:
             return Outcome()
-        link = tables.link(topic) if remote or isinstance(event, Moved) else Link()
+        link = tables.link(topic) if remote or isinstance(event, state.Moved) else Link()
         records = StoredRecords(tables, topic)
-        done = step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
+        done = state.step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
@@ -378,7 +364,7 @@ class Database:
         if done.link != link:
             tables.keep_link(topic, done.link)
             outcome.topic, outcome.link = event.topic, done.link
-        elif isinstance(event, TimedOut):
+        elif isinstance(event, state.TimedOut):
             outcome.topic, outcome.link = event.topic, link
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             tables.unused.add(topic)  # perhaps: the sweep looks
@@ -401,7 +387,7 @@ class Database:
         """What it changes is in the outbox."""
         for topic, is_linked in self._tables.topics():
             if uris.is_one_of(topic[0], self._own) == is_linked:
-                self._step(Moved(topic), now_ms)
+                self._step(state.Moved(topic), now_ms)
         answers_for = " ".join(sorted(self._own))
         self._tables.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
 
@@ -439,7 +425,7 @@ class Database:
         topics, subscribed, registered = self._tables.shared(authority)
         if not (topics or subscribed or registered):
             return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
-        ended = [self._step(Ended(topic), now_ms) for topic in topics]
+        ended = [self._step(state.Ended(topic), now_ms) for topic in topics]
         ended += [self._step(Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
         outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
