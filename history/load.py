@@ -23,7 +23,6 @@ from history import rows
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
 from history.stream import Stream, address_of, authority_of, growth_of
-from history.walk import oldest_of
 from storage.disk import V1_LEAP_MAX, Marked
 from storage.file import transaction
 
@@ -124,7 +123,7 @@ class Loading:
         self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
         self._load_holes()
         self._load_streams(meta)
-        oldest = oldest_of(self._db)
+        oldest = rows.oldest_of(self._db)
         made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
         if not self._rebuild:
             self._roll_forward(meta["indexed_seq"])

@@ -205,6 +205,11 @@ _CHUNK: Final = (
 CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
 
 
+def oldest_of(db: sqlite3.Connection) -> int:
+    """The first seq of all chunks; 0: there is none."""
+    return int(db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0)
+
+
 def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) -> None:
     """In the caller's transaction: everything that an empty log has."""
     for statement in (*(table.ddl for table in CHECKED), *_CHUNK):

@@ -20,9 +20,8 @@ from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor
 from history.opening import Opening, suspect_path
 from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, WAL_WAIT_MS, Sizes, find_doomed, readable, used_bytes, vacuum
-from history.rows import CURSOR, DAMAGE, META, STREAM, Row
+from history.rows import CURSOR, DAMAGE, META, STREAM, Row, oldest_of
 from history.stream import NOWHERE, Place, Stream, growth_of
-from history.walk import oldest_of
 from storage.faults import disk_bytes, free_bytes
 from storage.file import empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime

@@ -25,11 +25,6 @@ def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
         raise CorruptChunkError(f"the columns of the records from {first_seq} on are none: {error}") from None
 
 
-def oldest_of(db: sqlite3.Connection) -> int:
-    """The first seq that is there; 0: none is."""
-    return int(db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0)
-
-
 def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
     """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
     damage."""
