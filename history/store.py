@@ -100,9 +100,8 @@ class Store:
             self._checkpointed()
             empty_wal(db, WAL_WAIT_MS)
         except sqlite3.Error as error:
-            log.warning(
-                "the log could not be closed cleanly; the next open recovers it", path=str(self.path), error=str(error)
-            )
+            what = "the log could not be closed cleanly; the next open recovers it"
+            log.warning(what, path=str(self.path), error=str(error))
         self.file.close()
 
     # -- connections
@@ -155,6 +154,8 @@ class Store:
         db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
         columns = [encode(chunk) for chunk in chunks]
         checkpoint = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
+        if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
+            self._look(db)
         with transaction(db):
             self._write_changes(db, changes)
             db.executemany(
@@ -180,8 +181,6 @@ class Store:
                 place = before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms
                 places[id] = ahead[id] = place
         if chunks:
-            if self._added_bytes > self.sizes.transaction // 8:
-                self._look(db)
             self.file.move_mark(extent.newest_seq)
         return places
 
