@@ -6,7 +6,7 @@ the log     log.py          Log: append, read, wait; what others see
             chunk.py        the records of one commit                             tail.py      the newest, in memory
             passed.py       what retention took though it was owed
 the file    store.py        commits, retains     writer.py   its thread           reader.py    reading it in others
-            connection.py, opening.py, load.py, rows.py, retention.py
+            opening.py, load.py, rows.py, retention.py
 damage      damage.py       what is known to be lost     gaps.py   told on a topic
             salvage.py, verify.py, walk.py     what can still be read of a damaged file
 

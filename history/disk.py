@@ -43,14 +43,13 @@ class Disk:
         store: Store,
         executor: ThreadPoolExecutor,
         name: str,
-        retention_bytes: int,
         tail_bytes: int,
         now_ms: Callable[[], int],
     ) -> None:
         self.loaded = store.loaded
         self.tail = Tail(store.extent.newest_seq, tail_bytes)
         self._store, self._executor, self._name, self._now_ms = store, executor, name, now_ms
-        self._retention_bytes, self._loop = retention_bytes, asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._reader = Reader(store.path, store.runtime.disk)
         self._flush_due: asyncio.TimerHandle | None = None
         self._closed = False
@@ -70,17 +69,17 @@ class Disk:
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
         try:
             store = await asyncio.get_running_loop().run_in_executor(
-                executor, Store.open, path, runtime, now_ms, retention_bytes
+                executor, Store, path, runtime, now_ms, retention_bytes
             )
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(store, executor, name, retention_bytes, tail_bytes, now_ms)
+        return cls(store, executor, name, tail_bytes, now_ms)
 
     def start(self, cursors: Cursors, retention_ms: int, on_written: Callable[[Written], None]) -> None:
         """`on_written` is called on the loop, after each transaction and after each step of retention."""
         self._cursors, self._on_written = cursors, on_written
-        retention = Retention(retention_ms, self._retention_bytes, cursors.keep_after, cursors.owed_after)
+        retention = Retention(retention_ms, cursors.keep_after, cursors.owed_after)
         self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name)
 
     async def close(self) -> None:

@@ -158,9 +158,9 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
     ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, [
-        "history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX",
+        "history.retention:WAL_BYTES_MIN", "history.retention:WAL_BYTES_MAX",
     ]),
-    ("history", "(a sixteenth, at most # MiB)", MIB, ["history.connection:TRANSACTION_BYTES_MAX"]),
+    ("history", "(a sixteenth, at most # MiB)", MIB, ["history.retention:TRANSACTION_BYTES_MAX"]),
     ("usubscription", "the ids of the last # commands", 1, ["usubscription.handled:HANDLED_MAX"]),
     ("usubscription", "at most # changes together", 1, ["usubscription.database:OUTBOX_CHANGES_MAX"]),
     ("usubscription", "tried again after # s doubling to # s", 1_000, [

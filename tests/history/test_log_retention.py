@@ -11,6 +11,7 @@ import pytest
 
 from history import passed as passed_module
 from history.log import Cursor, Log, Passed
+from history.retention import Sizes
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -148,7 +149,7 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
             log._storage._allowance.refill()
         else:
             log._storage.writer._store.allowance.refill()
-            log._storage.writer._retention.bytes = 300_000
+            log._storage._store.sizes = Sizes(300_000)
             log._storage.writer._next_sample = float("inf")
         await append(log, 200, size=10_000)
         async with asyncio.timeout(30):
