@@ -1,6 +1,8 @@
 """Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
 
 (after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
+walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of its
+      index on time -> checksum -> (first_seq, columns | why not)
 """
 
 from __future__ import annotations
@@ -29,6 +31,10 @@ KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, eac
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
 
 log = structlog.get_logger()
+
+
+class NoChunkError(CorruptChunkError):
+    """An index names it, or named it a moment ago."""
 
 
 class Limits(NamedTuple):
@@ -145,17 +151,14 @@ class Reader:
     ) -> Chunk | None:
         """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
         try:
-            row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
-            if row is None and is_quick:
+            return chunk_at(db, first_seq)[1]
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            if isinstance(error, NoChunkError) and is_quick:
                 found.is_index_wrong = True
                 return None
-            return decode(Columns(*row))
-        except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
-            reason: Exception = error
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
+            if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
                 raise
-            reason = error
+            reason = str(error)
         following = db.execute(
             "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)
         ).fetchone()[0]
@@ -164,14 +167,9 @@ class Reader:
         found.covered = max(found.covered, before - 1)
         if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(first_seq)
-            found.damaged.append((first_seq - 1, following or until + 1, str(reason)))
-            log.error(
-                "records are damaged and will be reported as a gap",
-                path=str(self._path),
-                after=after,
-                before=before,
-                reason=str(reason),
-            )
+            found.damaged.append((first_seq - 1, following or until + 1, reason))
+            what = "records are damaged and will be reported as a gap"
+            log.error(what, path=str(self._path), after=after, before=before, reason=reason)
         return None
 
     def find_id(self, id: bytes) -> int | None:
@@ -203,18 +201,13 @@ class Reader:
                     # it is damaged: whoever reads it learns of the gap
                     with contextlib.suppress(TypeError, struct.error):
                         ids, streams = row[0], unpack_streams(row[1])
-                        found = [
-                            (id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in enumerate(streams)
-                        ]
-                        newest += reversed([one for one in found if len(one[1]) == ID_BYTES])
+                        parts = [ids[place : place + ID_BYTES] for place in range(0, len(ids), ID_BYTES)]
+                        newest += [one for one in zip(streams, parts, strict=False) if len(one[1]) == ID_BYTES][::-1]
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            log.warning(
-                "the ids of older records can't be read: some may be taken twice",
-                path=str(self._path),
-                reason=str(error),
-            )
+            what = "the ids of older records can't be read: some may be taken twice"
+            log.warning(what, path=str(self._path), reason=str(error))
         return newest[:count][::-1]
 
 
@@ -234,9 +227,8 @@ def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int,
             seen[stream] = seq
     if found.full:
         return True
-    return all(
-        newest <= seen.get(id, begin) or newest > found.covered or is_lost(newest) for id, newest in wanted.items()
-    )
+    missing = (seq for id, seq in wanted.items() if seen.get(id, begin) < seq <= found.covered)
+    return all(map(is_lost, missing))
 
 
 def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
@@ -249,9 +241,7 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
     places: set[int] = set()
     complete_to = min(indexed_seq, until)
     rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
-    query = (
-        "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
-    )
+    query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
     for stream in wanted:
         rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
         places.update(rows)
@@ -259,9 +249,9 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
             complete_to = min(complete_to, rows[-1])
     if complete_to < min(indexed_seq, until):
         return sorted(place for place in places if place <= complete_to), complete_to
-    fresh, complete_to = (
-        _scanned(db, max(start, indexed_seq + 1), until, wanted) if until > indexed_seq else ([], until)
-    )
+    if until <= indexed_seq:
+        return sorted(places), until
+    fresh, complete_to = _scanned(db, max(start, indexed_seq + 1), until, wanted)
     return sorted(places) + fresh, complete_to
 
 
@@ -276,11 +266,43 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
         query = query.replace("streams FROM chunk", "NULL FROM chunk INDEXED BY chunk_time")
         rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
-    if wanted is None:
-        return [row[0] for row in rows], complete_to
-    return [
-        row[0] for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))
-    ], complete_to
+    if wanted is not None:  # a damaged set of streams may have them
+        rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
+    return [row[0] for row in rows], complete_to
 
 
-__all__ = ["Reader"]
+def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
+    """Raises CorruptChunkError, or sqlite3.DatabaseError."""
+    row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+    if row is None:
+        raise NoChunkError(f"the records from {first_seq} on aren't there")
+    try:
+        columns = Columns(*row)
+        return columns, decode(columns)
+    except (struct.error, TypeError, ValueError) as error:
+        raise CorruptChunkError(f"the columns of the records from {first_seq} on are none: {error}") from None
+
+
+def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
+    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
+    damage."""
+    for first_seq in _all_places(db):
+        try:
+            yield first_seq, chunk_at(db, first_seq)[0], ""
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            yield first_seq, None, str(error)
+
+
+def _all_places(db: sqlite3.Connection) -> Iterator[int]:
+    last = -1
+    with contextlib.suppress(sqlite3.DatabaseError):
+        for (first_seq,) in db.execute("SELECT first_seq FROM chunk NOT INDEXED ORDER BY first_seq"):
+            if isinstance(first_seq, int) and first_seq > last:
+                last = first_seq
+                yield last
+        return
+    with contextlib.suppress(sqlite3.DatabaseError):
+        rest = {
+            row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if isinstance(row[0], int)
+        }
+        yield from sorted(place for place in rest if place > last)

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from history.chunk import Chunk, CorruptChunkError
+from history.chunk import NOBODY, Chunk, CorruptChunkError
 from history.connection import PAGE_BYTES, file_bytes_max, transaction_bytes
-from history.cursors import NOBODY
-from history.walk import chunk_at
+from history.reader import chunk_at
 from storage.file import pragma
 
 CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it

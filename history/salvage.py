@@ -20,6 +20,7 @@ from typing import Any, Final
 from history.connection import PAGE_BYTES
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
+from history.reader import walk
 from history.rows import (
     CHECKED,
     CURSOR,
@@ -34,7 +35,6 @@ from history.rows import (
     has_known_schema,
     upgraded,
 )
-from history.walk import walk
 from storage.disk import Disk
 from storage.faults import remove
 from storage.file import SqliteFile, any_text, pragma

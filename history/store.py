@@ -15,11 +15,10 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Columns, unpack_streams
+from history.chunk import Allowance, Columns, Passed, unpack_streams
 from history.connection import WAL_WAIT_MS, file_bytes_max, transaction_bytes, wal_bytes_max
 from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent
 from history.opening import Opening, suspect_path
-from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
 from history.rows import CURSOR, DAMAGE, META, STREAM, Row
 from history.stream import NOWHERE, Place, Stream

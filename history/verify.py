@@ -16,6 +16,7 @@ from typing import Any, Final
 from history import damage as kinds
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
+from history.reader import chunk_at, walk
 from history.rows import (
     APPLICATION_ID,
     CHECKED,
@@ -29,7 +30,6 @@ from history.rows import (
     Checked,
     Table,
 )
-from history.walk import chunk_at, walk
 from storage import mark as marks
 from storage.disk import REAL_DISK, Disk
 from storage.file import any_text, pragma

@@ -156,7 +156,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "the tail holds at most # MiB", MIB, ["history.log:TAIL_BYTES_MAX"]),
     ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
-    ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
+    ("history", "has the first # records", 1, ["history.chunk:PASSED_RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, [
         "history.connection:WAL_BYTES_MIN", "history.connection:WAL_BYTES_MAX",
     ]),
