@@ -22,7 +22,7 @@ from typing import Any, Final, Self
 import structlog
 
 from history.acceptor import Acceptor, Places, Positions, Record, Verdict, decode
-from history.matching import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
+from history.asked import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
 from history.subscriber import HistoryClient, Poller
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

@@ -14,7 +14,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from history.matching import EVERYTHING, Sight
+from history import asked
+from history.asked import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.rules import Rules
 from uprotocol import uri as uris
@@ -68,7 +69,7 @@ class Entry:
         return not self.callers or any(pattern.matches(caller, caller.authority_name) for pattern in self.callers)
 
 
-class _Sight:
+class _Sight(Sight):
     """Of callers at one endpoint, under one entry or none."""
 
     def __init__(
@@ -109,8 +110,8 @@ def _owned(pattern: Pattern, own: str) -> Pattern:
     return Pattern(uris.with_authority(pattern.address, own), own) if pattern.is_own else pattern
 
 
-class Access:
-    """See `history.matching.Access`. Of `entries` the first one counts that names a caller.
+class Access(asked.Access):
+    """Of `entries` the first one counts that names a caller.
 
     `is_inside()`: whether what is being handled comes from this process.
     """

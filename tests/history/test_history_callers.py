@@ -14,10 +14,10 @@ from history import consumers
 from history.consumers import Consumers, Owner
 from history.log import Log
 from history.subscriber import HistoryClient
-from history.turns import Turns
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
+from uprotocol.communication.shares import Turns
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -167,7 +167,7 @@ async def test_one_caller_leaves_seats_to_others() -> None:
 
 async def test_who_has_no_room_waits_and_is_told_in_the_end() -> None:
     room = {"slow": 0, "quick": 100}
-    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller])
+    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller], seats_max=8)
     with pytest.raises(UStatusError) as caught:
         await turns.begin("slow", 0.01)
     assert caught.value.code == UCode.RESOURCE_EXHAUSTED
