@@ -102,14 +102,11 @@ class Consumers:
     def require(self, consumer: str, owner: Owner) -> None:
         """Raises PERMISSION_DENIED if the name is somebody else's, INVALID_ARGUMENT if it can't be one."""
         if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
-            raise invalid(
-                f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed, got "
-                f"{consumer[:50]!r}"
-            )
+            what = f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed"
+            raise invalid(f"{what}, got {consumer[:50]!r}")
         if self._owners.get(consumer, owner) != owner and not self._is_over(consumer):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED, f"the consumer {consumer!r} belongs to another uEntity: choose another name"
-            )
+            what = f"the consumer {consumer!r} belongs to another uEntity: choose another name"
+            raise UStatusError(UCode.PERMISSION_DENIED, what)
 
     def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
         """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and

@@ -10,13 +10,14 @@ when the rules change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from history import asked
 from history.asked import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.hosted import is_inside
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -48,6 +49,10 @@ class Pattern:
         """It means other addresses for each caller."""
         return not self.authority
 
+    def of(self, own: str) -> Pattern:
+        """Without anything left to be completed."""
+        return Pattern(uris.with_authority(self.address, own), own) if self.is_own else self
+
     def matches(self, candidate: UUri, own: str) -> bool:
         if uris.is_family(self.authority):
             return candidate.authority_name.endswith(self.authority[1:]) and uris.matches(self.address, candidate)
@@ -77,9 +82,7 @@ class _Sight(Sight):
     ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
-        self._allow, self._deny = (
-            tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny)
-        )
+        self._allow, self._deny = ([one.of(own) for one in patterns] for patterns in (entry.allow, entry.deny))
 
     @property
     def cost(self) -> int:
@@ -91,9 +94,6 @@ class _Sight(Sight):
             return False
         if self._allow:
             return any(pattern.matches(source, self._own) for pattern in self._allow)
-        return self._may_go_there(source, sink)
-
-    def _may_go_there(self, source: UUri, sink: UUri | None) -> bool:
         origin = self._endpoints.owner(source.authority_name)
         if origin is None or self._endpoint is None:
             return False
@@ -105,25 +105,11 @@ class _Sight(Sight):
         return rule is not None and rule.allows(source)
 
 
-def _owned(pattern: Pattern, own: str) -> Pattern:
-    """`pattern` without anything left to be completed."""
-    return Pattern(uris.with_authority(pattern.address, own), own) if pattern.is_own else pattern
-
-
 class Access(asked.Access):
-    """Of `entries` the first one counts that names a caller.
+    """Of `entries` the first one counts that names a caller."""
 
-    `is_inside()`: whether what is being handled comes from this process.
-    """
-
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        rules: Rules,
-        entries: Sequence[Entry] = (),
-        is_inside: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._endpoints, self._rules, self._entries, self._is_inside = endpoints, rules, entries, is_inside
+    def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry]) -> None:
+        self._endpoints, self._rules, self._entries = endpoints, rules, entries
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
 
@@ -135,7 +121,7 @@ class Access(asked.Access):
         return self._rules.version
 
     def of(self, caller: UUri) -> Sight:
-        if self._is_inside():
+        if is_inside():
             return EVERYTHING
         if self._cached_version != self._rules.version:
             self._cached.clear()
@@ -148,10 +134,8 @@ class Access(asked.Access):
 
     def _made(self, caller: UUri) -> _Sight:
         endpoint = self._endpoints.owner(caller.authority_name)
-        number, entry = next(
-            ((number, entry) for number, entry in enumerate(self._entries) if entry.names(caller, endpoint)),
-            (-1, Entry()),
-        )
+        naming = (one for one in enumerate(self._entries) if one[1].names(caller, endpoint))
+        number, entry = next(naming, (-1, Entry()))
         own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
         key = (self.version, endpoint.name if endpoint is not None else "", number, own)
         return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

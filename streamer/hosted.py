@@ -27,7 +27,6 @@ from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
-from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -39,12 +38,8 @@ log = structlog.get_logger()
 
 _NOBODY: Final[Mapping[Hashable, tuple[UUri, UListener]]] = {}
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
-
-
-def is_inside() -> bool:
-    """True while a hosted service handles what another one in this process has sent: nobody on a network can claim
-    that."""
-    return _inside.get()
+is_inside: Final[Callable[[], bool]] = _inside.get
+"""True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
 
 
 def _key(sink: UUri) -> tuple[int, int, int]:
@@ -99,11 +94,16 @@ class HostedTransport(UTransport):
         completes when all have taken their share."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
-            listeners = self._wanting(message.attributes)
+            attributes = message.attributes
+            entity, version, resource = _key(attributes.sink)
+            found = self._listeners.get((entity, version, resource), _NOBODY)
+            whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
+            wanting = (*found.values(), *whole.values())
+            listeners = [one for wanted, one in wanting if uris.matches(wanted, attributes.source)]
             for listener in listeners:
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
-            if not listeners and message.attributes.type == attrs.REQUEST:
-                self.unserved.answer(message.attributes)
+            if not listeners:
+                self.unserved.answer(attributes)
         # told anew each time: whoever calls may itself have been called from somewhere else
         token = _inside.set(inside)
         try:
@@ -111,13 +111,6 @@ class HostedTransport(UTransport):
         finally:
             _inside.reset(token)
         return all_of(pending) if pending else None
-
-    def _wanting(self, attributes: UAttributes) -> list[UListener]:
-        entity, version, resource = _key(attributes.sink)
-        found = self._listeners.get((entity, version, resource), _NOBODY)
-        whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
-        source = attributes.source
-        return [one for wanted, one in (*found.values(), *whole.values()) if uris.matches(wanted, source)]
 
     @property
     def connected(self) -> bool:
@@ -138,9 +131,8 @@ class HostedTransport(UTransport):
         stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
         for message in messages:
             attributes = message.attributes
-            destination = (
-                attributes.sink.authority_name if attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH) else None
-            )
+            is_ordered = attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH)
+            destination = attributes.sink.authority_name if is_ordered else None
             if destination in stopped:
                 statuses.append(stopped[destination])
                 continue

@@ -88,9 +88,8 @@ class InMemoryRpcServer(RpcServer):
         if known == handler:
             return
         if known is not None:
-            raise UStatusError(
-                UCode.ALREADY_EXISTS, f"method {resource_id:X} has a handler already: unregister that one first"
-            )
+            what = f"method {resource_id:X} has a handler already: unregister that one first"
+            raise UStatusError(UCode.ALREADY_EXISTS, what)
         self._methods[resource_id] = handler
         try:
             await self._transport.register_listener(_CALLERS, self, sink)
