@@ -236,6 +236,7 @@ class Poll:
 
     asked: PollRequest
     source: UUri  # who asks
+    caller: str  # its authority
     patterns: Patterns
     positions: dict[bytes, int]
     known: dict[bytes, witness.Known]
@@ -251,11 +252,6 @@ class Poll:
     places: dict[Log, int] = field(default_factory=dict)  # where each log is read on
     response: PollResponse = field(default_factory=PollResponse)
     woken: asyncio.Event = field(default_factory=asyncio.Event)  # while it waits
-
-    @property
-    def caller(self) -> str:
-        """Its authority."""
-        return self.source.authority_name
 
     def end(self, log: Log) -> int:
         return min(log.newest_seq, self.until.get(log.incarnation, log.newest_seq))
@@ -282,10 +278,12 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
             raise invalid(f"{what}, got {seconds} s and {nanos} ns")
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
+    caller = attributes.source.authority_name
     return Poll(
         asked,
         attributes.source,
-        patterns_of(asked.topics, attributes.source.authority_name),
+        caller,
+        patterns_of(asked.topics, caller),
         _positions(asked.positions),
         witness.checked(asked.positions),
         _positions(asked.until),

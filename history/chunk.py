@@ -197,6 +197,7 @@ class Scan:
     """What one step of reading found."""
 
     after: int
+    until: int
     records_left: int  # of what was asked for
     bytes_left: int
     strict: bool = False  # else the first record is taken even if it is too big
@@ -213,13 +214,13 @@ class Scan:
     def __post_init__(self) -> None:
         self.covered = self.after
 
-    def take(self, chunk: Chunk, until: int, wanted: Set[int] | None) -> None:
+    def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
         """Add what is asked for of `chunk`, which reaches beyond `after`."""
         chunk = chunk.after(self.after)
-        self.covered = min(chunk.last_seq, until)
-        if chunk.first_seq > until:
+        self.covered = min(chunk.last_seq, self.until)
+        if chunk.first_seq > self.until:
             return
-        part = chunk.until(until) if wanted is None else chunk.until(until).select(wanted)
+        part = chunk.until(self.until) if wanted is None else chunk.until(self.until).select(wanted)
         if part is None:
             return
         fits = part.places_within(self.records_left, self.bytes_left)

@@ -424,15 +424,15 @@ class Log(Streams):
         `strict`: not even the first record may exceed `max_bytes`.
         """
         until = self.newest_seq if until is None else min(until, self.newest_seq)
-        limits = Limits(max_records, max_bytes, strict)
+        limits = Limits(after, until, max_records, max_bytes, strict)
         if after >= until:
-            return Scan(after, *limits)
+            return Scan(*limits)
         if max(after, self.floor_seq) >= self._tail.after:
-            found = self._scan_tail(max(after, self.floor_seq), until, streams, limits)
+            found = self._scan_tail(streams, limits._replace(after=max(after, self.floor_seq)))
         else:
             table = self._table
             wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
-            found = await self._storage.run(self._storage.reader.scan, after, until, wanted, limits, self.holes)
+            found = await self._storage.run(self._storage.reader.scan, limits, wanted, self.holes)
             if found.is_index_wrong:
                 self._storage.save(Writer.distrust_index)
                 self._note(kinds.INDEX, "the index of streams is made anew at the next start")
@@ -443,18 +443,18 @@ class Log(Streams):
         )
         return found
 
-    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, limits: Limits) -> Scan:
-        found = Scan(after, *limits)
-        found.floor_seq = self.floor_seq  # also of what is still in memory: retention means the same to every reader
-        chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
+    def _scan_tail(self, streams: Set[int] | None, limits: Limits) -> Scan:
+        # the floor also of what is still in memory: retention means the same to every reader
+        found = Scan(*limits, floor_seq=self.floor_seq)
+        chunks = self._tail.read(found.after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:
-            if chunk.first_seq > until:
+            if chunk.first_seq > found.until:
                 break
-            found.take(chunk, until, streams)
+            found.take(chunk, streams)
             if found.full:
                 return found
         if len(chunks) < TAIL_SCAN_CHUNKS_MAX:
-            found.covered = max(found.covered, until)
+            found.covered = max(found.covered, found.until)
         return found
 
     async def seq_of_id(self, id: bytes) -> int | None:

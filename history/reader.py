@@ -30,6 +30,8 @@ SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds mem
 KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
 
+Holes = Sequence[tuple[int, int]]  # (after, before)
+
 log = structlog.get_logger()
 
 
@@ -40,6 +42,8 @@ class NoChunkError(CorruptChunkError):
 class Limits(NamedTuple):
     """Of one scan."""
 
+    after: int
+    until: int
     records: int
     bytes: int
     is_strict: bool  # not even the first record may be greater
@@ -83,44 +87,33 @@ class Reader:
                 return
         db.close()
 
-    def scan(
-        self, after: int, until: int, wanted: Mapping[int, int] | None, limits: Limits, holes: Sequence[tuple[int, int]]
-    ) -> Scan:
-        """The records in (after, until] of the streams `wanted` (each with its newest seq; None: all), as far as one
-        step goes.
+    def scan(self, limits: Limits, wanted: Mapping[int, int] | None, holes: Holes) -> Scan:
+        """The records within `limits` of the streams `wanted` (each with its newest seq; None: all), as far as one step
+        goes.
 
         `holes` are known to be empty; any other seq that isn't there is damage.
         """
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
-            found = self._step(
-                db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None
-            )
+            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=wanted is not None)
             if wanted is not None and (found.is_index_wrong or not _is_whole(found, wanted, holes)):
-                found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=False)
+                found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=False)
                 found.is_index_wrong = True
         return found
 
     def _step(
-        self,
-        db: sqlite3.Connection,
-        found: Scan,
-        until: int,
-        wanted: Mapping[int, int] | None,
-        holes: Sequence[tuple[int, int]],
-        *,
-        is_quick: bool,
+        self, db: sqlite3.Connection, found: Scan, wanted: Mapping[int, int] | None, holes: Holes, *, is_quick: bool
     ) -> Scan:
         """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
-        after, streams = found.after, None if wanted is None else wanted.keys()
+        after, until, streams = found.after, found.until, None if wanted is None else wanted.keys()
         places, complete_to = _places(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
         read = 0
         for first_seq in places:
             if first_seq > expected and not is_quick:
-                self._jump(found, expected - 1, first_seq, until, holes)
-            chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found, is_quick=is_quick)
+                self._jump(found, expected - 1, first_seq, holes)
+            chunk = self._row(db, first_seq, found, is_quick=is_quick)
             if chunk is None:
                 expected = found.covered + 1
                 continue
@@ -128,27 +121,25 @@ class Reader:
             if chunk.last_seq <= after:
                 continue
             read += sum(map(len, chunk.data))
-            found.take(chunk, until, streams)
+            found.take(chunk, streams)
             if found.full or read >= SCAN_BYTES_MAX:
                 return found
         if complete_to == until >= expected and not is_quick:
-            self._jump(found, expected - 1, until + 1, until, holes)
+            self._jump(found, expected - 1, until + 1, holes)
         found.covered = max(found.covered, complete_to)
         return found
 
-    def _jump(self, found: Scan, after: int, before: int, until: int, holes: Sequence[tuple[int, int]]) -> None:
+    def _jump(self, found: Scan, after: int, before: int, holes: Holes) -> None:
         """Records were committed there, and no chunk has them any more."""
         if any(low <= after and before <= high for low, high in holes):
             return
-        found.gaps.append((after, min(before, until + 1)))
-        found.covered = max(found.covered, min(before - 1, until))
+        found.gaps.append((after, min(before, found.until + 1)))
+        found.covered = max(found.covered, min(before - 1, found.until))
         if after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(after + 1)
             found.damaged.append((after, before, "they aren't there"))
 
-    def _row(
-        self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan, *, is_quick: bool
-    ) -> Chunk | None:
+    def _row(self, db: sqlite3.Connection, first_seq: int, found: Scan, *, is_quick: bool) -> Chunk | None:
         """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
         try:
             return chunk_at(db, first_seq)[1]
@@ -162,12 +153,13 @@ class Reader:
         following = db.execute(
             "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)
         ).fetchone()[0]
-        before = min(following or until + 1, until + 1)
+        after, end = max(found.after, first_seq - 1), found.until + 1
+        before = min(following or end, end)
         found.gaps.append((after, before))
         found.covered = max(found.covered, before - 1)
         if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(first_seq)
-            found.damaged.append((first_seq - 1, following or until + 1, reason))
+            found.damaged.append((first_seq - 1, following or end, reason))
             what = "records are damaged and will be reported as a gap"
             log.error(what, path=str(self._path), after=after, before=before, reason=reason)
         return None
@@ -211,7 +203,7 @@ class Reader:
         return newest[:count][::-1]
 
 
-def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int, int]]) -> bool:
+def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
     """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each
     is known."""
     seen: dict[int, int] = {}

@@ -89,7 +89,7 @@ class Ring:
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
         return call(*arguments)
 
-    def scan(self, after: int, until: int, wanted: object, limits: Limits, holes: object) -> Scan:
+    def scan(self, limits: Limits, wanted: object, holes: object) -> Scan:
         raise AssertionError("what isn't in the tail is nowhere")
 
     def find_id(self, id: bytes) -> int | None:

@@ -321,7 +321,7 @@ class HistoryService:
                     strict=bool(batch.seq),  # a reply has one record at least, whatever its size
                 )
                 poll.places[log] = min(max(found.covered, place), end)
-                if _has_passed(found.floor_seq, place, poll.matches[log], log):
+                if place < found.floor_seq and _has_passed(found.floor_seq, place, poll.matches[log], log):
                     gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, found.floor_seq + 1))
                 gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *bounds) for bounds in found.gaps)
                 for chunk in found.chunks:
@@ -361,10 +361,7 @@ class HistoryService:
 def _has_passed(floor: int, place: int, match: Match, log: Log) -> bool:
     """True if retention has deleted something of these streams that the caller, at `place`, has not seen."""
     streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
-    return place < floor and (
-        match.forgotten_seq > place
-        or any(stream.newest_seq > place and stream.first_seq <= floor for stream in streams)
-    )
+    return match.forgotten_seq > place or any(one.newest_seq > place and one.first_seq <= floor for one in streams)
 
 
 async def _told(poll: Poll) -> list[Position]:

@@ -114,7 +114,8 @@ class Turns:
                 self.ended(caller)
             elif seat in self._waiting.get(caller, ()):
                 self._waiting[caller].remove(seat)
-                self._drop_empty(caller)
+                if not self._waiting[caller]:
+                    del self._waiting[caller]
             if isinstance(error, TimeoutError):
                 why = f"answers to {caller!r} wait for the network, or for their turn, for too long: try again later"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, why) from None
@@ -142,16 +143,17 @@ class Turns:
 
     def look(self) -> None:
         """Let those begin who can. To be called, too, whenever there may be more room."""
-        for caller in list(self._waiting):
-            while caller in self._waiting and self._may_begin(caller):
-                seat = self._waiting[caller].popleft()
-                self._drop_empty(caller)
+        for caller, waiting in list(self._waiting.items()):
+            while waiting and self._may_begin(caller):
+                seat = waiting.popleft()
                 if not seat.done():
                     self._seats.add(caller, 1)
                     self._promised.add(caller, 1)
                     seat.set_result(None)
                     break  # the next one has its turn
-            if caller in self._waiting and self._seats.pieces_of(caller):
+            if not waiting:
+                del self._waiting[caller]
+            elif self._seats.pieces_of(caller):
                 self._waiting[caller] = self._waiting.pop(caller)  # behind the others
 
     def _may_begin(self, caller: str) -> bool:
@@ -159,7 +161,3 @@ class Turns:
             return False
         promised = self._reply_bytes * self._promised.pieces_of(caller)
         return self._has_room(caller, self._reply_bytes, promised, self._reply_bytes * self._promised.pieces)
-
-    def _drop_empty(self, caller: str) -> None:
-        if not self._waiting[caller]:
-            del self._waiting[caller]
