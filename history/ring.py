@@ -7,13 +7,13 @@ append -> number -> chunks -> tail, which is all there is -> on_written
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from history.chunk import Allowance, Chunk, Passed, Scan, Tail, message_id, message_ids
+from history.chunk import Allowance, Chunk, Passed, Scan, Tail, message_id
 from history.load import Loaded
 from history.reader import Limits
-from history.stream import growth_of
 from history.writer import CHUNK_RECORDS_MAX, RETENTION_PERIOD_MS, Append, Numbering, Writer, Written
 
 if TYPE_CHECKING:
@@ -49,8 +49,11 @@ class Ring:
         self._numbering.begin()
         seqs, prev_seqs = self._numbering.number(append.streams)
         whole = Chunk(seqs, time_ms, append.streams, prev_seqs, None, append.messages)
-        for id, growth in growth_of(whole.first_seq, whole.streams, message_ids(whole.messages), time_ms).items():
-            self.loaded.streams[id].grow(*growth)
+        newest = dict(zip(append.streams, range(len(whole)), strict=True))
+        for id, count in Counter(append.streams).items():
+            stream, place = self.loaded.streams[id], newest[id]
+            first_seq = 0 if stream.records else seqs[append.streams.index(id)]
+            stream.grow(first_seq, seqs[place], count, message_id(append.messages[place]), time_ms)
         chunks = [whole.slice(begin, begin + CHUNK_RECORDS_MAX) for begin in range(0, len(whole), CHUNK_RECORDS_MAX)]
         gone: list[Chunk] = []
         for chunk in chunks:
