@@ -148,11 +148,6 @@ class Patterns(NamedTuple):
     key: tuple[tuple[str, int, int, int], ...]
     uris: tuple[UUri, ...]
 
-    def all_hidden_from(self, sight: Sight) -> bool:
-        """True if topics are named, each by itself, and none may be seen. That depends on no log: who is refused learns
-        nothing of it."""
-        return bool(self.uris) and not any(uris.has_wildcard(topic) or sight.sees(topic, None) for topic in self.uris)
-
 
 def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
     """Without doubles; a topic without authority is on the host of the `caller`. Raises INVALID_ARGUMENT or
@@ -207,7 +202,10 @@ class Matches:
         key = (sight.key, patterns.key)
         known = self._cached.pop(key, None)
         if known is None:
-            if patterns.all_hidden_from(sight):
+            # Topics that are named, each by itself, and none may be seen: that depends on no log, so who is refused
+            # learns nothing of it.
+            seen = (uris.has_wildcard(topic) or sight.sees(topic, None) for topic in patterns.uris)
+            if patterns.uris and not any(seen):
                 raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
             self._make_room(caller)
             known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
@@ -276,6 +274,9 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
         if not SECONDS_MIN <= seconds <= SECONDS_MAX or not 0 <= nanos <= NANOS_MAX:
             what = f"after_time is a time of the years 1 to 9999 with 0 to {NANOS_MAX} nanos"
             raise invalid(f"{what}, got {seconds} s and {nanos} ns")
+    most = max((len(one.witnesses) for one in asked.positions), default=0)
+    if most > witness.WITNESSES_MAX:
+        raise invalid(f"a position has at most {witness.WITNESSES_MAX} witnesses, got {most}")
     ttl = attributes.ttl
     left_ms = ttl - max(0, now_ms - uuids.time_ms(attributes.id)) - max(TTL_MARGIN_MS, ttl // 10)
     caller = attributes.source.authority_name
@@ -285,7 +286,7 @@ def checked(asked: PollRequest, attributes: UAttributes, now_ms: int) -> Poll:
         caller,
         patterns_of(asked.topics, caller),
         _positions(asked.positions),
-        witness.checked(asked.positions),
+        {one.incarnation: {known.seq: known.digest for known in one.witnesses} for one in asked.positions},
         _positions(asked.until),
         _positions(asked.acked),
         min(asked.max_records or POLL_RECORDS_MAX, POLL_RECORDS_MAX),

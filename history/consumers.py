@@ -70,19 +70,12 @@ def owner_of(row_name: str) -> tuple[str, Owner] | None:
 class Consumers:
     """The names in use in `logs`; their owners are kept in the first one that is durable."""
 
-    def __init__(
-        self,
-        logs: Sequence[Log],
-        now_ms: Callable[[], int],
-        *,
-        names_max: int = CONSUMERS_MAX,
-        share: int = CALLERS_SHARE,
-    ) -> None:
+    def __init__(self, logs: Sequence[Log], now_ms: Callable[[], int], *, share: int = CALLERS_SHARE) -> None:
         self._logs, self._now_ms = logs, now_ms
         self._home = next((log for log in logs if log.durable), logs[0]) if logs else None
         self._owners: dict[str, Owner] = {}
         self._used_ms: dict[str, int] = {}
-        self._by_authority = Shares[str](names_max, share=share)
+        self._by_authority = Shares[str](CONSUMERS_MAX, share=share)
         self._by_owner = Shares[Owner](self._by_authority.each_pieces_max, share=OWNERS_SHARE)
 
     def __repr__(self) -> str:
@@ -146,9 +139,8 @@ class Consumers:
         RESOURCE_EXHAUSTED."""
         idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{which} have a cursor, which is the limit: wait for a lease to end"
-            )
+            what = f"{which} have a cursor, which is the limit: wait for a lease to end"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         self._forget(min(idle, key=lambda name: self._used_ms[name]))
 
     def _is_leased(self, consumer: str) -> bool:

@@ -21,7 +21,7 @@ from history import damage as kinds
 from history.chunk import NOBODY, Chunk, Passed, Scan
 from history.damage import Damage
 from history.disk import Disk
-from history.load import Cursor, Extent, Stream
+from history.load import Cursor, Stream
 from history.reader import Limits
 from history.ring import Ring
 from history.rows import HELD_PREFIXES
@@ -88,7 +88,6 @@ class Log(Streams):
         # All that changes, and who changes it. The loop alone, where nobody else is named:
         self.healthy = True  # the last transaction got through
         self._closed = False
-        self._measure(loaded.extent)
         self._appending: set[Append] = set()  # handed to the storage, not yet reported by it
         self._queued = 0  # messages of those
         self._grown = asyncio.Event()  # or closed
@@ -101,6 +100,7 @@ class Log(Streams):
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
+        self._on_written(Written(loaded.extent))
 
     @classmethod
     async def open(
@@ -141,15 +141,6 @@ class Log(Streams):
         await storage.run(made._load)
         storage.start(made, made._on_written)
         return made
-
-    def _measure(self, extent: Extent) -> None:
-        """What the storage has said last."""
-        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
-        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
-        self.floor_seq = extent.floor_seq
-        self.stored_bytes = extent.stored_bytes  # of the records there are
-        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
-        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
 
     async def close(self) -> None:
         """Write what is queued, and close. May be called twice."""
@@ -206,13 +197,19 @@ class Log(Streams):
         return (stream for append in self._appending for stream in append.streams)
 
     def _on_written(self, written: Written) -> None:
-        """On the loop, after each transaction, and after each step of retention."""
+        """On the loop, at the start, after each transaction, and after each step of retention."""
         for passed in written.passed:
             for callback in list(self._passed_callbacks):
                 callback(passed)
         for number in written.acknowledged:
             self._ledger.acknowledge_one(number)
-        self._measure(written.extent)
+        extent = written.extent
+        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
+        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
+        self.floor_seq = extent.floor_seq
+        self.stored_bytes = extent.stored_bytes  # of the records there are
+        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
+        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
         batch = written.batch
         if batch is None:
             return

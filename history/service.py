@@ -70,7 +70,6 @@ class HistoryService:
         logs: Iterable[Log],
         *,
         access: Access | None = None,
-        polls_waiting_max: int = POLLS_WAITING_MAX,
         reply_bytes_max: int = REPLY_BYTES_MAX,
         replies_bytes_max: int = REPLIES_BYTES_MAX,
         share: int = CALLERS_SHARE,
@@ -90,7 +89,7 @@ class HistoryService:
         self._access_version = self._access.version
         self._matches = Matches(self._logs)
         self._waiting: set[Poll] = set()
-        self._room = Shares[str](polls_waiting_max, share=share)  # for those that wait, by authority
+        self._room = Shares[str](POLLS_WAITING_MAX, share=share)  # for those that wait, by authority
         self._turns = Turns(reply_bytes_max, self._server.responses.has_room, SEATS_MAX, share)
         self._server.responses.on_taken(self._turns.look)
         self.consumers = Consumers(self._logs, uuids.now_ms, share=share)

@@ -130,8 +130,7 @@ class Streamer:
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
         self._entry = Ingress(self.home, dispatch, trusted=True)
-        self.hosted.lead_to(self._entry)
-        self.hosted.on_entities_changed(self._entities_changed)
+        self.hosted.lead_to(self._entry, self._entities_changed)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(

@@ -25,6 +25,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
+from uprotocol.encoded import EncodedListener, EncodedMessage
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
 from uprotocol.v1.ucode_pb2 import UCode
@@ -59,17 +60,14 @@ class HostedTransport(UTransport):
         # by the key of the sink -> by source filter and identity
         self._listeners: dict[tuple[int, int, int], dict[Hashable, tuple[UUri, UListener]]] = {}
         self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
-        self._ingress: UBatchListener | None = None
+        self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
 
-    def lead_to(self, ingress: UBatchListener) -> None:
-        """What services send begins the ordinary walk there (streamer.ingress); before that nothing can be sent."""
-        self._ingress = ingress
-
-    def on_entities_changed(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """It is awaited whenever `sinks` has changed, before the registration is done."""
-        self._on_entities_changed = callback
+    def lead_to(self, ingress: EncodedListener, on_entities_changed: Callable[[], Awaitable[None]]) -> None:
+        """What services send begins the ordinary walk at `ingress`; before that nothing can be sent.
+        `on_entities_changed` is awaited whenever `sinks` has changed, before the registration is done."""
+        self._ingress, self._on_entities_changed = ingress, on_entities_changed
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
@@ -159,7 +157,7 @@ class HostedTransport(UTransport):
                 await network.send(message)
                 return
             assert self._ingress is not None, "who sends has been led to the networks"
-            taken = self._ingress.on_receive_batch([message])
+            taken = self._ingress.on_receive_encoded([EncodedMessage.of(message)])
             if not attributes.HasField("sink"):
                 await self._home.send(message)
         if taken is not None:

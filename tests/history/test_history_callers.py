@@ -100,10 +100,13 @@ async def test_an_owner_holds_no_retention_and_is_forgotten_when_the_name_is_lon
         assert list(consumers.owners(log.cursor_rows()).values()) == [Owner.of(OTHER)]
 
 
-async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(tmp_path: Path) -> None:
+async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumers, "CONSUMERS_MAX", 16)
     clock = Clock()
     async with await opened(tmp_path, clock) as log:
-        named = Consumers([log], clock, names_max=16)
+        named = Consumers([log], clock)
         for number in range(4):
             named.hold(f"bad{number}", Owner("evil", number), log, 0, 7 * 24 * HOUR_MS if number else 1)
         clock.ms += 2
@@ -210,10 +213,11 @@ class World(HistoryWorld):
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("history.service.POLLS_WAITING_MAX", 8)
     made = World()
     log = await Log.open(tmp_path / "l.db", name="durable")
-    await made.open(log, polls_waiting_max=8, replies_bytes_max=4 << 20, drain_ms_max=100)
+    await made.open(log, replies_bytes_max=4 << 20, drain_ms_max=100)
     yield made
     await made.close()
 

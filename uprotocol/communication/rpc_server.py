@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
@@ -154,11 +153,8 @@ class InMemoryRpcServer(RpcServer):
         task = asyncio.ensure_future(self._run(attributes, result))
         self._running.add(task)
         self._room.add(caller, 1, bytes)
-        task.add_done_callback(functools.partial(self._ended, caller, bytes))
-
-    def _ended(self, caller: str, bytes: int, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._room.add(caller, -1, -bytes)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: self._room.add(caller, -1, -bytes))
 
     async def _run(self, request: UAttributes, pending: Awaitable[Result]) -> None:
         try:
