@@ -3,7 +3,7 @@
 UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
                         in the writer's thread                          in a reader's thread
 
-Tail: the newest chunks, in memory     Scan: what a step of reading found     Passed: what retention took too early
+Tail: the newest chunks, in memory     Scan: what a step of reading found     Passed: what retention took, though owed
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from uprotocol.encoded import Carried, EncodedMessage, Stamps
 ID_BYTES: Final = 16  # a message id, big endian
 NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
-# of one second of retention, who is owed more than that looks at ranges, not at messages
-PASSED_RECORDS_MAX: Final = 1_000
+PASSED_RECORDS_MAX: Final = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
 PASSED_BYTES_MAX: Final = 1 << 20  # of their messages
 _STAMPS = Stamps()  # a cache only, so one for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
@@ -36,8 +35,7 @@ class Chunk:
     """
 
     __slots__ = (
-        *("_data", "_messages", "_stream_set"),
-        *("first_seq", "last_seq", "prev_seqs", "seqs", "streams", "time_ms"),
+        *("_data", "_messages", "_stream_set", "first_seq", "last_seq", "prev_seqs", "seqs", "streams", "time_ms"),
     )
 
     def __init__(

@@ -431,7 +431,7 @@ class Log(Streams):
             wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
             found = await self._storage.run(self._storage.reader.scan, limits, wanted, self.holes)
             if found.is_index_wrong:
-                self._storage.save(Writer.distrust_index)
+                self._storage.save(Writer.distrust_index, at_once=False)
                 self._note(kinds.INDEX, "the index of streams is made anew at the next start")
             for low, high, why in found.damaged:
                 self._note(kinds.RECORDS, why, low, high)
