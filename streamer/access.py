@@ -4,8 +4,7 @@ caller -> inside this process: everything
        -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
        -> else: what came from its own network, and what the rules let go there
 
-Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew
-when the rules change.
+Nothing is decided per record or poll, but once per topic for all callers who see the same, until the rules change.
 """
 
 from __future__ import annotations
@@ -49,10 +48,6 @@ class Pattern:
         """It means other addresses for each caller."""
         return not self.authority
 
-    def of(self, own: str) -> Pattern:
-        """Without anything left to be completed."""
-        return Pattern(uris.with_authority(self.address, own), own) if self.is_own else self
-
     def matches(self, candidate: UUri, own: str) -> bool:
         if uris.is_family(self.authority):
             return candidate.authority_name.endswith(self.authority[1:]) and uris.matches(self.address, candidate)
@@ -82,7 +77,7 @@ class _Sight(Sight):
     ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
-        self._allow, self._deny = ([one.of(own) for one in patterns] for patterns in (entry.allow, entry.deny))
+        self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
 
     @property
     def cost(self) -> int:
@@ -103,6 +98,11 @@ class _Sight(Sight):
             return False  # a publish that names whom it is for
         rule = self._rules.between(origin.name, self._endpoint.name)
         return rule is not None and rule.allows(source)
+
+
+def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
+    """Without anything left to be completed."""
+    return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
 class Access(asked.Access):
