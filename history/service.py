@@ -243,7 +243,7 @@ class HistoryService:
         """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it
         begins."""
         consumer = poll.asked.consumer
-        for log, place in poll.places.items() if consumer else ():
+        for log, place in poll.places.items():
             known = log.cursor(cursor_name(consumer))
             seq = poll.acked.get(log.incarnation, place if known is None else known)
             self.consumers.hold(consumer, Owner.of(poll.source), log, seq, poll.lease_ms + int(poll.wait_ms))
@@ -265,7 +265,7 @@ class HistoryService:
                 poll.woken.clear()
                 is_done = await self._look(poll, gives_up - time())
                 if is_done or poll.is_over or self._stopping or deadline <= time():
-                    return bool(poll.pending) if is_done else False
+                    return is_done and bool(poll.pending)
                 if full is not None:
                     whose = f" of authority {poll.caller!r}" if full.is_of_one else ""
                     what = f"{full.limit} polls{whose} wait already: try again later"
@@ -289,7 +289,8 @@ class HistoryService:
                 self.counts["withheld"] += any(match.withheld for match in poll.matches.values())
                 await self._place(poll)
                 response.begin.extend(await _told(poll))
-                self._hold(poll)
+                if poll.asked.consumer:
+                    self._hold(poll)
             complete = await self._read_all(poll)
             del response.next[:]
             response.next.extend(await _told(poll))
