@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
-from history.chunk import Chunk, CorruptChunkError
-from history.cursors import NOBODY
+from history.chunk import NOBODY, Chunk, CorruptChunkError
+from history.reader import chunk_at
 from history.rows import PAGE_BYTES
-from history.walk import chunk_at
 from storage.file import pragma
 
 WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...

@@ -20,7 +20,7 @@ from typing import Any, Final
 from history import rows
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
-from history.walk import walk
+from history.reader import walk
 from storage.disk import Disk, Marked
 from storage.faults import remove
 from storage.file import SqliteFile, any_text

@@ -15,10 +15,9 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Chunk, encode, unpack_streams
+from history.chunk import Allowance, Chunk, Passed, encode, unpack_streams
 from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor
 from history.opening import Opening, suspect_path
-from history.passed import Allowance, Passed
 from history.retention import CHUNKS_PER_PASS, WAL_WAIT_MS, Sizes, find_doomed, readable, used_bytes, vacuum
 from history.rows import CURSOR, DAMAGE, META, STREAM, Row, oldest_of
 from history.stream import NOWHERE, Place, Stream, growth_of

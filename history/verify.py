@@ -17,7 +17,7 @@ from history import damage as kinds
 from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.walk import chunk_at, walk
+from history.reader import chunk_at, walk
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.file import any_text, pragma
 from uprotocol import uri as uris

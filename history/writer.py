@@ -15,9 +15,8 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Chunk
+from history.chunk import Chunk, Passed
 from history.load import NEXT_STREAM, Cursor, Extent
-from history.passed import Passed
 from history.rows import LOG, Row
 from history.store import Changes, Store
 from history.stream import Place, Stream

@@ -24,7 +24,6 @@ from history.gaps import Gaps
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
-from streamer import hosted as hosting
 from streamer import metrics, parts
 from streamer.access import Access
 from streamer.admin import Admin
@@ -131,8 +130,7 @@ class Streamer:
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
         self._entry = Ingress(self.home, dispatch, trusted=True)
-        self.hosted.lead_to(self._entry)
-        self.hosted.on_entities_changed(self._entities_changed)
+        self.hosted.lead_to(self._entry, self._entities_changed)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(
@@ -168,9 +166,7 @@ class Streamer:
             self.hosted,
             self.local,
             list(logs),
-            access=Access(
-                self.endpoints, self.rules, [parts.entry_of(section) for section in config.access], hosting.is_inside
-            ),
+            access=Access(self.endpoints, self.rules, [parts.entry_of(section) for section in config.access]),
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from history.cursors import CURSORS_MAX
-from history.log import Log
+from history.log import CURSORS_MAX, Log
 from streamer.view import Target
 
 PARKED_PREFIX: Final = "parked:"

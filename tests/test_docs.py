@@ -128,11 +128,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "of at most # authorities", 1, ["history.streams:AUTHORITIES_MAX"]),
     ("history", "at most #. The service gives one", 1, ["history.witness:WITNESSES_MAX"]),
     ("history", "(# records, 768 KiB, 60 s)", 1, ["history.asked:POLL_RECORDS_MAX"]),
-    ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.service:POLL_BYTES_MAX"]),
+    ("history", "(10,000 records, # KiB, 60 s)", KIB, ["history.asked:POLL_BYTES_MAX"]),
     ("history", "(10,000 records, 768 KiB, # s)", 1_000, ["history.asked:WAIT_MS_MAX"]),
     ("history", "# ms at least, are left for the way back", 1, ["history.asked:TTL_MARGIN_MS"]),
     ("history", "(# patterns, # of them with wildcards", 1, [
-        "history.matching:PATTERNS_MAX", "history.matching:WILDCARD_PATTERNS_MAX",
+        "history.asked:PATTERNS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
     ]),
     ("history", "more than # logs", 1, ["history.asked:POSITIONS_MAX"]),
     ("history", "has at most # of the # names", 1, [
@@ -141,11 +141,11 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "# requests at once", 1, ["history.service:REQUESTS_RUNNING_MAX"]),
     ("history", "(and # MiB of them), # polls that wait, # that read", 1, [
         "uprotocol.communication.rpc_server:REQUESTS_BYTES_MAX/1048576", "history.service:POLLS_WAITING_MAX",
-        "history.turns:SEATS_MAX",
+        "history.service:SEATS_MAX",
     ]),
     ("history", "refusals have # places", 1, ["uprotocol.communication.responses:RESPONSES_WAITING_MAX"]),
     ("history", "one per # topics, of which # may have wildcards", 1, [
-        "history.feed:FEEDS_MAX", "history.matching:WILDCARD_PATTERNS_MAX",
+        "history.feed:FEEDS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
     ]),
     ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
@@ -156,7 +156,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "the tail holds at most # MiB", MIB, ["history.log:TAIL_BYTES_MAX"]),
     ("history", "at most # chunks at a time", 1, ["history.retention:CHUNKS_PER_PASS"]),
-    ("history", "has the first # records", 1, ["history.passed:RECORDS_MAX"]),
+    ("history", "has the first # records", 1, ["history.chunk:PASSED_RECORDS_MAX"]),
     ("history", "(a sixteenth, # to # MiB)", MIB, [
         "history.retention:WAL_BYTES_MIN", "history.retention:WAL_BYTES_MAX",
     ]),
