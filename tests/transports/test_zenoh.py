@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from streamer.demo.processes import free_port
 from transports import plugin
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
-from transports.conformance.base import PROBE, notification, publish, reply, request, response, streamed, topic
+from transports.conformance.messages import PROBE, notification, publish, reply, request, response, streamed, topic
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport, mapping
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

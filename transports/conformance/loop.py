@@ -14,19 +14,9 @@ from typing import Final
 
 import pytest
 
-from transports.conformance.base import (
-    ALPHA,
-    BETA,
-    BatchSink,
-    Changes,
-    Ends,
-    Pair,
-    Sink,
-    TransportHarness,
-    notification,
-    reply,
-    topic,
-)
+from transports.conformance.base import Ends, Pair, TransportHarness
+from transports.conformance.messages import ALPHA, BETA, notification, reply, topic
+from transports.conformance.sinks import BatchSink, Changes, Sink
 from transports.conformance.watch import Alive, Heartbeat
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
@@ -64,26 +54,21 @@ class LoopConformance(TransportHarness):
         )
 
     async def test_open_does_not_block_the_loop(self, ends: Ends, pair: Pair) -> None:
-        async def play() -> Heartbeat:
-            end = await ends(BETA)
-            async with Heartbeat(OPENING_S_MAX) as heart:
-                await end.open()
-            await end.close()
-            return heart
-
         await pair[1].close()
-        await self.stays_quiet("open", ROUNDS, OPENING_S_MAX, play)
+        await self.stays_quiet("open", ROUNDS, OPENING_S_MAX, lambda: self._watched_lifetime(ends, 0))
 
     async def test_close_does_not_block_the_loop(self, ends: Ends, pair: Pair) -> None:
-        async def play() -> Heartbeat:
-            end = await ends(BETA)
-            await end.open()
-            async with Heartbeat(OPENING_S_MAX) as heart:
-                await end.close()
-            return heart
-
         await pair[1].close()
-        await self.stays_quiet("close", ROUNDS, OPENING_S_MAX, play)
+        await self.stays_quiet("close", ROUNDS, OPENING_S_MAX, lambda: self._watched_lifetime(ends, 1))
+
+    async def _watched_lifetime(self, ends: Ends, which: int) -> Heartbeat:
+        """What the loop did while an end was opened, or (1) closed."""
+        end = await ends(BETA)
+        hearts = Heartbeat(OPENING_S_MAX), Heartbeat(OPENING_S_MAX)
+        for heart, call in zip(hearts, (end.open, end.close), strict=True):
+            async with heart:
+                await call()
+        return hearts[which]
 
     async def test_an_open_in_vain_does_not_block_the_loop(self, ends: Ends) -> None:
         end = ends.keep(await self.make_unreachable(ALPHA))
