@@ -52,8 +52,14 @@ class SendChecks:
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""
         attributes = message.attributes
+        sink = attributes.sink if attributes.HasField("sink") else None
+        source = attributes.source.SerializeToString()
+        route = attributes.type, source, sink.SerializeToString() if sink is not None else None
         try:
-            self._check_route(message)
+            if route not in self._valid_routes:
+                there = attributes.source if attributes.HasField("source") else None
+                attrs.validate_route(attributes.type, there, sink)
+                self._valid_routes[route] = True
             attrs.validate_rest(attributes)
             attrs.validate_payload(attributes, message.HasField("payload"))
         except UStatusError as error:
@@ -65,16 +71,6 @@ class SendChecks:
                 message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent",
             )
         return None
-
-    def _check_route(self, message: UMessage) -> None:
-        """Raises UStatusError for an address that no valid message of its type has."""
-        attributes = message.attributes
-        sink = attributes.sink if attributes.HasField("sink") else None
-        source = attributes.source.SerializeToString()
-        route = attributes.type, source, sink.SerializeToString() if sink is not None else None
-        if route not in self._valid_routes:
-            attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
-            self._valid_routes[route] = True
 
 
 def too_large(size: int, bytes_max: int) -> UStatus:
