@@ -98,11 +98,6 @@ class _Reader:
         return source
 
 
-def reader_samples_max(sample_bytes_max: int) -> int:
-    """Samples that a reader may hold of up to so many bytes each: DDS's limits count no bytes."""
-    return min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
-
-
 class Readers(ServingThread):
     """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are
     held back.
@@ -115,11 +110,12 @@ class Readers(ServingThread):
         self,
         participant: Participant,
         arrived: Callable[[Any, list[tuple[bytes, str]]], None],
-        *,
-        samples_max: int = READER_SAMPLES_MAX,
+        sample_bytes_max: int,
     ) -> None:
         super().__init__(participant, "dds-readers")
-        self._arrived, self._samples_max = arrived, samples_max
+        self._arrived = arrived
+        # that each may hold: DDS's limits count no bytes
+        self._samples_max = min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
         self._readers: dict[int, _Reader] = {}
         self._tokens = itertools.count(1)
         self.lost: Counter[str] = Counter()

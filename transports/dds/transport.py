@@ -22,7 +22,7 @@ from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_t
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
-from transports.dds.readers import Readers, reader_samples_max
+from transports.dds.readers import Readers
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
 from transports.listeners import Filter, all_of
@@ -65,7 +65,7 @@ class _Session:
                 self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000
             )
             undo.callback(self.writers.close)
-            self.readers = Readers(self.participant, arrived, samples_max=reader_samples_max(sample_bytes_max))
+            self.readers = Readers(self.participant, arrived, sample_bytes_max)
             undo.callback(self.readers.close)
             self.roll_call = RollCall(self.participant, changed)
             undo.pop_all()
@@ -284,13 +284,11 @@ class DdsTransport(TransportBase):
         return route
 
     def _partition(self, attributes: UAttributes) -> str:
-        addresses = (
-            attributes.source.SerializeToString(),
-            attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
-        )
+        source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
+        addresses = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
         partition = self._partitions.get(addresses)
         if partition is None:
-            partition = self._partitions[addresses] = mapping.partition_of(attributes, self.authority)
+            partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
         return partition
 
     # receiving
@@ -372,10 +370,10 @@ class DdsTransport(TransportBase):
     ) -> None:
         session = self._require_session()
         filter = self.listeners.remove(source_filter, sink_filter, listener)
-        reader = None
-        if filter is not None:
-            reader = self._readers.pop(filter, None)
-            self._listening.pop(filter, None)
+        if filter is None:
+            return
+        self._listening.pop(filter, None)
+        reader = self._readers.pop(filter, None)
         if reader is not None:
             token = await asyncio.shield(reader)
             if self._session is session:  # else close has removed it
