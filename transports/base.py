@@ -133,14 +133,12 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
 class TransportSettings(BaseModel):
     """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
+    """listeners overall; beyond it RESOURCE_EXHAUSTED"""
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
+    """listeners of one pair of filters"""
 
 
 class TransportBase(UTransport):

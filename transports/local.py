@@ -210,12 +210,10 @@ class LocalNetwork:
 
 
 class LocalConfig(TransportSettings):
-    network: str = Field(default="default", description="members of the same name, in this process, hear one another")
-    session: str | None = Field(
-        default=None,
-        min_length=1,
-        description="a name, for which the network keeps what its listeners want while it is away",
-    )
+    network: str = "default"
+    """members of the same name, in this process, hear one another"""
+    session: str | None = Field(default=None, min_length=1)
+    """a name, for which the network keeps what its listeners want while it is away"""
 
 
 class LocalTransport(TransportBase):

@@ -67,59 +67,33 @@ except DDSException as error:
 class DdsConfig(TransportSettings):
     """Which domain, over which network. Without any option Cyclone decides, from CYCLONEDDS_URI if that is set."""
 
-    domain_id: int = Field(
-        default=0, ge=0, le=230, description="participants of different domains never hear one another"
-    )
-    interface: str | None = Field(
-        default=None,
-        description="network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses",
-    )
-    multicast: bool | None = Field(
-        default=None,
-        description="false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the "
-        "interface can",
-    )
-    peers: tuple[str, ...] = Field(
-        default=(),
-        max_length=PEERS_MAX,
-        description="hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most",
-    )
-    participants_per_host_max: int = Field(
-        default=32, ge=1, le=119, description="without multicast: participants looked for on each peer"
-    )
-    tag: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=TAG_CHARS_MAX,
-        description="only participants with the same tag find one another",
-    )
-    lease_ms: int | None = Field(
-        default=None,
-        ge=LEASE_MS_MIN,
-        le=LEASE_MS_MAX,
-        description="how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it "
-        "10000, Cyclone's own",
-    )
-    cyclone_xml: str | None = Field(
-        default=None, description="a whole Cyclone configuration, instead of the options above"
-    )
-    cyclone_file: Path | None = Field(
-        default=None, description="a file with a whole Cyclone configuration, instead of the options above"
-    )
-    discovery_quiet_ms: int = Field(
-        default=DISCOVERY_QUIET_MS, ge=1, description="opening ends when discovery found nothing new for so long"
-    )
-    send_timeout_ms: int = Field(
-        default=SEND_TIMEOUT_MS,
-        ge=1,
-        description="how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE",
-    )
-    writers_max: int = Field(
-        default=WRITERS_MAX, ge=1, description="DDS writers kept; the least recently used one gives way"
-    )
-    inbox_messages_max: int = Field(
-        default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners"
-    )
+    domain_id: int = Field(default=0, ge=0, le=230)
+    """participants of different domains never hear one another"""
+    interface: str | None = None
+    """network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses"""
+    multicast: bool | None = None
+    """false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the interface can"""
+    peers: tuple[str, ...] = Field(default=(), max_length=PEERS_MAX)
+    """hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most"""
+    participants_per_host_max: int = Field(default=32, ge=1, le=119)
+    """without multicast: participants looked for on each peer"""
+    tag: str | None = Field(default=None, min_length=1, max_length=TAG_CHARS_MAX)
+    """only participants with the same tag find one another"""
+    lease_ms: int | None = Field(default=None, ge=LEASE_MS_MIN, le=LEASE_MS_MAX)
+    """how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it 10000, Cyclone's
+    own"""
+    cyclone_xml: str | None = None
+    """a whole Cyclone configuration, instead of the options above"""
+    cyclone_file: Path | None = None
+    """a file with a whole Cyclone configuration, instead of the options above"""
+    discovery_quiet_ms: int = Field(default=DISCOVERY_QUIET_MS, ge=1)
+    """opening ends when discovery found nothing new for so long"""
+    send_timeout_ms: int = Field(default=SEND_TIMEOUT_MS, ge=1)
+    """how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE"""
+    writers_max: int = Field(default=WRITERS_MAX, ge=1)
+    """DDS writers kept; the least recently used one gives way"""
+    inbox_messages_max: int = Field(default=MESSAGES_MAX, ge=1)
+    """messages between the network and the listeners"""
 
     @field_validator("peers")
     @classmethod
