@@ -22,7 +22,8 @@ from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
-from uprotocol.status import OK, UStatusError, code_name
+from uprotocol.status import OK as OK  # for who sends: what a message is answered
+from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -219,17 +220,3 @@ class TransportBase(UTransport):
 
     async def unlisten(self, filter: Filter) -> None:
         """The network need not deliver it any more."""
-
-
-__all__ = [
-    "NOT_OPEN",
-    "NOT_TRIED",
-    "OK",
-    "SendChecks",
-    "TransportBase",
-    "TransportSettings",
-    "on_own_thread",
-    "stopped",
-    "tell",
-    "too_large",
-]

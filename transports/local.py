@@ -350,11 +350,10 @@ class LocalTransport(TransportBase):
         wanted = Filter.of(source_filter, sink_filter, self.authority)
         now = self.checks.now_ms()
         for message in list(self._for_pull):
-            attributes = message.attributes
-            if attrs.is_expired(attributes, now):
+            if attrs.is_expired(message.attributes, now):
                 self.dropped["expired"] += 1
                 self._for_pull.remove(message)
-            elif wanted.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None):
+            elif matches(wanted, message):
                 self._for_pull.remove(message)
                 return message
         raise UStatusError(

@@ -12,7 +12,7 @@ import pytest
 
 from transports.conformance.base import Ends, Pair, TransportHarness
 from transports.conformance.messages import ALPHA, BETA, code_of, codes, notification, reply, topic
-from transports.conformance.sinks import Sink
+from transports.conformance.sinks import Changes, Sink
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
@@ -117,11 +117,10 @@ class ErrorConformance(TransportHarness):
         await end.close()
 
     async def test_calls_while_the_network_is_away(self, pair: Pair) -> None:
-        away = asyncio.Event()
-        pair[1].on_connection(lambda connected: None if connected else away.set())
+        changes = Changes(pair[1])
         await self.break_network(BETA)
+        await changes.until(False, self.deadline_s)
         async with asyncio.timeout(self.deadline_s):
-            await away.wait()
             answers = await self.answers_of(pair[1], topic(), reply())
         assert answers["send_batch"] == answers["send"] == UCode.UNAVAILABLE
         await asyncio.wait_for(pair[1].close(), self.deadline_s)

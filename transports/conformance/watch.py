@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self
 
 BEAT_S: Final = 0.001
@@ -41,7 +41,7 @@ class Heartbeat:
         self._watcher.start()
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.sleep(BEAT_S)  # what blocked last is seen by one more beat
         self._beat()
         self._beating.cancel()

@@ -109,7 +109,6 @@ class DdsTransport(TransportBase):
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._readers: dict[Filter, asyncio.Task[int]] = {}
-        self._listening: dict[Filter, str] = {}  # partitions
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
         self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
@@ -132,7 +131,8 @@ class DdsTransport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        return self._session.troubles(list(self._listening.values())) if self._session is not None else []
+        listening = [mapping.reader_partition(one.source, one.sink, self.authority) for one in self._readers]
+        return self._session.troubles(listening) if self._session is not None else []
 
     @property
     def key(self) -> bytes:
@@ -213,7 +213,6 @@ class DdsTransport(TransportBase):
         self._session, self.is_open = None, False
         self._arrivals.close()
         self._readers.clear()
-        self._listening.clear()
         self._peers = frozenset()
         self._seen.clear()
         ended = self._registrar.submit(session.close)
@@ -349,7 +348,6 @@ class DdsTransport(TransportBase):
             with contextlib.suppress(UStatusError):
                 self.listeners.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
-            self._listening.pop(filter, None)
             raise
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
@@ -360,7 +358,7 @@ class DdsTransport(TransportBase):
 
     async def _make_reader(self, filter: Filter) -> int:
         session = self._require_session()
-        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self.authority)
+        partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
         token, key = await self._run(session.readers.add, filter, partition)
         await self._found(key)
         return token
@@ -370,10 +368,7 @@ class DdsTransport(TransportBase):
     ) -> None:
         session = self._require_session()
         filter = self.listeners.remove(source_filter, sink_filter, listener)
-        if filter is None:
-            return
-        self._listening.pop(filter, None)
-        reader = self._readers.pop(filter, None)
+        reader = self._readers.pop(filter, None) if filter is not None else None
         if reader is not None:
             token = await asyncio.shield(reader)
             if self._session is session:  # else close has removed it

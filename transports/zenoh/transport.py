@@ -83,21 +83,19 @@ class ZenohTransport(TransportBase):
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
         for settings."""
         async with self._opening:
-            if self._sender is None:
-                await self._open()
-
-    async def _open(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._publishes.open(self.wire_bytes_max)
-        self._calls.open(self.wire_bytes_max)
-        try:  # a session that nobody has would keep the port
-            session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
-        except zenoh.ZError as error:
-            raise translate(error, "opening the Zenoh session") from None
-        self.is_open = True
-        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
-        for transport in session.info.transports():
-            self._on_peer(transport, True)
+            if self._sender is not None:
+                return
+            self._loop = asyncio.get_running_loop()
+            self._publishes.open(self.wire_bytes_max)
+            self._calls.open(self.wire_bytes_max)
+            try:  # a session that nobody has would keep the port
+                session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
+            except zenoh.ZError as error:
+                raise translate(error, "opening the Zenoh session") from None
+            self.is_open = True
+            self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+            for transport in session.info.transports():
+                self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
         """On a thread of its own."""
