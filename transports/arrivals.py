@@ -161,7 +161,10 @@ class Arrivals(Generic[T]):
         if size_bytes > self._item_bytes_max:
             return self._refuse(size_bytes)
         if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
-            self._wait_for_room()
+            with self._room:
+                while not self._stopped and self.is_full:
+                    self._waiting = True  # each time: whoever made room has taken it back
+                    self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
         if not self._stopped:
             if size_bytes > SMALL_BYTES:
                 self._weigh(item, size_bytes)
@@ -225,12 +228,6 @@ class Arrivals(Generic[T]):
             self._bytes += size_bytes
 
     # Room, and pressure.
-
-    def _wait_for_room(self) -> None:
-        with self._room:
-            while not self._stopped and self.is_full:
-                self._waiting = True  # each time: whoever made room has taken it back
-                self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
 
     def _release(self) -> None:
         """Whoever waits for room may look again."""

@@ -87,7 +87,7 @@ class LocalNetwork:
         self.members: list[LocalTransport] = []
         self.sessions: dict[str, Session] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
-        self._cut: set[str] = set()  # authorities that have no network
+        self.cut_off: set[str] = set()  # authorities that have no network
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
@@ -121,17 +121,14 @@ class LocalNetwork:
 
     def cut(self, authority: str) -> None:
         """The member of that authority loses the network, or finds none when it joins, until `mend`."""
-        self._cut.add(authority)
+        self.cut_off.add(authority)
         for member in self._of(authority):
             member.disconnect()
 
     def mend(self, authority: str) -> None:
-        self._cut.discard(authority)
+        self.cut_off.discard(authority)
         for member in self._of(authority):
             member.reconnect()
-
-    def has_cut(self, authority: str) -> bool:
-        return authority in self._cut
 
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
@@ -311,7 +308,7 @@ class LocalTransport(TransportBase):
             self._change(False)
 
     def reconnect(self) -> None:
-        if self.is_open and not self.connected and not self.network.has_cut(self.authority):
+        if self.is_open and not self.connected and self.authority not in self.network.cut_off:
             self._change(True)
             self.arrivals.resume()
 

@@ -246,8 +246,8 @@ class TransportHarness:
             probe = UMessage(attributes=message.attributes, payload=PROBE)
             probe.attributes.id.CopyFrom(UMessageBuilder.new_id())
             await sender.send_batch([probe])
-            if await heard.probed(PROBE_EVERY_S):
-                return
+            with contextlib.suppress(AssertionError):
+                return await heard.until(lambda: heard.probes > 0, "a probe", PROBE_EVERY_S)
         raise AssertionError(f"no probe arrived within {self.deadline_s} s: {message.attributes}")
 
     async def usable(self, sender: UTransport, heard: Sink, *addresses: UUri) -> None:

@@ -125,6 +125,11 @@ def _built(builder: UMessageBuilder, payload: UPayload | None, **attributes: obj
     return builder.build_from_upayload(payload)
 
 
+def _route(message: UMessage) -> object:
+    attributes = message.attributes
+    return uris.key(attributes.source), uris.key(attributes.sink), attributes.HasField("sink")
+
+
 class SendingConformance(TransportHarness):
     async def everything(self, pair: Pair) -> BatchSink:
         """One listener at beta for whatever goes there: all messages with a sink, and the publishes of alpha's
@@ -144,21 +149,13 @@ class SendingConformance(TransportHarness):
     async def check_preserved(self, pair: Pair, messages: Sequence[UMessage]) -> None:
         heard = await self.everything(pair)
         if self.discovery:
-            await self.reach_all(pair, heard, messages)
+            # each (source, sink) once: networks with discovery may learn of each pair by itself
+            for message in {_route(message): message for message in messages}.values():
+                await self.reach(pair[0], heard, message)
         await self.send_all(pair[0], messages)
         arrived = {uuids.to_bytes(message.attributes.id): message for message in await heard.expect(len(messages))}
         for sent in messages:
             assert arrived[uuids.to_bytes(sent.attributes.id)] == self.normalise(copy.deepcopy(sent))
-
-    async def reach_all(self, pair: Pair, heard: BatchSink, messages: Sequence[UMessage]) -> None:
-        """Probe each (source, sink) once: networks with discovery may learn of each pair by itself."""
-        routes: dict[object, UMessage] = {}
-        for message in messages:
-            attributes = message.attributes
-            route = uris.key(attributes.source), uris.key(attributes.sink), attributes.HasField("sink")
-            routes.setdefault(route, message)
-        for message in routes.values():
-            await self.reach(pair[0], heard, message)
 
     @spec("req~utransport-send-preserve-data~1")
     @spec("req~uattributes-data-model-impl~1")

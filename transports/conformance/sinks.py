@@ -6,7 +6,6 @@ Sink, BatchSink, Gated: collect, and wake the test when enough has come      Cha
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -59,12 +58,6 @@ class Sink:
         await self.until(
             lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}"
         )
-
-    async def probed(self, within_s: float) -> bool:
-        """True if a probe has come, or comes in time."""
-        with contextlib.suppress(AssertionError):
-            await self.until(lambda: self.probes > 0, "a probe", within_s)
-        return self.probes > 0
 
     async def until(self, holds: Callable[[], bool], what: str, within_s: float | None = None) -> None:
         """Returns when `holds`, which is asked after each message; fails if that does not come in time."""

@@ -164,7 +164,11 @@ class DdsConfig(TransportSettings):
         if not self._options():
             return None
         if self.interface is not None:
-            _look_for(self.interface)
+            names = sorted(name for _, name in socket.if_nameindex())
+            if self.interface not in names:
+                raise UStatusError(
+                    UCode.UNAVAILABLE, f"there is no network interface {self.interface!r} now, only {', '.join(names)}"
+                )
         return self.xml([address for peer in self.peers for address in _addresses(peer)])
 
     def _options(self) -> bool:
@@ -232,14 +236,6 @@ def _addresses(peer: str) -> list[str]:
     if not addresses:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} stands for no address of a host")
     return [address if port is None else f"{address}:{int(port)}" for address in addresses[:ADDRESSES_PER_PEER_MAX]]
-
-
-def _look_for(interface: str) -> None:
-    names = sorted(name for _, name in socket.if_nameindex())
-    if interface not in names:
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"there is no network interface {interface!r} now, only {', '.join(names)}"
-        )
 
 
 def _plain(xml: str) -> str:

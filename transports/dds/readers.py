@@ -71,12 +71,6 @@ class _Reader:
     def close(self) -> None:
         delete(self.condition, self.entity, self.subscriber)
 
-    def has_taken(self, octets: int) -> None:
-        """The next take may be larger, or has to be smaller."""
-        self.take_max = (
-            min(2 * self.take_max, TAKE_SAMPLES_MAX) if octets < TAKE_BYTES_MAX else max(1, self.take_max // 4)
-        )
-
     def source(self, handle: int) -> _Source:
         """The writer of that handle, as it was known before if it was."""
         with binding:
@@ -150,7 +144,10 @@ class Readers(ServingThread):
                 if token in self._readers:  # else it went while we looked
                     raise
                 continue
-            reader.has_taken(sum([len(sample) for sample, _ in fresh]))
+            if sum([len(sample) for sample, _ in fresh]) < TAKE_BYTES_MAX:
+                reader.take_max = min(2 * reader.take_max, TAKE_SAMPLES_MAX)
+            else:
+                reader.take_max = max(1, reader.take_max // 4)
             self._arrived(reader.owner, fresh)
 
     def _new(self, reader: _Reader, samples: list[Any]) -> list[tuple[bytes, str]]:

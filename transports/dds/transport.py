@@ -276,19 +276,16 @@ class DdsTransport(TransportBase):
         return None
 
     def _route(self, attributes: UAttributes, stamp: Stamp | None) -> Route:
-        priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
-        route = Route(self._partition(attributes), priority, mapping.lifespan_ms(attributes.ttl))
-        if stamp is not None:
-            self._routes[stamp] = route
-        return route
-
-    def _partition(self, attributes: UAttributes) -> str:
         source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
         addresses = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
         partition = self._partitions.get(addresses)
         if partition is None:
             partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
-        return partition
+        priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
+        route = Route(partition, priority, mapping.lifespan_ms(attributes.ttl))
+        if stamp is not None:
+            self._routes[stamp] = route
+        return route
 
     # receiving
 
