@@ -32,18 +32,14 @@ class Sink:
             self.probes += 1
         else:
             self.messages.append(message)
-        if threading.get_ident() == self._thread:
-            self._changed.set()
-        else:
-            self._called_by_a_stranger()
-        return None
-
-    def _called_by_a_stranger(self) -> None:
-        self.strange_threads.add(threading.current_thread().name)
-        if self._waiting_on is None:
+        is_ours = threading.get_ident() == self._thread
+        if not is_ours:
+            self.strange_threads.add(threading.current_thread().name)
+        if is_ours or self._waiting_on is None:
             self._changed.set()
         else:
             self._waiting_on.call_soon_threadsafe(self._changed.set)
+        return None
 
     @property
     def payloads(self) -> list[bytes]:

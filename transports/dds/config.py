@@ -124,8 +124,7 @@ class DdsConfig(TransportSettings):
     @model_validator(mode="after")
     def _one_configuration(self) -> Self:
         given = [name for name in ("cyclone_xml", "cyclone_file") if getattr(self, name) is not None]
-        options = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
-        options += ["peers"] * bool(self.peers)
+        options = self._options()
         if len(given) > 1 or (given and options):
             raise ValueError(
                 f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}"
@@ -137,11 +136,8 @@ class DdsConfig(TransportSettings):
     @property
     def is_foreign(self) -> bool:
         """True if somebody else wrote what Cyclone gets, so that it has to be tried first."""
-        return (
-            self.cyclone_xml is not None
-            or self.cyclone_file is not None
-            or (not self._options() and "CYCLONEDDS_URI" in os.environ)
-        )
+        is_whole = self.cyclone_xml is not None or self.cyclone_file is not None
+        return is_whole or (not self._options() and "CYCLONEDDS_URI" in os.environ)
 
     def identity(self) -> str | None:
         """What tells configurations apart, whatever their names stand for at the moment; None if Cyclone decides."""
@@ -171,10 +167,10 @@ class DdsConfig(TransportSettings):
                 )
         return self.xml([address for peer in self.peers for address in _addresses(peer)])
 
-    def _options(self) -> bool:
-        return bool(self.peers) or any(
-            option is not None for option in (self.interface, self.multicast, self.tag, self.lease_ms)
-        )
+    def _options(self) -> list[str]:
+        """Those that are given, of which Cyclone's configuration is made."""
+        given = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
+        return given + ["peers"] * bool(self.peers)
 
     def xml(self, addresses: list[str]) -> str:
         """The options as Cyclone's XML, with these addresses for the peers."""
