@@ -90,7 +90,9 @@ def forward(message: UMessage) -> None:
         assert len(zenoh_mapping.message_key(message, OWN).split("/")) == 11
     sample = dds_mapping.decode(dds_mapping.encode(message))
     assert sample == message
-    partition = dds_mapping.partition_of(message.attributes, OWN)
+    attributes = message.attributes
+    sink = attributes.sink if attributes.HasField("sink") else None
+    partition = dds_mapping.writer_partition(attributes.source, sink, OWN)
     bare = UAttributes.FromString(message.attributes.SerializeToString())
     bare.source.authority_name = ""
     dds_mapping.complete(bare, partition)
@@ -135,7 +137,6 @@ def zenoh_sample(data: bytes) -> None:
     payload, attachment = dice.some(), dice.rest()
     with refusing(INVALID):
         zenoh_mapping.decode(payload, attachment)
-    zenoh_mapping.is_call(attachment)
     arrive(payload, attachment[1:])
 
 

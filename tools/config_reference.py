@@ -1,6 +1,7 @@
 """The tables of settings in the documentation, made from the models that read them.
 
-Field(description=...) of Config and each transport's model --> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
+Field(description=...) or the text below a field, of Config and each transport's model
+--> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
 
 python tools/config_reference.py            write
 python tools/config_reference.py --check    exit 1 if a table is stale, a model has none, or a field has no description
@@ -103,7 +104,7 @@ def table(of: type[BaseModel], prefix: str = "") -> str:
             )
         within = models_in(field.annotation)
         value = "table" if within else values(field)
-        cells = (f"`{key}`", value, default(field, within=bool(within)), field.description)
+        cells = (f"`{key}`", value, default(field, within=bool(within)), " ".join(field.description.split()))
         lines += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
         for inner in within:
             lines += table(inner, f"{key}.")
