@@ -66,36 +66,29 @@ class Options(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
-    transport: str = Field(description="name of a transport plugin")
-    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = Field(
-        default_factory=dict, description="its settings; as an option, JSON"
-    )
-    authority: str = Field(description="the streamer's authority; asked is `up://AUTHORITY/4/1/...`")
-    local_authority: str = Field(
-        description="our own, of the network that we are on; each task adds a uEntity instance of its own, so that "
-        "replies don't mix"
-    )
-    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = Field(
-        default=(), description="UUri patterns, as an option separated by commas. None: all that is recorded"
-    )
-    starting_offsets: str = Field(
-        default=offsets.EARLIEST,
-        description='of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what '
-        "stands in a "
-        "checkpoint will do, too",
-    )
-    max_records_per_batch: int = Field(
-        default=100_000, ge=1, description="of one micro-batch, counted in seqs: topics that aren't read count too"
-    )
-    fail_on_data_loss: bool = Field(
-        default=True, description="whether a gap ends the query, with its bounds in the error, or is logged"
-    )
-    consumer: str = Field(
-        default="",
-        description="name of the cursor that holds the history's retention; give each query its own. Without it, made "
-        "from the options; the job makes it from its checkpoint",
-    )
-    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000, description="of one call to the history")
+    transport: str
+    """name of a transport plugin"""
+    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
+    """its settings; as an option, JSON"""
+    authority: str
+    """the streamer's authority; asked is `up://AUTHORITY/4/1/...`"""
+    local_authority: str
+    """our own, of the network that we are on; each task adds a uEntity instance of its own, so that replies don't
+    mix"""
+    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = ()
+    """UUri patterns, as an option separated by commas. None: all that is recorded"""
+    starting_offsets: str = offsets.EARLIEST
+    """of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what stands in a
+    checkpoint will do, too"""
+    max_records_per_batch: int = Field(default=100_000, ge=1)
+    """of one micro-batch, counted in seqs: topics that aren't read count too"""
+    fail_on_data_loss: bool = True
+    """whether a gap ends the query, with its bounds in the error, or is logged"""
+    consumer: str = ""
+    """name of the cursor that holds the history's retention; give each query its own. Without it, made from the
+    options; the job makes it from its checkpoint"""
+    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
+    """of one call to the history"""
 
     @field_validator("topics")
     @classmethod

@@ -49,23 +49,25 @@ class _Section(BaseModel):
 class Source(Options):
     """[source]: the options of the format, in snake_case."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=None)
+    model_config = ConfigDict(alias_generator=None)
 
 
 class Sink(_Section):
     """[sink]: where the Parquet goes. The checkpoint belongs to it: they are kept or deleted together."""
 
-    path: Path = Field(description="Parquet in directories `authority=A/date=D`")
-    checkpoint: Path = Field(description="how far the query is; belongs to `path`: keep or delete both")
+    path: Path
+    """Parquet in directories `authority=A/date=D`"""
+    checkpoint: Path
+    """how far the query is; belongs to `path`: keep or delete both"""
 
 
 class Trigger(_Section):
     """[trigger]: read all there is and end, or a batch every so often."""
 
-    available_now: bool = Field(default=False, description="read all there is and end")
-    processing_time_ms: int | None = Field(
-        default=None, ge=0, description="from one batch to the next. Without either, as soon as one is done"
-    )
+    available_now: bool = False
+    """read all there is and end"""
+    processing_time_ms: int | None = Field(default=None, ge=0)
+    """from one batch to the next. Without either, as soon as one is done"""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Trigger:
@@ -77,9 +79,12 @@ class Trigger(_Section):
 class Spark(_Section):
     """[spark]"""
 
-    master: str = Field(default="local[2]", description="where Spark runs")
-    memory_mib: int = Field(default=768, ge=512, description="of the JVM")  # below 450 MiB Spark refuses to start
-    conf: dict[str, str] = Field(default_factory=dict, description="any setting of Spark")
+    master: str = "local[2]"
+    """where Spark runs"""
+    memory_mib: int = Field(default=768, ge=512)  # below 450 MiB Spark refuses to start
+    """of the JVM"""
+    conf: dict[str, str] = {}
+    """any setting of Spark"""
 
 
 class Config(_Section):

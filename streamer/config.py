@@ -101,7 +101,7 @@ def patterns(texts: list[str]) -> list[UUri]:
 
 
 class _Section(BaseModel):
-    """The descriptions of its fields are the tables of docs/configuration.md (tools/config_reference.py)."""
+    """What stands below its fields becomes the tables of docs/configuration.md (tools/config_reference.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,89 +118,69 @@ class Incoherent(ValueError):
 class StreamerSection(_Section):
     """Who this streamer is."""
 
-    authority: Authority | None = Field(
-        default=None,
-        description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead "
-        "letter topic `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
-    )
-    data_dir: Path = Field(
-        default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest"
-    )
-    admin: Annotated[str, AfterValidator(_host_port)] | None = Field(
-        default=None,
-        description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; "
-        "port 0 is any free one",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="what is logged, and all that is worse; the log goes to standard error"
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text",
-        description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds",
-    )
+    authority: Authority | None = None
+    """the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead letter topic
+    `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names"""
+    data_dir: Path = Path("up-streamer-data")
+    """log, subscriptions, dead letters, remembered interest"""
+    admin: Annotated[str, AfterValidator(_host_port)] | None = None
+    """`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """what is logged, and all that is worse; the log goes to standard error"""
+    log_format: Literal["text", "json"] = "text"
+    """of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds"""
 
 
 class AdminSection(_Section):
     """Who may ask at `streamer.admin`."""
 
-    cert_file: Path | None = Field(default=None, description="certificate of the port, PEM; with it, TLS only")
-    key_file: Path | None = Field(default=None, description="its key, PEM, without a passphrase")
-    token_file: Path | None = Field(
-        default=None, description="a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"
-    )
-    unprotected: bool = Field(
-        default=False,
-        description="lets `streamer.admin` listen beyond loopback without certificate or token: for a network that "
-        "nobody but the monitor is on",
-    )
+    cert_file: Path | None = None
+    """certificate of the port, PEM; with it, TLS only"""
+    key_file: Path | None = None
+    """its key, PEM, without a passphrase"""
+    token_file: Path | None = None
+    """a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"""
+    unprotected: bool = False
+    """lets `streamer.admin` listen beyond loopback without certificate or token: for a network that nobody but the
+    monitor is on"""
 
 
 class EndpointSection(_Section):
     """One network and the authorities that live on it."""
 
-    name: str = Field(
-        pattern=NAME,
-        description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename "
-        "an endpoint, and its backlog waits under the old name: see below",
-    )
-    transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
-    authorities: list[AuthorityPattern] = Field(
-        min_length=1,
-        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other '
-        "endpoint names (the fleet "
-        "side of a cloud gateway). An authority has one network",
-    )
-    suffix: Suffix | None = Field(
-        default=None,
-        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our '
-        "names are unique as "
-        "they are. See [names.md](names.md)",
-    )
-    usubscription: Literal["embedded", "remote", "none"] | None = Field(
-        default=None,
-        description="`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each "
-        "named authority is "
-        'asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere',
-    )
-    settings: dict[str, Any] = Field(default={}, description="the transport's own, see there")
+    name: str = Field(pattern=NAME)
+    """in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and
+    its backlog waits under the old name: see below"""
+    transport: str
+    """`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed"""
+    authorities: list[AuthorityPattern] = Field(min_length=1)
+    """who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the
+    fleet side of a cloud gateway). An authority has one network"""
+    suffix: Suffix | None = None
+    """of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique
+    as they are. See [names.md](names.md)"""
+    usubscription: Literal["embedded", "remote", "none"] | None = None
+    """`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each named authority is
+    asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere"""
+    settings: dict[str, Any] = {}
+    """the transport's own, see there"""
 
 
 class RuleSection(_Section):
     """Messages of `from` may go to `to`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
-    from_: str = Field(alias="from", description="name of the endpoint where messages come in")
-    to: str = Field(description="name of the endpoint where they may leave")
-    allow: list[Pattern] = Field(
-        default=[],
-        description="patterns; of publishes and notifications the source counts, of requests and responses the "
-        "method. None: all",
-    )
-    deny: list[Pattern] = Field(
-        default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"
-    )
-    delivery: Literal["standard"] = Field(default="standard", description="the only one so far")
+    from_: str = Field(alias="from")
+    """name of the endpoint where messages come in"""
+    to: str
+    """name of the endpoint where they may leave"""
+    allow: list[Pattern] = []
+    """patterns; of publishes and notifications the source counts, of requests and responses the method. None: all"""
+    deny: list[Pattern] = []
+    """patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"""
+    delivery: Literal["standard"] = "standard"
+    """the only one so far"""
 
 
 class AccessSection(_Section):
@@ -208,60 +188,35 @@ class AccessSection(_Section):
     unless an entry names it: then what matches `allow` (none given: what it would read without the entry) and not
     `deny`; the first entry that names it counts."""
 
-    endpoint: str | None = Field(default=None, description="callers on this endpoint; without it, on any")
-    callers: list[WidePattern] = Field(
-        default=[],
-        description="patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all",
-    )
-    allow: list[WidePattern] = Field(
-        default=[],
-        description="patterns of topics that these callers read, and no other ones, whatever the rules say. None: "
-        "what the rules say. "
-        "A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family",
-    )
-    deny: list[WidePattern] = Field(
-        default=[],
-        description="patterns of topics that they don't read; stronger than `allow`. The topic is as if "
-        "it weren't there",
-    )
+    endpoint: str | None = None
+    """callers on this endpoint; without it, on any"""
+    callers: list[WidePattern] = []
+    """patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all"""
+    allow: list[WidePattern] = []
+    """patterns of topics that these callers read, and no other ones, whatever the rules say. None: what the rules say.
+    A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family"""
+    deny: list[WidePattern] = []
+    """patterns of topics that they don't read; stronger than `allow`. The topic is as if it weren't there"""
 
 
 class HistorySection(_Section):
     """What is kept, where, and how long."""
 
-    record: list[Pattern] = Field(
-        default=[], description="patterns of topics that are kept whether or not somebody subscribed"
-    )
-    volatile: list[Pattern] = Field(
-        default=[],
-        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. They "
-        "do not survive a restart",
-    )
-    retention_hours: float = Field(
-        default=168,
-        ge=HOURS_MIN,
-        le=HOURS_MAX,
-        allow_inf_nan=False,
-        description="older records are deleted, unless an endpoint has not had them yet",
-    )
-    retention_mib: int = Field(
-        default=1024,
-        ge=1,
-        le=MIB_MAX,
-        description="of the durable log on disk, all its files together; stronger than every cursor",
-    )
-    volatile_mib: int = Field(  # less would not hold what is under way between two networks
-        default=64, ge=8, le=MIB_MAX, description="of the volatile log in memory"
-    )
-    absent_hours: float = Field(
-        default=168,
-        gt=0,
-        le=HOURS_MAX,
-        allow_inf_nan=False,
-        description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never "
-        "against `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` "
-        "when nine tenths are over",
-    )
+    record: list[Pattern] = []
+    """patterns of topics that are kept whether or not somebody subscribed"""
+    volatile: list[Pattern] = []
+    """patterns of topics that are kept in memory only: for high rates on flash that must not wear. They do not survive
+    a restart"""
+    retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
+    """older records are deleted, unless an endpoint has not had them yet"""
+    retention_mib: int = Field(default=1024, ge=1, le=MIB_MAX)
+    """of the durable log on disk, all its files together; stronger than every cursor"""
+    volatile_mib: int = Field(default=64, ge=8, le=MIB_MAX)  # less would not hold what is under way between networks
+    """of the volatile log in memory"""
+    absent_hours: float = Field(default=168, gt=0, le=HOURS_MAX, allow_inf_nan=False)
+    """for so long an endpoint that is away holds what it has not had against `retention_hours` (never against
+    `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine
+    tenths are over"""
 
     @property
     def absent_ms(self) -> int:
@@ -271,89 +226,61 @@ class HistorySection(_Section):
 class USubscriptionSection(_Section):
     """Who is asked what somebody wants."""
 
-    static_file: Path | None = Field(
-        default=None,
-        description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services",
-    )
-    answers_for: list[AuthorityPattern] | None = Field(
-        default=None,
-        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, "
-        "the families (`*.x`) at home",
-    )
-    reset: Literal["linked", "all", "off"] = Field(
-        default="linked",
-        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority "
-        "ends what it shares with this one, and nothing of others. `all`: any uSubscription service ends everything, "
-        "as the specification has it; for networks on which nobody else can speak as entity 0. `off`: nothing. What is "
-        "not allowed is PERMISSION_DENIED. See [security.md](security.md)",
-    )
-    refresh_s: float = Field(
-        default=60,
-        ge=1,
-        description="how often a service is asked again, in seconds, though its notifications are followed",
-    )
+    static_file: Path | None = None
+    """topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services"""
+    answers_for: list[AuthorityPattern] | None = None
+    """authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families
+    (`*.x`) at home"""
+    reset: Literal["linked", "all", "off"] = "linked"
+    """what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority ends what it
+    shares with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification
+    has it; for networks on which nobody else can speak as entity 0. `off`: nothing. What is not allowed is
+    PERMISSION_DENIED. See [security.md](security.md)"""
+    refresh_s: float = Field(default=60, ge=1)
+    """how often a service is asked again, in seconds, though its notifications are followed"""
 
 
 class EgressSection(_Section):
     """How hard a peer is tried."""
 
-    retry_min_ms: int = Field(
-        default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter"
-    )
-    retry_max_ms: int = Field(default=10_000, ge=1, description="longest pause; a network that returns ends it")
-    messages_per_s: int | None = Field(
-        default=None,
-        ge=1,
-        description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of "
-        "one authority (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as "
-        "fast as it goes for others",
-    )
+    retry_min_ms: int = Field(default=50, ge=1)
+    """first pause after a failed send; each further one is longer, with jitter"""
+    retry_max_ms: int = Field(default=10_000, ge=1)
+    """longest pause; a network that returns ends it"""
+    messages_per_s: int | None = Field(default=None, ge=1)
+    """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
+    (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for
+    others"""
 
 
 class ExpressSection(_Section):
     """Requests and responses, in memory until they are sent or their ttl has run out."""
 
-    messages_max: int = Field(
-        default=4_096,
-        ge=1,
-        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond "
-        "it RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
-    )
+    messages_max: int = Field(default=4_096, ge=1)
+    """requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it
+    RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half"""
 
 
 class LimitsSection(_Section):
     """How much there may be of everything: the memory that is given, and what one message and one authority may take of
     it."""
 
-    memory_mib: int = Field(
-        default=MEMORY_MIB,
-        ge=32,
-        le=MIB_MAX,
-        description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. "
-        "What fits: [security.md](security.md)",
-    )
-    message_bytes_max: int = Field(
-        default=MESSAGE_BYTES_MAX,
-        ge=1 << 16,
-        le=1 << 27,
-        description="of a payload; told to the network where its protocol can, counted as `too_large` elsewhere",
-    )
-    authority_messages_per_s: int = Field(
-        default=UNITS_PER_S,
-        ge=1,
-        description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some "
-        "seconds while the streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts "
-        "once more for each KiB. Authorities that an endpoint names have no such limit",
-    )
+    memory_mib: int = Field(default=MEMORY_MIB, ge=32, le=MIB_MAX)
+    """for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits:
+    [security.md](security.md)"""
+    message_bytes_max: int = Field(default=MESSAGE_BYTES_MAX, ge=1 << 16, le=1 << 27)
+    """of a payload; told to the network where its protocol can, counted as `too_large` elsewhere"""
+    authority_messages_per_s: int = Field(default=UNITS_PER_S, ge=1)
+    """what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the
+    streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB.
+    Authorities that an endpoint names have no such limit"""
 
 
 class DispatchSection(_Section):
     """Who may stop and start dispatching."""
 
-    control: list[Pattern] = Field(
-        default=[],
-        description="patterns of callers that may Pause and Resume; the command line of this machine may always",
-    )
+    control: list[Pattern] = []
+    """patterns of callers that may Pause and Resume; the command line of this machine may always"""
 
 
 class Config(_Section):

@@ -41,26 +41,26 @@ class ServiceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    authority: str = Field(description="whose topics and clients it keeps")
-    store: Path = Field(description="the SQLite file; made if it isn't there")
-    transport: str = Field(description="name of the transport plugin")
-    settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
-    remote_majors: dict[str, int] = Field(
-        default_factory=dict,
-        description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that "
-        "opened the link",
-    )
-    remote_timeout_ms: int = Field(
-        default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes"
-    )
-    reset: MayReset = Field(
-        default="linked",
-        description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares "
-        "with this one. "
-        "`all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED",
-    )
-    log_format: logs.Format = Field(default="text", description="of the log, on standard error: `text` or `json`")
-    audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
+    authority: str
+    """whose topics and clients it keeps"""
+    store: Path
+    """the SQLite file; made if it isn't there"""
+    transport: str
+    """name of the transport plugin"""
+    settings: dict[str, Any] = {}
+    """the transport's own settings"""
+    remote_majors: dict[str, int] = {}
+    """version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the
+    link"""
+    remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1)
+    """of one remote command; the specification has 5 minutes"""
+    reset: MayReset = "linked"
+    """what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one.
+    `all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED"""
+    log_format: logs.Format = "text"
+    """of the log, on standard error: `text` or `json`"""
+    audit_ms: int = Field(default=AUDIT_MS, ge=1)
+    """between questions for what remote services have of ours"""
 
 
 def load(path: Path) -> ServiceConfig:
