@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from storage import logs
 from streamer import names
@@ -104,15 +106,6 @@ class _Section(BaseModel):
     """What stands below its fields becomes the tables of docs/configuration.md (tools/config_reference.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Incoherent(ValueError):
-    """What does not fit together though each part is right by itself: what is wrong, and the key to be changed, for
-    each."""
-
-    def __init__(self, mistakes: Sequence[tuple[str, Location]]) -> None:
-        super().__init__("; ".join(what for what, _ in mistakes))
-        self.mistakes = mistakes
 
 
 class StreamerSection(_Section):
@@ -298,9 +291,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
-        mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
-        if mistakes:
-            raise Incoherent(mistakes)
+        """Raises what is wrong though each part is right by itself, with the key to be changed for each mistake."""
+        if mistakes := [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]:
+            told = "; ".join(what for what, _ in mistakes)
+            raise PydanticCustomError("incoherent", "{told}", {"told": told, "mistakes": mistakes})
         return self
 
     def _mistakes_of_admin(self) -> Iterator[tuple[str, Location]]:
@@ -345,10 +339,8 @@ class Config(_Section):
             serves = f"usubscription = 'embedded' serves authority {self.authority!r}"
             for index, endpoint in enumerate(self.endpoint):
                 if endpoint.usubscription == "embedded" and endpoint is not self.home:
-                    yield (
-                        f"{serves}, so only endpoint {self.home.name!r} can have it",
-                        ("endpoint", index, "usubscription"),
-                    )
+                    what = f"{serves}, so only endpoint {self.home.name!r} can have it"
+                    yield what, ("endpoint", index, "usubscription")
             yield from self._mistakes_of_names()
 
     def _mistakes_of_names(self) -> Iterator[tuple[str, Location]]:
@@ -359,25 +351,24 @@ class Config(_Section):
             if endpoint.suffix and endpoint is self.home:
                 owns = f"endpoint {endpoint.name!r} has the streamer's own authority {self.authority!r}"
                 yield f"{owns}: a suffix is for the networks outside", place
-            elif endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
-                yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}", place
+            elif endpoint.suffix:
+                for why in islice(names.mistakes(endpoint.suffix, inside, set(endpoint.authorities)), 1):
+                    yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {why}", place
         if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
             needs = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}"
             yield f"{needs}: nobody would answer", ("usubscription", "answers_for")
 
     def _mistakes_of_rules(self) -> Iterator[tuple[str, Location]]:
         names = sorted({endpoint.name for endpoint in self.endpoint})
+        used: list[tuple[str, Location, str | None]] = []
         for index, rule in enumerate(self.rule):
-            for key, name in (("from", rule.from_), ("to", rule.to)):
-                if name not in names:
-                    what = f"a rule names endpoint {name!r}, which there is not; known are {', '.join(names)}"
-                    yield what, ("rule", index, key)
+            used += [("a rule", ("rule", index, "from"), rule.from_), ("a rule", ("rule", index, "to"), rule.to)]
             if rule.from_ == rule.to:
                 yield f"a rule from {rule.from_!r} to itself would forward in a circle", ("rule", index, "to")
-        for index, entry in enumerate(self.access):
-            if entry.endpoint is not None and entry.endpoint not in names:
-                what = f"access names endpoint {entry.endpoint!r}, which there is not; known are {', '.join(names)}"
-                yield what, ("access", index, "endpoint")
+        used += [("access", ("access", index, "endpoint"), entry.endpoint) for index, entry in enumerate(self.access)]
+        for who, place, name in used:
+            if name not in (None, *names):
+                yield f"{who} names endpoint {name!r}, which there is not; known are {', '.join(names)}", place
 
     @property
     def authority(self) -> str:
@@ -436,13 +427,11 @@ def loads(text: str, name: str = "config") -> Config:
         raise invalid(_not_toml(text, name, str(error))) from None
     except RecursionError:
         raise invalid(f"{name}:1: this is not a configuration: its values are nested too deeply to be read") from None
-    mistakes: list[Mistake] = []
+    mistakes = list(_settings_mistakes(text, raw))
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            mistakes += _explain(text, one["loc"], one)
-    mistakes += _settings_mistakes(text, raw)
+        mistakes += _explain(text, error)
     if mistakes:
         raise invalid("\n".join(f"{name}:{line}: {what}" for line, what in sorted(set(mistakes))))
     return config
@@ -455,42 +444,36 @@ def _not_toml(text: str, name: str, said: str) -> str:
     return f"{name}:{line}: this is not valid TOML: {said}"
 
 
-def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
+def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
     """What the transports say of their settings; sections of another shape are told of elsewhere."""
-    mistakes: list[Mistake] = []
     endpoints = raw.get("endpoint")
     for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
-        transport = endpoint.get("transport") if isinstance(endpoint, dict) else None
-        settings = endpoint.get("settings", {}) if isinstance(endpoint, dict) else None
-        if not isinstance(transport, str) or not isinstance(settings, dict):
+        match endpoint:
+            case {"transport": str(transport)} if isinstance(settings := endpoint.get("settings", {}), dict):
+                try:
+                    plugins.configure(transport, settings)
+                except UStatusError as error:
+                    line = line_of(text, ("endpoint", index, "transport"))
+                    yield line, f"endpoint {endpoint.get('name')!r}: {error.message}"
+                except ValidationError as error:
+                    yield from _explain(text, error, ("endpoint", index, "settings"))
+
+
+def _explain(text: str, mistakes: ValidationError, within: Location = ()) -> Iterator[Mistake]:
+    """Line, and `where: what`, of each mistake in what is `within` that table."""
+    for error in mistakes.errors(include_url=False):
+        location = (*within, *error["loc"])
+        where = ".".join(str(part) for part in location)
+        if error["type"] == "incoherent":
+            yield from ((line_of(text, at), what) for what, at in error["ctx"]["mistakes"])
             continue
-        where = ("endpoint", index, "settings")
-        try:
-            plugins.configure(transport, settings)
-        except UStatusError as error:
-            mistakes.append(
-                (line_of(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}")
-            )
-        except ValidationError as error:
-            for one in error.errors(include_url=False):
-                mistakes += _explain(text, (*where, *one["loc"]), one)
-    return mistakes
-
-
-def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
-    """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is
-    wrong."""
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, Incoherent):
-        return [(line_of(text, (*location, *at)), what) for what, at in cause.mistakes]
-    where = ".".join(str(part) for part in location)
-    if error["type"] == "extra_forbidden":
-        what = f"unknown key {location[-1]!r}"
-    else:
-        what = error["msg"].removeprefix("Value error, ")
-        if isinstance(error.get("input"), str | int | float | bool) and not logs.is_secret(where):
-            what += f" (got {error['input']!r})"
-    return [(line_of(text, location), f"{where + ': ' if where else ''}{what}")]
+        if error["type"] == "extra_forbidden":
+            what = f"unknown key {location[-1]!r}"
+        else:
+            what = error["msg"].removeprefix("Value error, ")
+            if isinstance(error["input"], str | int | float | bool) and not logs.is_secret(where):
+                what += f" (got {error['input']!r})"
+        yield line_of(text, location), f"{where + ': ' if where else ''}{what}"
 
 
 def line_of(text: str, location: Location) -> int:
@@ -511,9 +494,6 @@ def line_of(text: str, location: Location) -> int:
             here = (*table, *(part.strip("\"'") for part in entry[1].split(".")))
         else:
             continue
-        depth = 0
-        while depth < min(len(here), len(location)) and here[depth] == location[depth]:
-            depth += 1
-        if depth == len(here) and depth > best_depth:
-            best, best_depth = number, depth
+        if here == location[: len(here)] and len(here) > best_depth:
+            best, best_depth = number, len(here)
     return best

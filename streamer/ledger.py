@@ -17,6 +17,7 @@ import heapq
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import structlog
@@ -81,8 +82,7 @@ class Account:
         }
 
 
-def _by_rate(account: Account) -> tuple[float, int]:
-    return account.rate, account.messages
+_by_rate: Final = attrgetter("rate", "messages")
 
 
 class Pressure:
@@ -92,7 +92,7 @@ class Pressure:
         self._busy_s = busy_s
         self._last: tuple[float, float] | None = None
         self._until = 0.0
-        self.share = 0.0
+        self.share = 0.0  # of its time, lately, in which it ran or waited for a processor; 1 is all of it
 
     def look(self, now: float) -> None:
         """`now` is loop time, seconds."""
@@ -129,10 +129,10 @@ class Ledger:
         self._burst = int(units_per_s * BURST_S)
         # who claims a foreign name somewhere costs its owner elsewhere nothing
         self._accounts: dict[tuple[str, str], Account] = {}
-        self._pressure = pressure
+        self.pressure = pressure
         self._place = 0  # where the next slice begins
         self._snapshot: list[Account] = []
-        self._top: list[Account] = []
+        self.top: list[Account] = []  # those that sent most of late, some seconds ago; among equals, most in all
         self._rising: list[Account] = []  # the top of the slices so far
         # all that is not, or was not then, at the top; never falls
         self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)
@@ -140,12 +140,7 @@ class Ledger:
         self._turn_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"Ledger(accounts={len(self._accounts)}, busy={self._pressure.share:.2f})"
-
-    @property
-    def busy(self) -> float:
-        """The share of its time in which the loop's thread ran, or waited for a processor, lately; 1 is all of it."""
-        return self._pressure.share
+        return f"Ledger(accounts={len(self._accounts)}, busy={self.pressure.share:.2f})"
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -178,7 +173,7 @@ class Ledger:
             del self._accounts[one.authority, one.endpoint]
             self._settle(one)
         self._snapshot, self._place = [], 0
-        self._top = [one for one in self._top if (one.authority, one.endpoint) in self._accounts]
+        self.top = [one for one in self.top if (one.authority, one.endpoint) in self._accounts]
         self._rising = []
         for callback in self._evicted_callbacks:
             callback()
@@ -192,7 +187,7 @@ class Ledger:
         if self._refill(account, now) >= 0:
             return False
         account.left = max(account.left, -1 - self._units_per_s)  # who was far beyond it is not held for it for minutes
-        if not self._pressure.is_on(now) and now >= account.held_until:
+        if not self.pressure.is_on(now) and now >= account.held_until:
             return False
         account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
         account.dropped += 1
@@ -228,7 +223,7 @@ class Ledger:
         while True:
             await asyncio.sleep(TURN_S)
             now = self._now()
-            self._pressure.look(now)
+            self.pressure.look(now)
             for callback in self._turn_callbacks:
                 callback()
             self.sample(now)
@@ -236,7 +231,7 @@ class Ledger:
     def sample(self, now: float) -> None:
         """Look at the next slice: rates, who is among the top, and what all others have sent since the last time."""
         if self._place >= len(self._snapshot):
-            self._top, self._rising = self._rising, []
+            self.top, self._rising = self._rising, []
             self._snapshot, self._place = list(self), 0
         end = self._place + max(1, -(-len(self._snapshot) // SLICES))
         part = self._snapshot[self._place : end]
@@ -256,24 +251,19 @@ class Ledger:
         """What it had since the last time is the others', unless it has metrics of its own."""
         messages, size, dropped = account.settled
         account.settled = (account.messages, account.bytes, account.dropped)
-        if account not in self._top:
+        if account not in self.top:
             self.others.messages += account.messages - messages
             self.others.bytes += account.bytes - size
             self.others.dropped += account.dropped - dropped
 
-    @property
-    def top(self) -> list[Account]:
-        """Those that sent most of late, as of some seconds ago; among equals those that have sent most."""
-        return self._top
-
     def by_rate(self, count: int) -> list[Account]:
-        """The same of any number; looks at all of them."""
+        """As `top`, of any number; looks at all of them."""
         return heapq.nlargest(count, self, key=_by_rate)
 
     def notes(self) -> list[str]:
         """Whose messages were dropped within the last minute, in plain sentences."""
         now = self._now()
-        late = [one for one in self._top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
+        late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
             f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "

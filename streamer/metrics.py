@@ -150,7 +150,7 @@ def _of_authorities(streamer: Streamer) -> Iterator[Value]:
         if account is not ledger.others:
             yield "authority_topics", label, streamer.topics_of(account.authority)
     yield "authorities", (), len(ledger)
-    yield "busy", (), ledger.busy
+    yield "busy", (), ledger.pressure.share
 
 
 def _of_services(streamer: Streamer) -> Iterator[Value]:

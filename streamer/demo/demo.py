@@ -515,8 +515,7 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(table)
     console.print(
         f"subscribed to {len(outcome.wanted)} of {len(outcome.published)} topics; forwarded though not subscribed "
-        f"{outcome.unsubscribed}, "
-        f"out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
+        f"{outcome.unsubscribed}, out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
     )
     if outcome.dropped:
         console.print(
