@@ -24,6 +24,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
@@ -63,9 +64,13 @@ log = structlog.get_logger()
 def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
     """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again."""
     target = file if file is not None else sys.stderr
-    render = _json if format == "json" else _text(colors=target.isatty())
-    stamp = _utc if format == "json" else structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False)
-    rest: list[Any] = [structlog.processors.add_log_level, stamp, harmless, render]
+    rest: list[Any] = [structlog.processors.add_log_level]
+    if format == "json":
+        rest += [_utc, harmless, _json]
+    else:
+        plain = structlog.dev.plain_traceback
+        text = structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)
+        rest += [structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False), harmless, text]
 
     def emit(method: str, event: Any) -> None:
         for process in rest:
@@ -122,11 +127,9 @@ def is_secret(name: str) -> bool:
 
 def trace(error: BaseException) -> str:
     """Where it was raised, without the values of variables: they hold payloads and passwords."""
-    lines = (
-        "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:].split("\n")
-    )
+    text = "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:]
     # indented, so that no message within looks like a line of the log
-    return "\n".join(f"    {escaped(line)}" for line in lines)
+    return "\n".join(f"    {escaped(line)}" for line in text.split("\n"))
 
 
 def _error(given: Any) -> BaseException | None:
@@ -147,23 +150,15 @@ def _json(_: Any, __: str, event: Event) -> str:
     return json.dumps({**first, **event}, default=repr)
 
 
-def _text(*, colors: bool) -> Callable[[Any, str, Event], str]:
-    renderer: Callable[[Any, str, Event], str] = structlog.dev.ConsoleRenderer(
-        colors=colors, exception_formatter=structlog.dev.plain_traceback
-    )
-    return renderer
-
-
 # One line of a kind and minute
 
 
+@dataclass(slots=True)
 class _Kind:
-    __slots__ = ("held", "last", "method", "until")
-
-    def __init__(self, until: float) -> None:
-        self.until, self.held = until, 0
-        self.method = ""
-        self.last: Event = {}
+    until: float
+    held: int = 0
+    method: str = ""
+    last: Event = field(default_factory=dict)
 
 
 class Repeats:
@@ -228,22 +223,16 @@ class Repeats:
 
     def _wait(self, seconds: float) -> None:
         if self._timer is None:
-            self._timer = threading.Timer(seconds, self._over)
+            self._timer = threading.Timer(seconds, self.flush)
             self._timer.daemon = True
             self._timer.name = "log"
             with contextlib.suppress(RuntimeError):  # the process is about to end: `close` writes it
                 self._timer.start()
 
-    def _over(self) -> None:
-        with self._lock:
-            self._timer = None
-        self.flush()
-
     def flush(self, *, everything: bool = False) -> None:
         """Write what was held of the minutes that are over."""
         with self._lock:
-            now = self._monotonic()
-            told = []
+            self._timer, now, told = None, self._monotonic(), []
             for key, kind in list(self._kinds.items()):
                 if kind.until > now and not everything:
                     continue

@@ -83,7 +83,7 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
     return config
 
 
-async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None = None) -> None:
+async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> None:
     """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
 
     With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what
@@ -106,20 +106,19 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
         # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
         gc.freeze()
         try:
-            if ready is not None:
-                state = {
-                    "ready": service.trouble is None,
-                    "service": "core.usubscription",
-                    "authority": config.authority,
-                }
-                trouble = {"trouble": service.trouble} if service.trouble is not None else {}
-                ready({**state, "transport": config.transport, **trouble})
+            state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
+            trouble = {"trouble": service.trouble} if service.trouble is not None else {}
+            ready({**state, "transport": config.transport, **trouble})
             await stop.wait()
         finally:
             await service.stop()
 
 
-def run(config: ServiceConfig, ready: Ready | None = None) -> int:
+def _print(state: dict[str, Any]) -> None:
+    print(json.dumps(state), flush=True)
+
+
+def run(config: ServiceConfig, ready: Ready = _print) -> int:
     """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is
     not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -130,7 +129,7 @@ def run(config: ServiceConfig, ready: Ready | None = None) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await serve(config, stop, ready or _print)
+        await serve(config, stop, ready)
 
     try:
         asyncio.run(main())
@@ -140,15 +139,12 @@ def run(config: ServiceConfig, ready: Ready | None = None) -> int:
     return 0
 
 
-def _print(state: dict[str, Any]) -> None:
-    print(json.dumps(state), flush=True)
-
-
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     """Options over the file. Raises UStatusError, or SystemExit as argparse does."""
     parser = argparse.ArgumentParser(
         prog="python -m usubscription",
         description="A uSubscription service (versions 3 and 4).",
+        argument_default=argparse.SUPPRESS,
         epilog="Example: python -m usubscription --authority cloud --store cloud.db --transport mqtt5 --setting "
         "port=1883",
     )
@@ -157,34 +153,20 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     parser.add_argument("--store", help="SQLite file")
     parser.add_argument("--transport", help="zenoh, mqtt5, dds, local, or another that is installed")
     parser.add_argument(
-        "--setting",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the transport; VALUE as JSON, or as text",
+        "--setting", action="append", metavar="KEY=VALUE", help="of the transport; VALUE as JSON, or as text"
     )
     parser.add_argument("--log-format", choices=get_args(logs.Format), help="of the log, on standard error")
-    options = parser.parse_args(arguments)
-    content: dict[str, Any] = {}
-    if options.config is not None:
-        content = load(options.config).model_dump(exclude_unset=True)
-    content.update(
-        {
-            key: value
-            for key in ("authority", "store", "transport", "log_format")
-            if (value := getattr(options, key)) is not None
-        }
-    )
+    options = vars(parser.parse_args(arguments))
+    content = load(options.pop("config")).model_dump(exclude_unset=True) if "config" in options else {}
     settings = dict(content.get("settings", {}))
-    for setting in options.setting:
+    for setting in options.pop("setting", ()):
         key, equals, value = setting.partition("=")
         if not equals:
             raise invalid(f"--setting takes KEY=VALUE, got {setting!r}")
         settings[key] = value
         with contextlib.suppress(ValueError):
             settings[key] = json.loads(value)
-    content["settings"] = settings
-    return validate(content, "options")
+    return validate({**content, **options, "settings": settings}, "options")
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfig], None] = lambda _: None) -> int:

@@ -68,20 +68,17 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
     endpoints = [
         {
-            "name": one.name,
-            "transport": one.transport,
-            "authorities": one.authorities,
+            **one.model_dump(include={"name", "transport", "authorities"}),
             "usubscription": config.usubscription_of(one),
             "home": one.name == config.home.name,
         }
         for one in config.endpoint
     ]
-    rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in config.rules]
     return {
         "ok": True,
         "authority": config.authority,
         "endpoints": endpoints,
-        "rules": rules,
+        "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
         "unclaimed": _unclaimed(config),
         "notes": notes,
         "paused": [one._asdict() for one in paused],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import gc
 import signal
 import sys
@@ -70,17 +69,12 @@ def _note_hangup() -> None:
     )
 
 
-class LogFormat(enum.Enum):
-    TEXT = "text"
-    JSON = "json"
-
-
 def usubscription(
     authority: Annotated[str, typer.Option("--authority", "-a", help="Whose subscriptions and topics it keeps.")],
     transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
     store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
     settings: Settings = None,
-    log_format: Annotated[LogFormat, typer.Option(help="Of the log, on standard error.")] = LogFormat.TEXT,
+    log_format: Annotated[logs.Format, typer.Option(help="Of the log, on standard error.")] = "text",
     as_json: AsJson = False,
 ) -> None:
     """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
@@ -89,7 +83,7 @@ def usubscription(
     """
     from usubscription import __main__ as service
 
-    logs.configure("info", log_format.value)
+    logs.configure("info", log_format)
     given = {"authority": authority, "transport": transport, "store": store}
     config = service.validate({**given, "settings": network.parse_settings(settings or [])}, "options")
 
