@@ -21,7 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamer.commands import drives as commands
 from streamer.commands.network import Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
@@ -55,22 +56,8 @@ WANTED: Final = (  # what the cloud application subscribes to; everything else s
     "Vehicle.OBD.ThrottlePosition",
     "Vehicle.Powertrain.Transmission.CurrentGear",
 )
-RATE: Final = 5_000.0  # samples a second of both publishers together: the longest of the recorded drives takes 40 s
 SETTLE_TIMEOUT_S: Final = 120.0  # for everything published to arrive
 TRIGGER_MS: Final = 1_000  # between two micro-batches of Spark
-
-
-@dataclass
-class Options:
-    """What the command line says."""
-
-    data: Path | None = None
-    seed: int = 1
-    seconds: int = 600
-    rate: float = RATE
-    out: Path = Path("out")
-    with_mqtt: bool = True
-    keep: bool = False
 
 
 @dataclass
@@ -146,36 +133,26 @@ class Outcome:
 class Demo:
     """One performance, in a temporary folder."""
 
-    def __init__(self, options: Options, console: Console) -> None:
+    def __init__(self, options: commands.Demo, console: Console) -> None:
         self._options, self._console = options, console
         self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
         self._stack = contextlib.AsyncExitStack()
         self._outcome = Outcome()
         self._children: list[Child] = []
-        self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
-        self._dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
-        self._mqtt: dict[str, Any] = {}
+        dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
+        zenoh, cloud = [f"tcp/127.0.0.1:{free_port()}"], [f"tcp/127.0.0.1:{free_port()}"]
+        self._on_dds = Network("dds", drives.MCU, dds)
+        self._on_zenoh = Network("zenoh", drives.VEHICLE, {"mode": "peer", "connect": zenoh})
+        self._cloud = Network("zenoh", CLOUD, {"mode": "client", "connect": cloud}, CLOUD_APP)  # the gateway is router
+        self._parquet = self._folder / "parquet"
         self._ids: dict[str, set[tuple[int, int]]] = {}
         self._last: dict[str, tuple[int, int]] = {}
-
-    @property
-    def _on_dds(self) -> Network:
-        return Network("dds", drives.MCU, self._dds)
-
-    @property
-    def _on_zenoh(self) -> Network:
-        return Network("zenoh", drives.VEHICLE, self._zenoh)
-
-    @property
-    def _cloud(self) -> Network:
-        if self._options.with_mqtt:
-            return Network("mqtt5", CLOUD, self._mqtt, CLOUD_APP)
-        return Network("zenoh", CLOUD, self._cloud_zenoh, CLOUD_APP)
 
     async def run(self) -> Outcome:
         try:
             async with self._stack:
-                await self._start_broker()
+                if not self._options.without_mqtt:
+                    await self._start_broker()
                 self._stack.push_async_callback(self._stop_children)
                 await self._perform()
         finally:
@@ -193,7 +170,9 @@ class Demo:
                 f"the folder for the plot, {self._options.out}, can't be made: {error.strerror}; say another with --out"
             ) from None
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
-        self._tell_problems(drive)
+        self._outcome.problems = drive.problems_total
+        for line in drive.told(10):
+            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
         started = time.monotonic()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
@@ -220,16 +199,8 @@ class Demo:
         self._outcome.plot = self._options.out / "demo.png"
         await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
-    def _tell_problems(self, drive: drives.Drive) -> None:
-        self._outcome.problems = drive.problems_total
-        for line in drive.told(10):
-            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
-
     async def _start_broker(self) -> None:
-        if not self._options.with_mqtt:
-            # the gateway joins them, as a router
-            self._cloud_zenoh = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
-            return
+        """The cloud is on MQTT then."""
         from transports.mqtt5.broker import Broker
 
         try:
@@ -238,7 +209,8 @@ class Demo:
             raise UStatusError(
                 error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
             ) from None
-        self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
+        settings = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
+        self._cloud = Network("mqtt5", CLOUD, settings, CLOUD_APP)
 
     async def _child(self, name: str, module: str, command: str, *more: str) -> Child:
         child = await Child.start(name, module, *command.split(), *more)
@@ -271,8 +243,10 @@ class Demo:
         return await self._child(name, CLI, command, store, *_as_options(network))
 
     def _gateway_config(self) -> str:
-        listen = {"mode": "peer", "listen": self._zenoh["connect"]}
-        cloud = self._mqtt if self._options.with_mqtt else {"mode": "router", "listen": self._cloud_zenoh["connect"]}
+        listen = {"mode": "peer", "listen": self._on_zenoh.settings["connect"]}
+        cloud = self._cloud.settings
+        if self._options.without_mqtt:
+            cloud = {"mode": "router", "listen": cloud["connect"]}
         return f"""
 [streamer]
 authority = "{drives.VEHICLE}"
@@ -290,7 +264,7 @@ settings = {_toml(listen)}
 name = "mcu"
 transport = "dds"
 authorities = ["{drives.MCU}"]
-settings = {_toml(self._dds)}
+settings = {_toml(self._on_dds.settings)}
 
 [[endpoint]]
 name = "cloud"
@@ -314,22 +288,21 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
         await client.open()
         self._stack.push_async_callback(client.close)
         pending = {uris.format(topic) for topic in topics}
-        changed = asyncio.Event()
+        complete = asyncio.Event()
 
-        def hear(change: Any) -> None:
-            if change.status == Status.SUBSCRIBED:
-                pending.discard(uris.format(change.topic))
-                changed.set()
-
-        client.on_change(hear)
-        for topic in topics:
-            if await client.subscribe(topic) == Status.SUBSCRIBED:
+        def note(topic: UUri, status: Status) -> None:
+            if status == Status.SUBSCRIBED:
                 pending.discard(uris.format(topic))
+            if not pending:
+                complete.set()
+
+        client.on_change(lambda change: note(change.topic, change.status))
+        for topic in topics:
+            note(topic, await client.subscribe(topic))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while pending:
-                    changed.clear()
-                    await changed.wait()
+                if pending:
+                    await complete.wait()
         except TimeoutError:
             raise UStatusError(
                 UCode.DEADLINE_EXCEEDED, f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
@@ -361,7 +334,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
             f"""
 [source]
 transport = "zenoh"
-transport_config = {_toml(self._zenoh)}
+transport_config = {_toml(self._on_zenoh.settings)}
 authority = "{drives.VEHICLE}"
 local_authority = "{drives.VEHICLE}"
 topics = "{topics}"
@@ -378,21 +351,14 @@ processing_time_ms = {TRIGGER_MS}
         self._parquet.mkdir(parents=True, exist_ok=True)
         return await self._child("the Spark job", "spark_ingest", "--config", str(config))
 
-    @property
-    def _parquet(self) -> Path:
-        return self._folder / "parquet"
-
     def _read_parquet(self) -> None:
         """Count what Spark has committed: every row, and the distinct ids of each topic."""
         from spark_ingest.parquet import read
 
         table = read(self._parquet, ["topic", "message_id"])
         topics, ids = table.column("topic").to_pylist(), table.column("message_id").to_pylist()
-        distinct: dict[str, set[str]] = {}
-        for topic, id in zip(topics, ids, strict=True):
-            distinct.setdefault(topic, set()).add(id)
         self._outcome.rows = Counter(topics)
-        self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
+        self._outcome.parquet = Counter(topic for topic, _ in set(zip(topics, ids, strict=True)))
 
     # The drive
 
@@ -413,11 +379,15 @@ processing_time_ms = {TRIGGER_MS}
             command = f"replay --json --start-ms {start_ms} --rate {options.rate * share / shares.total():.3f}"
             name = f"the publisher of {network.authority}"
             children.append(await self._child(name, CLI, command, *source, *_as_options(network)))
-        done = dict.fromkeys(children, 0)
-        async for child, said in _sayings(children):
-            progress.update(replaying, advance=said["published"] - done[child])
-            done[child] = said["published"]
-            self._outcome.published.update(said.get("topics", {}))
+
+        async def follow(child: Child) -> None:
+            said: dict[str, Any] = {"published": 0}
+            while not said.get("done"):
+                before, said = said["published"], await child.say("published")
+                progress.update(replaying, advance=said["published"] - before)
+            self._outcome.published.update(said["topics"])
+
+        await asyncio.gather(*map(follow, children))
 
     async def _settle(self, ingest: Child, progress: Progress) -> None:
         """Wait until everything has arrived, or nothing more comes. Raises ABORTED if the Spark job has ended."""
@@ -449,23 +419,6 @@ processing_time_ms = {TRIGGER_MS}
         for labels, value in re.findall(r"^up_streamer_dropped_total\{(.*?)\} ([0-9.e+]+)$", metrics, re.MULTILINE):
             given = dict(re.findall(r'(\w+)="(.*?)"', labels))
             self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
-
-
-async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict[str, Any]]]:
-    """What several processes say about `published`, until each has said `done`."""
-    waiting = {asyncio.create_task(child.say("published")): child for child in children}
-    try:
-        while waiting:
-            finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                child = waiting.pop(task)
-                said = task.result()
-                yield child, said
-                if not said.get("done"):
-                    waiting[asyncio.create_task(child.say("published"))] = child
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _get(port: int, path: str) -> str:
@@ -518,9 +471,7 @@ def show(outcome: Outcome, console: Console) -> None:
         f"{outcome.unsubscribed}, out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
     )
     if outcome.dropped:
-        console.print(
-            "dropped at the gateway: "
-            + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items()))
-        )
+        drops = ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items()))
+        console.print(f"dropped at the gateway: {drops}")
     if outcome.plot is not None:
         console.print(f"plot: {outcome.plot}")

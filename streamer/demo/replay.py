@@ -37,12 +37,6 @@ def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
     return drives.read(text)
 
 
-def samples_of(drive: drives.Drive, authority: str | None, start_ms: int) -> Iterable[drives.Sample]:
-    """What `authority` publishes of a drive, in order; all of it for None."""
-    samples = drive.samples(start_ms)
-    return samples if authority is None else (sample for sample in samples if sample.signal.publisher == authority)
-
-
 async def replay(
     transport: UTransport,
     samples: Iterable[drives.Sample],
@@ -60,8 +54,7 @@ async def replay(
     while batch := list(itertools.islice(iterator, BATCH_MAX)):
         messages = [drives.message(sample) for sample in batch]
         await send_all(transport, messages)
-        for message in messages:
-            counts[uris.format(message.attributes.source)] += 1
+        counts.update(uris.format(message.attributes.source) for message in messages)
         published += len(messages)
         on_progress(published)
         if rate is not None:
