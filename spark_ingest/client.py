@@ -31,9 +31,9 @@ from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position, RecordBatch
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 # free for applications; the instance differs from task to task, so that no task hears another's replies
@@ -61,8 +61,7 @@ def _settings(given: object) -> object:
 
 
 class Options(BaseModel):
-    """What the source is told, in the spelling of Spark's options (localAuthority for local_authority); case doesn't
-    matter there."""
+    """What the source is told, spelled as Spark's options (localAuthority for local_authority; case doesn't matter)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
@@ -120,10 +119,9 @@ class Options(BaseModel):
             )
         try:
             return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
-        except ValidationError as error:
-            raise invalid(f"format uprotocol: {plugin.explain(error)}") from None
-        except UStatusError as error:
-            raise invalid(f"format uprotocol: {error.message}") from None
+        except (ValidationError, UStatusError) as error:
+            why = error.message if isinstance(error, UStatusError) else plugin.explain(error)
+            raise invalid(f"format uprotocol: {why}") from None
 
     @property
     def consumer_name(self) -> str:
@@ -135,8 +133,7 @@ class Options(BaseModel):
 
 
 class History:
-    """A connection to the history of one streamer. Opens with the first call, and again after it was closed or has
-    failed."""
+    """A connection to one streamer's history. Opens with the first call, and anew once it was closed or has failed."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -144,8 +141,7 @@ class History:
         self._topics = [uris.parse(topic) for topic in options.topics]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._transport: UTransport | None = None
-        self._rpc: InMemoryRpcClient | None = None
+        self._opened = contextlib.AsyncExitStack()  # transport and RPC client
         self._client: HistoryClient | None = None
         self._renewal: asyncio.Task[None] | None = None
 
@@ -157,21 +153,15 @@ class History:
 
     def describe(self) -> list[LogState]:
         """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
-
-        async def describe(client: HistoryClient) -> DescribeResponse:
-            return await client.describe(self._topics)
-
-        return offsets.logs_of(self._call(describe))
+        return offsets.logs_of(self._call(lambda client: client.describe(self._topics)))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
-        """What is known of each log with the record at `seqs`, and which logs are no longer what was `known` of
-        them."""
+        """What is known of each log with the record at `seqs`, and which logs are not what was `known` any more."""
         if not seqs:
             return {}, {}
-        positions = _positions(Offset(seqs, dict(known)))
-        response = self._call(
-            _polling(PollRequest(topics=self._topics, positions=positions, until=positions, latest=True, max_records=1))
-        )
+        at = _positions(Offset(seqs, dict(known)))
+        asked = PollRequest(topics=self._topics, positions=at, until=at, latest=True, max_records=1)
+        response = self._call(lambda client: client.poll(asked))
         learned = {
             begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
             for begin in response.begin
@@ -180,11 +170,9 @@ class History:
         return learned, {loss.incarnation: loss for loss in _losses(response) if loss.went_back}
 
     def hold(self, acked: Offset) -> None:
-        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until
-        `close`.
+        """Let the consumer's cursor keep what comes after `acked`, no more. Its lease is renewed until `close`.
 
-        `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for
-        us.
+        `acked` names every log that there is, with 0 where nothing was read: else what is in it now isn't kept.
         """
         positions = _positions(acked)
         request = PollRequest(
@@ -195,7 +183,7 @@ class History:
             acked=positions,
             max_records=1,
         )
-        response = self._call(_polling(request))
+        response = self._call(lambda client: client.poll(request))
         assert self._loop is not None, "the call above made it"
         asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
 
@@ -203,11 +191,10 @@ class History:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
         after = _positions(start)
         asked = PollRequest(topics=self._topics, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
-        self._call(_polling(asked))
+        self._call(lambda client: client.poll(asked))
 
     def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
-        """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are
-        there.
+        """The records of `range` that match, in log order; the same ones each time, as long as they are there.
 
         `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then
         UStatusError(UNAVAILABLE). Of a log that went back comes what it has in this range now.
@@ -218,15 +205,13 @@ class History:
         try:
             while position < range.until:
                 try:
-                    response = self._wait(ahead or self._submit(_polling(self._request(range, position, known))))
-                    ahead = None
+                    response, ahead = self._wait(ahead or self._ask(range, position, known)), None
                 except UStatusError as error:
                     ahead = None
                     if not error.retryable or _now_ms() > deadline:
                         raise
-                    log.warning(
-                        "the streamer is away; trying again", authority=self._options.authority, error=str(error)
-                    )
+                    who = self._options.authority
+                    log.warning("the streamer is away; trying again", authority=who, error=str(error))
                     self.close()
                     time.sleep(RETRY_MS / 1000)
                     continue
@@ -247,15 +232,13 @@ class History:
                     if is_back:
                         return
                     if _now_ms() > deadline:
-                        raise UStatusError(
-                            UCode.UNAVAILABLE,
-                            f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms",
-                        )
+                        what = f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms"
+                        raise UStatusError(UCode.UNAVAILABLE, what)
                     time.sleep(RETRY_MS / 1000)
                     continue
                 deadline = _now_ms() + AWAY_MAX_MS
                 if position < range.until:
-                    ahead = self._submit(_polling(self._request(range, position, known)))
+                    ahead = self._ask(range, position, known)
                 yield from (
                     batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq
                 )
@@ -268,24 +251,24 @@ class History:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
+        limit_ms = self._options.poll_timeout_ms + GRACE_MS
         with contextlib.suppress(UStatusError, TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result(
-                (self._options.poll_timeout_ms + GRACE_MS) / 1000
-            )
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result(limit_ms / 1000)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-        self._loop = self._thread = self._transport = self._rpc = self._client = None
+        self._loop = self._thread = self._client = None
 
-    def _request(self, range: Range, after: int, known: Known) -> PollRequest:
+    def _ask(self, range: Range, after: int, known: Known) -> Future[PollResponse]:
         incarnation = bytes.fromhex(range.incarnation)
-        return PollRequest(
+        request = PollRequest(
             topics=self._topics,
             positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
             latest=True,  # of the other logs nothing
             max_records=POLL_RECORDS_MAX,
         )
+        return self._submit(lambda client: client.poll(request))
 
     def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         try:
@@ -316,22 +299,21 @@ class History:
         if self._client is None:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
-                    await self._open()
+                    self._client = await self._open()
             except TimeoutError:
                 raise UStatusError(
                     UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
                 ) from None
-        assert self._client is not None, "_open makes one or raises"
         return await call(self._client)
 
-    async def _open(self) -> None:
+    async def _open(self) -> HistoryClient:
         instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
         local = LocalUriProvider(self._options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
-        self._transport = plugin.create(self._options.transport, self._options.transport_config, local)
-        await self._transport.open()
-        self._rpc = InMemoryRpcClient(self._transport, local)
-        await self._rpc.open()
-        self._client = HistoryClient(self._rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
+        transport = plugin.create(self._options.transport, self._options.transport_config, local)
+        self._opened.push_async_callback(transport.close)  # also what opened halfway
+        await transport.open()
+        rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
+        return HistoryClient(rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
 
     async def _renew(self, request: PollRequest, lease_ms: int) -> None:
         """Keep the lease of the latest `hold` alive: Spark may be silent for the length of a trigger."""
@@ -355,17 +337,7 @@ class History:
             self._renewal.cancel()
             await asyncio.wait([self._renewal])
             self._renewal = None
-        if self._rpc is not None:
-            await self._rpc.close()
-        if self._transport is not None:
-            await self._transport.close()
-
-
-def _polling(request: PollRequest) -> Callable[[HistoryClient], Coroutine[Any, Any, PollResponse]]:
-    async def poll(client: HistoryClient) -> PollResponse:
-        return await client.poll(request)
-
-    return poll
+        await self._opened.aclose()
 
 
 def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:

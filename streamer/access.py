@@ -4,8 +4,7 @@ caller -> inside this process: everything
        -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
        -> else: what came from its own network, and what the rules let go there
 
-Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew
-when the rules change.
+Nothing is decided per record or poll, but once per topic for all callers who see the same, until the rules change.
 """
 
 from __future__ import annotations

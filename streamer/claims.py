@@ -1,11 +1,9 @@
-"""Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not
-configured.
+"""Who holds what in the logs: how long each endpoint has been away, and what waits for endpoints not configured.
 
     watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit
                                                  '-> problems: told before it ends
 
-Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends
-nobody's claim.
+Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage ends nobody's claim.
 """
 
 from __future__ import annotations

@@ -255,8 +255,7 @@ class ExpressSection(_Section):
 
 
 class LimitsSection(_Section):
-    """How much there may be of everything: the memory that is given, and what one message and one authority may take of
-    it."""
+    """How much there may be of everything: the memory that is given, and what one message or authority may take."""
 
     memory_mib: int = Field(default=MEMORY_MIB, ge=32, le=MIB_MAX)
     """for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits:
@@ -379,8 +378,7 @@ class Config(_Section):
 
     @property
     def answers_for(self) -> frozenset[str]:
-        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no
-        other one."""
+        """Authorities beside its own for which the embedded uSubscription answers; a family at home has no other."""
         if self.usubscription_of(self.home) != "embedded":
             return frozenset()
         if self.usubscription.answers_for is not None:
@@ -410,8 +408,7 @@ class Config(_Section):
 
 
 def load(path: Path) -> Config:
-    """Read and check `path`, settings of the transports included. Raises UStatusError(INVALID_ARGUMENT) with one line
-    per mistake."""
+    """Read and check `path`, transports' settings, too. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -93,8 +93,7 @@ class Control:
 
 
 class ControlSocket:
-    """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command
-    line its way only."""
+    """Listens in `folder` while the streamer runs. If it can't hold a socket, only the command line is shut out."""
 
     def __init__(
         self,
@@ -201,16 +200,14 @@ Change = Callable[[list[Pause]], list[Pause]]
 def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
     """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
 
-    `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs
-    and does not answer.
+    `own`: the authority of a topic that has none. Raises what the streamer says; UNAVAILABLE if it does not answer.
     """
     answer = call(folder, {"do": do, "topic": topic, "peer": peer})
     return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
 def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no
-    streamer runs."""
+    """What the source authorities send to that streamer. Blocks. Raises UStatusError, also if no streamer runs."""
     answer = call(folder, {"do": "vehicles", "count": count})
     if answer is None:
         raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")

@@ -108,8 +108,7 @@ class Pressure:
 
 
 class Ledger:
-    """All accounts, at most `accounts_max`; those that were quiet for longest make room, and what they had goes to the
-    others'."""
+    """All accounts, at most `accounts_max`; the quietest make room, and what they had goes to the others'."""
 
     def __init__(
         self,
@@ -121,8 +120,7 @@ class Ledger:
         now_ms: Callable[[], int],
         pressure: Pressure,
     ) -> None:
-        """`is_named(authority, endpoint)`: that endpoint names it, and not just a pattern. `now`: loop time,
-        seconds."""
+        """`is_named(authority, endpoint)`: it names it, not just a pattern. `now`: loop time, seconds."""
         assert accounts_max > 1, "an account makes room for another one"
         self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
         self._now, self._now_ms = now, now_ms

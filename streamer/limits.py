@@ -44,8 +44,7 @@ class Limits:
 
     @property
     def volatile_topics_max(self) -> int:
-        """Of `topics_max`, those of the volatile log, where topics are configured for it; the durable one has the
-        others."""
+        """Of `topics_max`, those of the volatile log, where topics are configured for it; the others are durable."""
         return max(1, self.topics_max // VOLATILE_SHARE)
 
     @property

@@ -216,8 +216,7 @@ def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
 
 
 class Twins:
-    """Two hosts that go by one name, told by two answers to one request: nobody else on a network says who sent
-    what."""
+    """Two hosts that go by one name, told by two answers to one request: nothing else on a network tells."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""

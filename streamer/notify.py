@@ -1,5 +1,4 @@
-"""What the service manager is told (systemd's Type=notify), if one started us: that we are ready, how we are, that we
-still turn.
+"""What the service manager is told (systemd's Type=notify), if one started us: ready, how we are, that we still turn.
 
 NOTIFY_SOCKET -> a datagram for each change
 WATCHDOG_USEC -> a beat from the event loop; one that hangs falls silent, and is restarted
@@ -23,8 +22,7 @@ STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1
 
 
 class ServiceManager:
-    """Use as `async with`: it beats meanwhile. `environment` is emptied of what was for us, so that no child answers in
-    our name."""
+    """Use as `async with`: it beats meanwhile. Takes what was for us from `environment`, so that no child answers."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")

@@ -85,8 +85,7 @@ def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
 
 
 def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Without those toward `peer` that `topic` is, or covers. Raises NOT_FOUND if there is none, naming what holds the
-    topic."""
+    """Without those toward `peer` that `topic` is, or covers. None: raises NOT_FOUND, naming what holds the topic."""
     before = sorted(pauses)
     after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
     if len(after) == len(before):

@@ -1,5 +1,4 @@
-"""A uSubscription service as a process of its own: `python -m usubscription --authority cloud --store cloud.db
---transport zenoh`.
+"""A uSubscription service as a process: `python -m usubscription --authority cloud --store cloud.db --transport zenoh`.
 
 options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: stopped cleanly
 """
@@ -86,8 +85,7 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
 async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> None:
     """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
 
-    With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what
-    to do}.
+    With a damaged store it answers everything UNAVAILABLE, and tells `ready`: {"ready": false, "trouble": what to do}.
     """
     local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
     transport = create(config.transport, config.settings, local)
@@ -119,8 +117,7 @@ def _print(state: dict[str, Any]) -> None:
 
 
 def run(config: ServiceConfig, ready: Ready = _print) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is
-    not."""
+    """Serve until SIGTERM or SIGINT; the exit code. Says on stdout when it is ready, and on stderr why it is not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 

@@ -208,8 +208,7 @@ async def _listen(
     count: int | None,
     subscribe: bool,
 ) -> None:
-    """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription
-    is told."""
+    """Hand each message on `topics` to `each`, until `count` have come. `subscribe`: tell the uSubscription, too."""
     from usubscription_client.client import USubscriptionClient
 
     collector = Collector()

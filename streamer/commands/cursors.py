@@ -115,8 +115,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The cursor of one consumer in the durable log, and whose its name is ("": nobody's, the next caller that uses it
-    gets it)."""
+    """The cursor of one consumer in the durable log, and whose its name is ("": the next caller's that uses it)."""
 
     consumer: str
     owner: str

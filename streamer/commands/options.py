@@ -1,7 +1,6 @@
 """What several commands ask for, each written once.
 
-A parameter of a command whose type is a Group stands for all of its fields: `add` spells them out for typer, and the
-command gets the group.
+A command's parameter of a Group type stands for all of its fields: `add` spells them out, the command gets the group.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted;
-nothing is left behind.
+"""The demo: a drive crosses three networks because somebody subscribed; Spark writes it down; all of it is counted.
 
     mcu1 (DDS) ------+                                 +--> cloud application (MQTT 5): only what it subscribed to
                      +--> gateway: one up-streamer ----+
@@ -222,8 +221,7 @@ class Demo:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
-        """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does
-        not serve."""
+        """The gateway first: others connect to it. Then a uSubscription for each authority that it doesn't serve."""
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
@@ -279,8 +277,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     # The cloud application
 
     async def _subscribe(self, topics: Sequence[UUri]) -> USubscriptionClient:
-        """Hear everything that comes out of the vehicle, so that too much is noticed; subscribe to some; wait until all
-        stand."""
+        """Hear all that leaves the vehicle, so that too much is noticed; subscribe to some; wait until all stand."""
         transport = await self._stack.enter_async_context(self._cloud.open())
         for authority in (drives.VEHICLE, drives.MCU):
             await transport.register_listener(uris.pattern(authority, drives.PUBLISHER_UE_ID), self)
@@ -363,8 +360,7 @@ processing_time_ms = {TRIGGER_MS}
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
-        """Both publishers at once, each with its share of the rate, so that they drive through the same time
-        together."""
+        """Both publishers at once, each with its share of the rate: they drive through the same time together."""
         start_ms = uuids.now_ms()
         options = self._options
         simulated = ["--seed", str(options.seed), "--seconds", str(options.seconds)]

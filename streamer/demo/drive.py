@@ -72,8 +72,7 @@ class Sample(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something in the file that could not be read; everything else was. `row` is the line number, the header's is
-    1."""
+    """Something in the file that could not be read; all else was. `row` is the line number, the header's is 1."""
 
     row: int
     reason: str
@@ -155,8 +154,7 @@ class Drive:
 
 
 def message(sample: Sample) -> UMessage:
-    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction, so it isn't
-    validated again."""
+    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction."""
     signal, time_ms, value = sample
     payload = ustreamer_pb2.Sample(path=signal.path)
     payload.time.seconds, payload.time.nanos = time_ms // 1000, time_ms % 1000 * 1_000_000
@@ -253,8 +251,7 @@ def _path(name: str) -> str | None:
 
 
 def _derived(path: str, taken: Iterable[int]) -> Signal:
-    """A signal that the table lacks. Its topic comes from its name, so that it doesn't depend on the columns around
-    it."""
+    """A signal that the table lacks. Its topic comes from its name, whatever the columns around it."""
     digest = zlib.crc32(path.encode())
     resource = digest % DERIVED_RESOURCES
     while DERIVED_RESOURCE_MIN + resource in taken:
@@ -310,8 +307,7 @@ _SECONDS_BEFORE_START = 3  # ignition on, engine not yet
 
 
 def simulate(seed: int, seconds: int) -> Drive:
-    """A drive of `seconds` rows: the engine starts cold, then city, country road and motorway take turns, with stops
-    between.
+    """A drive of `seconds` rows: a cold start, then city, country road and motorway in turns, with stops between.
 
     The same seed gives the same drive, whatever its length.
     """

@@ -132,8 +132,7 @@ class Child:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only;
-    elsewhere nothing."""
+    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -141,8 +140,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody has now, and that the system gives to nobody who does not name it.
 
-    A port that the system chooses (port 0) is one that it gives to the next connection, too, before its user listens on
-    it.
+    A port that the system chooses (port 0) may go to the next connection, too, before its user listens on it.
     """
     for port in itertools.islice(_ports, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:

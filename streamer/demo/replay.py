@@ -26,8 +26,7 @@ RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 
 def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
-    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if there is nothing in it that can be
-    read."""
+    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if nothing in it can be read."""
     if data is None:
         return drives.simulate(seed, seconds)
     try:
