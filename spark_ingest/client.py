@@ -291,9 +291,8 @@ class History:
             return future.result(limit_ms / 1000)
         except TimeoutError:
             future.cancel()
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"no answer from {self._options.authority} within {limit_ms} ms"
-            ) from None
+            why = f"no answer from {self._options.authority} within {limit_ms} ms"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
 
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
@@ -301,9 +300,8 @@ class History:
                 async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
                     self._client = await self._open()
             except TimeoutError:
-                raise UStatusError(
-                    UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
-                ) from None
+                why = f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
+                raise UStatusError(UCode.UNAVAILABLE, why) from None
         return await call(self._client)
 
     async def _open(self) -> HistoryClient:

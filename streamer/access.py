@@ -75,9 +75,7 @@ class _Sight:
     ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
-        self._allow, self._deny = (
-            tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny)
-        )
+        self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
 
     @property
     def cost(self) -> int:
@@ -103,9 +101,9 @@ class _Sight:
         return rule is not None and rule.allows(source)
 
 
-def _owned(pattern: Pattern, own: str) -> Pattern:
-    """`pattern` without anything left to be completed."""
-    return Pattern(uris.with_authority(pattern.address, own), own) if pattern.is_own else pattern
+def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
+    """Without anything left to be completed."""
+    return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
 class Access:

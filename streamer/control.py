@@ -68,10 +68,8 @@ class Control:
     def _check(self, request: UMessage) -> None:
         source = request.attributes.source
         if not any(uris.matches(pattern, source) for pattern in self._allowed):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED,
-                f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it",
-            )
+            why = f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it"
+            raise UStatusError(UCode.PERMISSION_DENIED, why)
 
     async def _pause(self, request: UMessage) -> wire.PauseResponse:
         asked = UPayload.of(request).unpack(wire.PauseRequest)
@@ -112,11 +110,8 @@ class ControlSocket:
         try:
             self._server = await asyncio.start_unix_server(self._serve, sock=self._socket(), limit=LINE_BYTES_MAX)
         except OSError as error:
-            log.warning(
-                "the command line can't reach this streamer: no socket can be made",
-                folder=str(self._folder),
-                why=str(error),
-            )
+            what = "the command line can't reach this streamer: no socket can be made"
+            log.warning(what, folder=str(self._folder), why=str(error))
 
     async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
@@ -160,11 +155,8 @@ class ControlSocket:
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer, consumer = (
-                asked["do"],
-                *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer")),
-            )
-            count = int(asked.get("count", 0))
+            topic, peer, consumer = (str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
+            what, count = asked["do"], int(asked.get("count", 0))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
         ended = 0

@@ -191,13 +191,8 @@ class Ledger:
         account.dropped += 1
         if now - account.told >= TOLD_S or account.dropped == 1:
             account.told = now
-            log.warning(
-                "dropped: an authority sends more than its quota",
-                endpoint=account.endpoint,
-                authority=account.authority,
-                dropped=account.dropped,
-                quota_per_s=self._units_per_s,
-            )
+            whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
+            log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
         return True
 
     def _refill(self, account: Account, now: float) -> int:

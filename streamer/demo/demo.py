@@ -205,9 +205,8 @@ class Demo:
         try:
             broker = await self._stack.enter_async_context(Broker())
         except UStatusError as error:
-            raise UStatusError(
-                error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
-            ) from None
+            why = f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
+            raise UStatusError(error.code, why) from None
         settings = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
         self._cloud = Network("mqtt5", CLOUD, settings, CLOUD_APP)
 
@@ -301,9 +300,8 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
                 if pending:
                     await complete.wait()
         except TimeoutError:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
-            ) from None
+            why = f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
         return client
 
     def on_receive(self, message: UMessage) -> None:
@@ -432,9 +430,8 @@ async def _until_ready(port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while missing := json.loads(await asyncio.to_thread(_get, port, "/readyz"))["problems"]:
         if time.monotonic() > deadline:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
-            )
+            why = f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why)
         await asyncio.sleep(0.1)
 
 

@@ -39,10 +39,7 @@ class Child:
         self.name, self._process = name, process
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._readers = [
-            asyncio.create_task(self._read(process.stdout)),
-            asyncio.create_task(self._read(process.stderr)),
-        ]
+        self._readers = [asyncio.create_task(self._read(stream)) for stream in (process.stdout, process.stderr)]
 
     @classmethod
     async def start(cls, name: str, *command: str) -> Child:
@@ -84,9 +81,8 @@ class Child:
                     if key in saying.result():
                         return saying.result()
         except TimeoutError:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
-            ) from None
+            why = f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
         finally:
             ended.cancel()
 
