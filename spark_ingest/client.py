@@ -36,12 +36,10 @@ from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
-# free for applications; the instance differs from task to task, so that no task hears another's replies
-OWN_UE_TYPE: Final = 0x8004
+OWN_UE_TYPE: Final = 0x8004  # free for applications; each task is an instance of its own, and hears its own replies
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
 GRACE_MS: Final = 2_000  # what a call may take beyond its own timeout before its thread is given up
-# a streamer that restarts and recovers a large log is back by then; after it the task fails
-AWAY_MAX_MS: Final = 120_000
+AWAY_MAX_MS: Final = 120_000  # a restart with a large log is over by then; after it the task fails
 RETRY_MS: Final = 200
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 

@@ -133,8 +133,7 @@ class Decoder:
             try:
                 route.read(rows, payload)
             except (DecodeError, ValueError, RecursionError, OverflowError):
-                # a reader adds its row last, so there is none yet
-                rows.malformed["payload"] += 1
+                rows.malformed["payload"] += 1  # readers add their row last: there is none yet
                 rows.add(None, None, _NO_TIME)
         return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms), rows.malformed)
 

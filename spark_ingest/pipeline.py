@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 STOP_CHECK_S: Final = 1  # how late a SIGTERM is seen
 STOP_TIMEOUT_MS: Final = 30_000  # a batch that is cut off is read again, so there is no reason to wait for long
 PROGRESS_KEPT: Final = 1_000  # batches between two looks at the counts, one a second
-# who and when: what a reader asks for first, and few enough for files of some size
-PARTITION_COLUMNS: Final = ("authority", "date")
+PARTITION_COLUMNS: Final = ("authority", "date")  # what a reader asks for first; few enough for files of some size
 
 log = structlog.get_logger()
 

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FORMAT: Final = "uprotocol"
-# Spark asks for news a hundred times a second; the answer waits for some, but not so long that a stop would
-IDLE_WAIT_MS: Final = 500
+IDLE_WAIT_MS: Final = 500  # Spark asks 100 times a second: the answer waits for news, and a stop for the answer
 
 log = structlog.get_logger()
 

@@ -34,8 +34,7 @@ Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
 KINDS_MAX: Final = 1_000  # told apart; what is beyond them counts as one kind. Some 150 texts are ours
-# ... of one text, whose fields may be of a stranger's making; enough for all endpoints of a gateway
-KINDS_PER_TEXT_MAX: Final = 20
+KINDS_PER_TEXT_MAX: Final = 20  # ... of one text, whose fields a stranger may make up; a gateway has fewer endpoints
 WHOM: Final = (
     "endpoint",
     "peer",
@@ -185,8 +184,7 @@ class Repeats:
             if kind is not None and now < kind.until:
                 kind.held += 1
                 if error := _error(event.pop("exc_info", None)):
-                    # its frames, which hold messages, were shown with the first line
-                    event.setdefault("error", repr(error))
+                    event.setdefault("error", repr(error))  # its frames were shown with the first line
                 kind.method, kind.last = method, event
                 self._wait(kind.until - now)
                 raise structlog.DropEvent

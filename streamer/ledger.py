@@ -29,8 +29,7 @@ UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
 SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
 BEHIND: Final = 0.8  # of its time the thread is busy: beyond that what arrives begins to wait
-# the streamer counts as behind for so long after it was: a flood that is dropped makes it idle at once
-RELAXED_S: Final = 5.0
+RELAXED_S: Final = 5.0  # it counts as behind for so long afterwards: a flood that is dropped makes it idle at once
 TOP: Final = 20  # authorities with metrics of their own
 TOLD_S: Final = 60.0  # between two lines about one authority
 OTHERS: Final = "others"
@@ -125,15 +124,13 @@ class Ledger:
         self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
         self._now, self._now_ms = now, now_ms
         self._burst = int(units_per_s * BURST_S)
-        # who claims a foreign name somewhere costs its owner elsewhere nothing
-        self._accounts: dict[tuple[str, str], Account] = {}
+        self._accounts: dict[tuple[str, str], Account] = {}  # a foreign name costs its owner elsewhere nothing
         self.pressure = pressure
         self._place = 0  # where the next slice begins
         self._snapshot: list[Account] = []
         self.top: list[Account] = []  # those that sent most of late, some seconds ago; among equals, most in all
         self._rising: list[Account] = []  # the top of the slices so far
-        # all that is not, or was not then, at the top; never falls
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what is, or was then, not at the top; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 

@@ -28,8 +28,7 @@ from uprotocol.transport import LocalUriProvider
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
-# between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
-SWITCH_INTERVAL_S: Final = 0.0002
+SWITCH_INTERVAL_S: Final = 0.0002  # between threads and loop: with Python's 5 ms a lookup waits for the writer
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
 
 Ready = Callable[[dict[str, Any]], None]
@@ -101,8 +100,7 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> Non
         )
         await service.start()
         gc.collect()
-        # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
-        gc.freeze()
+        gc.freeze()  # what is loaded stays: a full collection would look at it again for 30 ms
         try:
             state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
             trouble = {"trouble": service.trouble} if service.trouble is not None else {}

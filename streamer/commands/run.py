@@ -21,8 +21,7 @@ from streamer.notify import ServiceManager
 if TYPE_CHECKING:
     from streamer.app import Streamer
 
-# messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
-GC_THRESHOLDS: Final = (50_000, 20, 50)
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: Python's search after 700 objects costs a tenth
 
 
 def run(config: ConfigFile, as_json: AsJson = False) -> None:

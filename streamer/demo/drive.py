@@ -287,8 +287,7 @@ def _number(cell: str) -> float | None:
         value = float(cell)
     except ValueError:
         return None
-    # float() takes nan, inf and 1_0, which no scan tool means
-    return value if math.isfinite(value) and "_" not in cell else None
+    return value if math.isfinite(value) and "_" not in cell else None  # no scan tool means inf or 1_0
 
 
 # Simulated

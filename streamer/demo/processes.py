@@ -28,8 +28,7 @@ LINES_KEPT: Final = 50  # of a process's output, to show when it fails
 PORTS: Final = range(20_000, 32_768)  # below those that Linux (32768), Windows and macOS (49152) give to connections
 _PR_SET_PDEATHSIG: Final = 1
 
-# by chance, so that processes side by side rarely meet; none twice in a row
-_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))
+_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # by chance, so that processes rarely meet
 
 
 class Child:
