@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Annotated, Any, Final, Self, TypeVar
 
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from history import witness
@@ -87,24 +87,14 @@ class Options(BaseModel):
     poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
     """of one call to the history"""
 
-    @field_validator("topics")
-    @classmethod
-    def _are_patterns(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
-        for topic in topics:
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Self:
+        for authority in (self.authority, self.local_authority):
+            LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
+        for topic in self.topics:
             uris.parse(topic)
-        return topics
-
-    @field_validator("starting_offsets")
-    @classmethod
-    def _is_a_place(cls, where: str) -> str:
-        offsets.parse(where)
-        return where
-
-    @field_validator("authority", "local_authority")
-    @classmethod
-    def _is_an_authority(cls, authority: str) -> str:
-        LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
-        return authority
+        offsets.parse(self.starting_offsets)
+        return self
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Options:

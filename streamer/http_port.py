@@ -153,14 +153,12 @@ def _token(guard: AdminSection) -> bytes | None:
     if guard.token_file is None:
         return None
     try:
-        token = guard.token_file.read_bytes().strip()
+        token, why = guard.token_file.read_bytes().strip(), "it is empty"
     except OSError as error:
-        why = error.strerror
-    else:
-        if token:
-            return token
-        why = "it is empty"
-    raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+        token, why = b"", str(error.strerror)
+    if not token:
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+    return token
 
 
 def _shows(request: web.Request, token: bytes) -> bool:

@@ -236,14 +236,12 @@ class Twins:
                 self._old, self._young = self._young, {}
         elif first != answer:
             self.answers += 1
-            self._twice(attributes.source.authority_name)
-
-    def _twice(self, authority: str) -> None:
-        if authority not in self.heard:
-            log.warning("two hosts go by one name: a request was answered twice", authority=authority)
-            if len(self.heard) >= TWINS_MAX:
-                del self.heard[next(iter(self.heard))]
-        self.heard[authority] = self._clock()
+            authority = attributes.source.authority_name
+            if authority not in self.heard:
+                log.warning("two hosts go by one name: a request was answered twice", authority=authority)
+                if len(self.heard) >= TWINS_MAX:
+                    del self.heard[next(iter(self.heard))]
+            self.heard[authority] = self._clock()
 
     def notes(self) -> list[str]:
         """One sentence for each that was heard within the hour."""

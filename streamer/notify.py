@@ -26,7 +26,8 @@ class ServiceManager:
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
-        interval_us = _number(environment.pop("WATCHDOG_USEC", ""))
+        interval = environment.pop("WATCHDOG_USEC", "")
+        interval_us = int(interval) if interval.isascii() and interval.isdecimal() else 0
         watched = environment.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._interval_s = interval_us / 1_000_000 / BEATS_TO_BE_LATE if watched and interval_us else 0.0
@@ -79,7 +80,3 @@ class ServiceManager:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it is gone, or its queue is full
                 self._socket.sendto("\n".join(lines).encode(), self._address)
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdecimal() else 0

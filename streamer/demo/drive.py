@@ -133,10 +133,6 @@ class Drive:
     problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
     problems_total: int = 0
 
-    @functools.cached_property
-    def sample_count(self) -> int:
-        return sum(len(row) - row.count(None) for row in self.rows)
-
     def told(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
         """A line for each problem, and one for how many more there are."""
         shown = self.problems[:at_most]
