@@ -139,8 +139,7 @@ def _of_logs(streamer: Streamer) -> Iterator[Value]:
 
 
 def _of_authorities(streamer: Streamer) -> Iterator[Value]:
-    """Of those that send most, and of all others together: a fleet has more of them than a time series database
-    takes."""
+    """Of those that send most, and of all others together: a fleet is more than a time series database takes."""
     ledger = streamer.ledger
     for account in (*ledger.top, ledger.others):
         label = (account.endpoint, account.authority)
@@ -150,7 +149,7 @@ def _of_authorities(streamer: Streamer) -> Iterator[Value]:
         if account is not ledger.others:
             yield "authority_topics", label, streamer.topics_of(account.authority)
     yield "authorities", (), len(ledger)
-    yield "busy", (), ledger.busy
+    yield "busy", (), ledger.pressure.share
 
 
 def _of_services(streamer: Streamer) -> Iterator[Value]:

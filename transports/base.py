@@ -134,7 +134,7 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
 class TransportSettings(BaseModel):
     """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
     """listeners overall; beyond it RESOURCE_EXHAUSTED"""

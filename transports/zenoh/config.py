@@ -30,7 +30,7 @@ LINK_POLL_S: Final = 0.01
 class TlsConfig(BaseModel):
     """Files in PEM form. `certificate` and `private_key` are our own, for either side of a connection."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     root_ca: Path | None = None
     """whom to trust; without it the authorities that Zenoh comes with"""
