@@ -142,7 +142,7 @@ class Streamer:
                 self.dead_letters,
                 parts.backoff_of(config, runtime),
                 flows[one],
-                paused=self.paused,
+                self.paused,
                 absent_ms_max=config.history.absent_ms,
                 on_gap=self._lost,
                 pace=paces[endpoint.name],

@@ -22,7 +22,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from history.log import Log
 from uprotocol.encoded import EncodedMessage
@@ -42,20 +42,8 @@ PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 REDELIVERY_S: Final = 5.0
 
 
-class Follower(Protocol):
-    """A pump (streamer.egress.Pump)."""
-
-    @property
-    def lag(self) -> float:
-        """How far it is behind: 1 is as far as senders may be ahead of it."""
-        ...
-
-    @property
-    def active_at(self) -> float:
-        """Loop time at which its peer last took something."""
-        ...
-
-
+Lag = Callable[[], float | None]
+"""How far a pump is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
 Offer = Callable[["asyncio.Future[int]"], None]
 """Appends what has waited for its turn, and settles that future when the log has answered."""
 
@@ -64,7 +52,7 @@ class Flow:
     """Pumps call `moved`; appenders append through it."""
 
     def __init__(self, patience_s: float | None = None) -> None:
-        self._followers: list[Follower] = []
+        self._followers: list[Lag] = []
         self._patience_s = patience_s
         self._credit = 0  # records until the next hold
         self.holds = False  # senders wait: who reads on calls `moved`
@@ -73,14 +61,13 @@ class Flow:
         self._serving: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()  # it was open when a follower had read on
 
-    def follow(self, follower: Follower) -> None:
-        """It reads the log."""
-        self._followers.append(follower)
+    def follow(self, lag: Lag) -> None:
+        """A pump reads the log."""
+        self._followers.append(lag)
 
     @property
     def is_open(self) -> bool:
-        since = asyncio.get_running_loop().time() - ACTIVE_S
-        lags = [follower.lag for follower in self._followers if follower.active_at >= since]
+        lags = [lag for follower in self._followers if (lag := follower()) is not None]
         return not lags or min(lags) < 1
 
     def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
