@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, Final, TypeVar, cast
 
 import structlog
 
@@ -112,27 +112,19 @@ class Endpoint:
         Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
         INTERNAL, for good.
         """
-        try:
-            return await self._send(messages)
-        except FaultError as fault:
-            if len(messages) == 1:
-                return [fault.status]
-        except UStatusError as error:
-            return [error.status] * len(messages)
-        return await self._send_one_by_one(messages)
-
-    async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         if self.names is not None:
             messages = [self.names.leave(message) for message in messages]
         carried: Sequence[Any] = messages
         if Capability.ENCODED not in self.transport.capabilities:
             carried = [message.decoded() for message in messages]
-        statuses = await self._guarded(self.transport.send_batch, carried)
-        if len(statuses) != len(messages):
-            raise self._failed(f"{len(messages)} messages were answered by {len(statuses)} statuses")
-        return statuses
+        try:
+            return await self._guarded(self.transport.send_batch, carried, answers=len(carried))
+        except FaultError as fault:
+            return [fault.status] if len(carried) == 1 else await self._send_one_by_one(carried)
+        except UStatusError as error:
+            return [error.status] * len(carried)
 
-    async def _send_one_by_one(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
+    async def _send_one_by_one(self, messages: Sequence[Any]) -> list[UStatus]:
         statuses: list[UStatus] = []
         faulty: list[int] = []
         for number, message in enumerate(messages):
@@ -148,11 +140,11 @@ class Endpoint:
                 statuses[number] = UStatus(code=UCode.INTERNAL, message=statuses[number].message)
         return statuses
 
-    async def _send_alone(self, message: EncodedMessage) -> tuple[UStatus, bool]:
+    async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
         """Its status, and whether that is the transport's fault."""
         for _ in range(TRIES_ALONE):
             try:
-                (status,) = await self._send([message])
+                (status,) = await self._guarded(self.transport.send_batch, [message], answers=1)
                 return status, False
             except FaultError as fault:
                 answer = fault.status
@@ -160,7 +152,8 @@ class Endpoint:
                 return error.status, False
         return answer, True
 
-    async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any, answers: int | None = None) -> T:
+        """`answers`: so many are expected."""
         try:
             result = await call(*arguments)
         except UStatusError:
@@ -168,6 +161,8 @@ class Endpoint:
             raise
         except Exception as error:
             raise self._failed(f"{call.__name__} raised {error!r}", error) from error
+        if answers is not None and (given := len(cast(Sized, result))) != answers:
+            raise self._failed(f"{answers} messages were answered by {given} statuses")
         self.fault = ""
         return result
 

@@ -160,7 +160,10 @@ class Appender:
             self._hold(streams, batch, answer)
         else:
             taken = self._log.append(streams, batch)
-            taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
+            if taken.done() and taken.exception() is None:  # by a volatile log
+                answer.set_result(taken.result())
+            else:
+                taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
 
     def _settle(
         self,

@@ -283,7 +283,8 @@ class Ingress(EncodedListener):
 
     def _judge(self, message: EncodedMessage) -> Verdict:
         attributes = message.stamp.attributes  # not decoded: the message is kept for as long as the tail of the log
-        source, sink = self._inside(attributes)
+        source = self._inward(attributes.source)
+        sink = self._inward(attributes.sink) if attributes.HasField("sink") else None
         try:
             verdict = self._decide(attributes, source, sink)
         except TopicsFullError as error:  # the others must not suffer
@@ -309,17 +310,13 @@ class Ingress(EncodedListener):
         self._verdicts[message.stamp.address] = verdict
         return verdict
 
-    def _inside(self, attributes: UAttributes) -> tuple[UUri, UUri | None]:
-        """Source and sink as they are called inside: with authority, and by the names of this gateway."""
-        inside = UAttributes(source=attributes.source)
-        if attributes.HasField("sink"):
-            inside.sink.CopyFrom(attributes.sink)
-        attrs.complete(inside, self.endpoint.only_authority)
-        sink = inside.sink if inside.HasField("sink") else None
+    def _inward(self, address: UUri) -> UUri:
+        """As it is called inside: with authority, and by the names of this gateway."""
+        inside = UUri()
+        inside.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
         if self._names is not None:
-            for address in (inside.source, *(() if sink is None else (sink,))):
-                address.authority_name = self._names.inward(address.authority_name)
-        return inside.source, sink
+            inside.authority_name = self._names.inward(inside.authority_name)
+        return inside
 
     def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Verdict:
         if not source.authority_name or (sink is not None and not sink.authority_name):
