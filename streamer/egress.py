@@ -347,15 +347,15 @@ class Pump:
             plans.clear()  # here, before those of this chunk are made: all of them are needed at once
         for stream in chunk.stream_set.difference(plans):
             plans[stream] = self._plan(stream)
-        made = [plans[stream] for stream in chunk.stream_set]
-        parks = sum([plan.park for plan in made])
+        wanted = [plan for stream in chunk.stream_set if (plan := plans[stream]) is not SKIP]
+        parks = sum([plan.park for plan in wanted])
         if parks and parks > self.parking.room:
             return False
-        chunk = chunk.after(self._read)
-        if all(plan.as_is and plan.since < chunk.first_seq for plan in made):
-            self._queue.add(list(_items(chunk)))
-        else:
-            self._queue.add([copy for item in _items(chunk) for copy in self._wanted_of(item)])
+        fresh = chunk.after(self._read)
+        if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
+            self._queue.add(list(_items(fresh)))
+        elif wanted:
+            self._queue.add([copy for item in _items(fresh) for copy in self._wanted_of(item)])
         self._read = chunk.last_seq
         if self._flow.holds:
             self._flow.moved()
