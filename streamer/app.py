@@ -33,7 +33,7 @@ from streamer.config import Config, patterns
 from streamer.control import Control, ControlSocket
 from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
-from streamer.endpoint import Endpoint
+from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
@@ -49,7 +49,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.service import USubscriptionService
@@ -73,11 +73,14 @@ class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
     def __init__(
-        self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL
+        self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, runtime: Runtime = REAL
     ) -> None:
+        def backoff() -> Backoff:
+            return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
+
         self.config, self.logs, self._runtime = config, logs, runtime
         self.limits = parts.limits_of(config)
-        self.endpoints = parts.endpoints_of(config, transports)
+        self.endpoints = endpoints
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
@@ -104,9 +107,8 @@ class Streamer:
             self.dead_letters,
             messages_max=config.express.messages_max,
             bytes_max=self.limits.express_bytes_max,
-            backoff=lambda: parts.backoff_of(config, runtime),
+            backoff=backoff,
         )
-
         self.ledger = Ledger(
             self.limits.authorities_max,
             config.limits.authority_messages_per_s,
@@ -140,7 +142,7 @@ class Streamer:
                 one,
                 self.view,
                 self.dead_letters,
-                parts.backoff_of(config, runtime),
+                backoff(),
                 flows[one],
                 self.paused,
                 absent_ms_max=config.history.absent_ms,
@@ -156,7 +158,7 @@ class Streamer:
             self.ingresses,
             self.interest,
             config.streamer.data_dir,
-            lambda: parts.backoff_of(config, runtime),
+            backoff,
             self._connected,
             self._network_lost,
         )
@@ -177,7 +179,12 @@ class Streamer:
             drain_ms_max=DRAIN_MS_MAX,
         )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
-        self.admin = self._make_admin()
+        self.admin: Admin | None = None
+        if config.streamer.admin is not None:
+            expose = functools.partial(metrics.expose, self)
+            self.admin = Admin(
+                config.streamer.admin, self.problems, expose, self.notes, self.all_vehicles, guard=config.admin
+            )
         self.ready = asyncio.Event()
         self._service_trouble = ""  # why the embedded uSubscription does not start
         self._stopping = asyncio.Event()
@@ -186,10 +193,10 @@ class Streamer:
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
-        transports = parts.transports_of(config)
+        endpoints = parts.endpoints_of(config)
         logs, window = await parts.logs_of(config, runtime)
         try:
-            return cls(config, transports, logs, window, runtime)
+            return cls(config, endpoints, logs, window, runtime)
         except BaseException:
             await logs.durable.close()
             raise
@@ -198,18 +205,6 @@ class Streamer:
         """One for all that goes to that endpoint's network."""
         per_s = self.config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
         return None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
-
-    def _make_admin(self) -> Admin | None:
-        if self.config.streamer.admin is None:
-            return None
-        return Admin(
-            self.config.streamer.admin,
-            self.problems,
-            lambda: metrics.expose(self),
-            self.notes,
-            self.all_vehicles,
-            guard=self.config.admin,
-        )
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -417,11 +412,7 @@ class Streamer:
             f"uSubscription of {name} does not answer: its last known subscriptions serve"
             for name in self.interest.unhealthy
         ]
-        problems += [
-            f"the {'durable' if one.durable else 'volatile'} log refuses messages"
-            for one in self.logs
-            if not one.healthy
-        ]
+        problems += [f"the {one.name} log refuses messages" for one in self.logs if not one.healthy]
         problems += [_damage_problem(one) for one in self.logs if one.damage]
         if self.paused.trouble:
             problems.append(self.paused.trouble)

@@ -24,10 +24,11 @@ from typing import Final, NamedTuple
 from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
-from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.limits import SENDERS_SHARE, Limits
 from streamer.priority_queue import PriorityQueue
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
 from uprotocol.pacing import Backoff
@@ -80,14 +81,13 @@ class Express:
         """
         size, accounts = message.ByteSize(), _accounts(message.stamp.attributes)
         full = self.queues[peer.name].full_for(size, accounts)
-        if not full:
+        if full is None:
             self.queues[peer.name].put(Entry(size, message, accounts))
             return
-        drop, limit = full
-        peer.dropped[drop] += 1
-        self.fail(
-            message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer
-        )
+        limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
+        whose = " of this caller or authority" if full.is_of_one else ""
+        peer.dropped["express_share" if full.is_of_one else "express_full"] += 1
+        self.fail(message, UCode.RESOURCE_EXHAUSTED, f"at most {limit}{whose} wait for endpoint {peer.name!r}", peer)
 
     def fail(
         self,
@@ -127,26 +127,6 @@ class Express:
             self.queues[origin.name].put(answer)
 
 
-class _Use:
-    """How much of a queue somebody has."""
-
-    __slots__ = ("bytes", "messages")
-
-    def __init__(self) -> None:
-        self.messages = self.bytes = 0
-
-    def __str__(self) -> str:
-        return f"{self.messages} messages of {self.bytes} bytes"
-
-    def add(self, sign: int, size: int) -> None:
-        self.messages += sign
-        self.bytes += sign * size
-
-    def is_full(self, messages_max: int, bytes_max: int, size: int) -> bool:
-        """True if there is no room for one more of `size` bytes; the first one always has room."""
-        return self.messages > 0 and (self.messages >= messages_max or self.bytes + size > bytes_max)
-
-
 class ExpressQueue:
     """The queue and the pump of one peer."""
 
@@ -154,33 +134,28 @@ class ExpressQueue:
         self.peer = peer
         self._express, self._backoff, self._now_ms = express, backoff, now_ms
         self._queue: PriorityQueue[Entry] = PriorityQueue()
-        self._others, self._answers, self._uses = _Use(), _Use(), dict[Hashable, _Use]()
+        limits = express.messages_max, express.bytes_max
+        self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
+        self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by authority
+        self._answers: Shares[None] = Shares(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, 1)
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
         """What waits, and what is being sent."""
-        return self._others.messages + self._answers.messages
+        return self._callers.pieces + self._answers.pieces
 
     def __repr__(self) -> str:
         return f"ExpressQueue({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
 
     @property
     def bytes(self) -> int:
-        return self._others.bytes + self._answers.bytes
+        return self._callers.bytes + self._answers.bytes
 
-    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> tuple[str, str] | None:
-        """Why there is no room for such an entry (a drop reason, and the limit in words); None if there is."""
-        express = self._express
+    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> Full | None:
+        """The limit that leaves no room for such an entry; None if there is room."""
         if accounts is None:
-            is_full = self._answers.is_full(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, size)
-            return ("answers_full", f"{self._answers} of ours") if is_full else None
-        if self._others.is_full(express.messages_max, express.bytes_max, size):
-            return "express_full", str(self._others)
-        for account, share in zip(accounts, (CALLERS_SHARE, SENDERS_SHARE), strict=True):
-            use = self._uses.get(account)
-            if use is not None and use.is_full(express.messages_max // share, express.bytes_max // share, size):
-                return "express_share", f"{use} of this {'caller' if share == CALLERS_SHARE else 'authority'}"
-        return None
+            return self._answers.full(None, size)
+        return self._callers.full(accounts[0], size) or self._senders.full(accounts[1], size)
 
     def put(self, entry: Entry) -> None:
         self._queue.add([entry])
@@ -189,16 +164,10 @@ class ExpressQueue:
 
     def _count(self, entry: Entry, sign: int) -> None:
         if entry.accounts is None:
-            self._answers.add(sign, entry.size)
-            return
-        self._others.add(sign, entry.size)
-        for account in entry.accounts:
-            use = self._uses.get(account)
-            if use is None:
-                use = self._uses[account] = _Use()
-            use.add(sign, entry.size)
-            if not use.messages:
-                del self._uses[account]
+            self._answers.add(None, sign, sign * entry.size)
+        else:
+            self._callers.add(entry.accounts[0], sign, sign * entry.size)
+            self._senders.add(entry.accounts[1], sign, sign * entry.size)
 
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
