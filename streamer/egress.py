@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, cast
 
 import structlog
 
-from history.chunk import Chunk
+from history.chunk import Chunk, Scan
 from history.log import Log, Passed
 from streamer.blocked import Aside, Item, Key, key_of
 from streamer.dead_letter import DeadLetters
@@ -58,9 +58,6 @@ CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 
 log = structlog.get_logger()
-
-
-GapCallback = Callable[[Endpoint, Log, int, int], None]
 
 
 class Plan(NamedTuple):
@@ -103,7 +100,7 @@ class Pump:
         paused: Paused,
         *,
         absent_ms_max: int = ABSENT_MS_MAX,
-        on_gap: GapCallback = lambda *_: None,
+        on_gap: Callable[[Endpoint, Log, int, int], None] = lambda *_: None,
         pace: Pace | None = None,
     ) -> None:
         self.peer, self.log = peer, source
@@ -250,7 +247,11 @@ class Pump:
             else:
                 chunks, covered = self.log.tail(self._read), self.log.newest_seq
                 if chunks is None:
-                    chunks, covered = await self._scan()
+                    if self._read < self.log.floor_seq:
+                        self._gap(self._read, self.log.floor_seq + 1)
+                        self._read = self.log.floor_seq
+                    found = await self._scan(self._read)
+                    chunks, covered = found.chunks, found.covered
                     if self._plans_version != self._view.version:
                         continue
                 for chunk in chunks:
@@ -276,24 +277,19 @@ class Pump:
         self._pauses_known = pauses
         self._recheck = deque(self.parking)
 
-    async def _scan(self) -> tuple[list[Chunk], int]:
-        """What follows the last record read and is not in memory any more, and up to where that is all."""
-        if self._read < self.log.floor_seq:
-            self._gap(self._read, self.log.floor_seq + 1)
-            self._read = self.log.floor_seq
-        found = await self.log.scan(self._read, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX)
+    async def _scan(self, place: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
+        """What follows `place` and is not in memory any more."""
+        found = await self.log.scan(
+            place, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
+        )
         for after, before in found.gaps:
             self._gap(after, before)
-        return found.chunks, found.covered
+        return found
 
     def _gap(self, after: int, before: int) -> None:
         self.gaps += before - after - 1
-        log.error(
-            "records were lost to retention or damage before the peer got them",
-            peer=self.peer.name,
-            after=after,
-            before=before,
-        )
+        what = "records were lost to retention or damage before the peer got them"
+        log.error(what, peer=self.peer.name, after=after, before=before)
         self._on_gap(self.peer, self.log, after, before)
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
@@ -316,11 +312,7 @@ class Pump:
             }
         if parked is not None:
             targets = tuple(target for target in targets if target.authority in parked.served)
-        elif (
-            is_open
-            and not self.peer.needs_sink
-            and any(target.period_ms is None and not target.since for target in targets)
-        ):
+        elif not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
             is_open = False  # the peer's network gets each message anyway
         return self._plan_for(stream_id, targets, park=is_open and parked is None)
 
@@ -436,15 +428,7 @@ class Pump:
         """One step; False while what was read has to leave first."""
         back = self._back
         if back.place < back.until:
-            found = await self.log.scan(
-                back.place,
-                max_records=READ_MESSAGES_MAX,
-                max_bytes=READ_BYTES_MAX,
-                streams=back.targets.keys(),
-                until=back.until,
-            )
-            for after, before in found.gaps:
-                self._gap(after, before)
+            found = await self._scan(back.place, back.targets.keys(), back.until)
             for item in chain.from_iterable(map(_items, found.chunks)):
                 if item[0] > back.after[item[2]]:
                     self._queue.add(self._copies(self._plan_for(item[2], back.targets[item[2]], park=False), item))
@@ -498,11 +482,8 @@ class Pump:
         lost."""
         beyond = [stream for stream in held if stream not in self.parking][max(self.parking.room, 0) :]
         if beyond:
-            log.warning(
-                "too many topics are paused: what was read of some leaves all the same",
-                peer=self.peer.name,
-                topics=len(beyond),
-            )
+            what = "too many topics are paused: what was read of some leaves all the same"
+            log.warning(what, peer=self.peer.name, topics=len(beyond))
         return held.difference(beyond)
 
     # What the log forgets

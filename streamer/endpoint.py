@@ -62,10 +62,6 @@ class Endpoint:
         self.dropped: Counter[str] = Counter()
 
     @property
-    def is_wildcard(self) -> bool:
-        return uris.WILDCARD_AUTHORITY in self.authorities
-
-    @property
     def only_authority(self) -> str:
         """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody
         knows whom."""
@@ -170,13 +166,8 @@ class Endpoint:
         self.faults += 1
         self.fault = f"its transport has a fault: {why}"
         if self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
-            log.error(
-                "a transport has a fault; trying again",
-                endpoint=self.name,
-                faults=self.faults,
-                why=self.fault,
-                exc_info=error,
-            )
+            what = "a transport has a fault; trying again"
+            log.error(what, endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
         return FaultError(UCode.UNAVAILABLE, self.fault)
 
     @property
@@ -208,12 +199,8 @@ class Endpoints:
         """What may go wrong with names, in plain sentences."""
         notes = [f"endpoint {endpoint.name}: {note}" for endpoint in self for note in endpoint.twins.notes()]
         for outside in self:
-            inside = {
-                authority
-                for other in self
-                if other is not outside and not other.suffix
-                for authority in other.authorities
-            }
+            others = [other for other in self if other is not outside and not other.suffix]
+            inside = {authority for other in others for authority in other.authorities}
             if outside.needs_sink and (names := untold(outside.suffix, inside)):
                 notes.append(
                     f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our "
@@ -235,10 +222,7 @@ class Endpoints:
 
     def owner(self, authority: str) -> Endpoint | None:
         """The endpoint on whose network `authority` lives; None if there is none."""
-        try:
-            return self._owners[authority]
-        except KeyError:
-            pass
-        found = next((self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named), None)
-        self._owners[authority] = found
-        return found
+        if authority not in self._owners:
+            owners = (self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named)
+            self._owners[authority] = next(owners, None)
+        return self._owners[authority]

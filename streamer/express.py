@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
-from streamer.limits import SENDERS_SHARE, Limits
+from streamer.limits import SENDERS_SHARE
 from streamer.priority_queue import PriorityQueue
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
@@ -64,14 +64,13 @@ class Express:
         dead_letters: DeadLetters,
         *,
         messages_max: int,
+        bytes_max: int,
         backoff: Callable[[], Backoff],
-        bytes_max: int = Limits().express_bytes_max,
-        now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have a quarter of that beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
-        self.messages_max, self.bytes_max, self._now_ms = messages_max, bytes_max, now_ms
-        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
+        self.messages_max, self.bytes_max = messages_max, bytes_max
+        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff()) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
     def put(self, peer: Endpoint, message: EncodedMessage) -> None:
@@ -130,9 +129,9 @@ class Express:
 class ExpressQueue:
     """The queue and the pump of one peer."""
 
-    def __init__(self, peer: Endpoint, express: Express, backoff: Backoff, now_ms: Callable[[], int]) -> None:
+    def __init__(self, peer: Endpoint, express: Express, backoff: Backoff) -> None:
         self.peer = peer
-        self._express, self._backoff, self._now_ms = express, backoff, now_ms
+        self._express, self._backoff = express, backoff
         self._queue: PriorityQueue[Entry] = PriorityQueue()
         limits = express.messages_max, express.bytes_max
         self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
@@ -172,7 +171,7 @@ class ExpressQueue:
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
         batch: list[Entry] = []
-        now = self._now_ms()
+        now = uuids.now_ms()
         for entry in self._queue.take(BATCH_MAX, BATCH_BYTES_MAX):
             if entry.message.is_expired(now):
                 self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
@@ -212,4 +211,4 @@ class ExpressQueue:
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""
         ends = [end for entry in self._queue if (end := entry.message.expires_ms) is not None]
-        return max(min(ends) - self._now_ms() + 1, 0) if ends else None
+        return max(min(ends) - uuids.now_ms() + 1, 0) if ends else None

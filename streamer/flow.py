@@ -153,7 +153,7 @@ class Appender:
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
-        if self._awaiting_redelivery is not None and self._is_ahead(batch):
+        if self._is_ahead(batch):
             what = "what the log has refused before this comes again first"
             self._refuse(batch, answer, UStatusError(UCode.UNAVAILABLE, what))
         elif self._holds and (self._held or self._refusing_since is not None or not self._log.healthy):
@@ -173,9 +173,7 @@ class Appender:
         taken: asyncio.Future[int],
     ) -> None:
         error = None if taken.cancelled() else taken.exception()
-        if answer.done():
-            return
-        if taken.cancelled():
+        if taken.cancelled() or answer.done():
             answer.cancel()
         elif error is None:
             answer.set_result(taken.result())
@@ -194,7 +192,8 @@ class Appender:
 
     def _is_ahead(self, batch: Sequence[EncodedMessage]) -> bool:
         """True if `batch` would overtake what the log has refused and the network has not yet delivered again."""
-        assert self._awaiting_redelivery is not None
+        if self._awaiting_redelivery is None:
+            return False
         id, until = self._awaiting_redelivery
         if asyncio.get_running_loop().time() < until and all(message.id_key != id for message in batch):
             return True
@@ -228,7 +227,11 @@ class Appender:
                     if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
                         await asyncio.sleep(RETRY_S)
                         continue
-                    self._give_up(error)
+                    # on all that is held: whatever is among it came first. The log has still to take something before
+                    # it is trusted again
+                    held, self._held = self._held, deque()
+                    for _, batch, answer in held:
+                        self._refuse(batch, answer, error)
                 else:
                     self._refusing_since = None
                     self._held.popleft()
@@ -236,10 +239,3 @@ class Appender:
                         answer.set_result(seq)
         finally:
             self._retrying = None
-
-    def _give_up(self, error: UStatusError) -> None:
-        """On all that is held: whatever is among it came first. The log has still to take something before it is
-        trusted again."""
-        held, self._held = self._held, deque()
-        for _, batch, answer in held:
-            self._refuse(batch, answer, error)

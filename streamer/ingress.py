@@ -24,6 +24,7 @@ from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.names import may_carry_addresses
 from streamer.rules import Rules
 from streamer.view import Version, View
+from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -210,7 +211,7 @@ class Ingress(EncodedListener):
             pending.extend(self._in_flight.difference(pending))
         if not pending:
             return None
-        return pending[0] if len(pending) == 1 else _all(pending)
+        return pending[0] if len(pending) == 1 else all_of(pending)
 
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
         """By the log: it is not acknowledged, and whoever can will send it again."""
@@ -325,11 +326,8 @@ class Ingress(EncodedListener):
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
             return Verdict(reason="inside_name")  # every vehicle has one: it may mean any of them
         if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
-            log.warning(
-                "dropped: the source's authority is not of this network",
-                endpoint=self.endpoint.name,
-                source=uris.format(source),
-            )
+            what = "dropped: the source's authority is not of this network"
+            log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))
             return Verdict(reason="spoofed")
         return self._decide_published(source) if sink is None else self._decide_sent(attributes.type, source, sink)
 
@@ -402,10 +400,7 @@ class Ingress(EncodedListener):
             if self._dispatch.view.leaves(self.endpoint, topic):
                 sources.append(topic)
         for source in sources:
-            if not any(
-                other is not source and uris.key(other) != uris.key(source) and uris.matches(other, source)
-                for other in wide
-            ):
+            if not any(uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
                 wanted[uris.key(source), None] = (source, None)
         return wanted
 
@@ -416,20 +411,13 @@ class Ingress(EncodedListener):
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
         """`pattern`, limited to the authorities that live here."""
-        if pattern.authority_name == uris.WILDCARD_AUTHORITY and any(map(uris.is_pattern, self.endpoint.authorities)):
-            return [pattern]
-        authorities = (
-            self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
-        )
+        authorities = frozenset([pattern.authority_name])
+        if pattern.authority_name == uris.WILDCARD_AUTHORITY:
+            authorities = self.endpoint.authorities
+            if any(map(uris.is_pattern, authorities)):
+                return [pattern]
         return [
             uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
             for authority in authorities
             if self._dispatch.endpoints.owner(authority) is self.endpoint
         ]
-
-
-async def _all(pending: list[Awaitable[Any]]) -> None:
-    results = await asyncio.gather(*pending, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
