@@ -295,12 +295,8 @@ class Streamer:
 
         self.hosted.unserved.is_settled = False
         await _within(SERVICES_CLOSE_S, "services", services())
-        await asyncio.gather(
-            *(
-                _within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close))
-                for endpoint in self.endpoints
-            )
-        )
+        closing = [_within(ENDPOINTS_CLOSE_S, one.name, step(one.name, one.close)) for one in self.endpoints]
+        await asyncio.gather(*closing)
         for ingress in (*self.ingresses.values(), self._entry):
             ingress.close()
         for flow in self._flows:
@@ -320,11 +316,8 @@ class Streamer:
             log.error("uSubscription can't start; trying again", error=str(error))
             return False
         self._service_trouble = ""
-        if service.lost_changes:
-            what = (
-                f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has "
-                "to do so again"
-            )
+        if lost := service.lost_changes:
+            what = f"{lost} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
             self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 
@@ -373,9 +366,8 @@ class Streamer:
         nothing has changed."""
         for name in (rule.ingress, rule.egress):
             if name not in self.ingresses:
-                raise UStatusError(
-                    UCode.NOT_FOUND, f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}"
-                )
+                what = f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}"
+                raise UStatusError(UCode.NOT_FOUND, what)
         self.rules.add(rule)
         try:
             await self._networks.sync()

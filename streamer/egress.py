@@ -241,7 +241,10 @@ class Pump:
             elif self._found:
                 if self._queue:
                     return False  # what was read before leaves first
-                self._turn_back()
+                after = {stream: self.parking[stream].after for stream in self._found if stream in self.parking}
+                targets = {stream: self._found[stream] for stream in after}
+                self._back = Back(targets, after, min(after.values(), default=0), self._read)
+                self._found = {}
             elif self._read >= self.log.newest_seq:
                 return True
             else:
@@ -417,12 +420,6 @@ class Pump:
         return tuple(
             target for target in targets if target.authority not in parked.served and target.since < self._read
         )
-
-    def _turn_back(self) -> None:
-        found, self._found = self._found, {}
-        after = {stream: self.parking[stream].after for stream in found if stream in self.parking}
-        targets = {stream: found[stream] for stream in after}
-        self._back = Back(targets, after, min(after.values(), default=0), self._read)
 
     async def _read_back(self) -> bool:
         """One step; False while what was read has to leave first."""

@@ -78,10 +78,9 @@ class Express:
 
         What is refused is not parsed: a batch of large ones would be there twice.
         """
-        size, accounts = message.ByteSize(), _accounts(message.stamp.attributes)
-        full = self.queues[peer.name].full_for(size, accounts)
+        entry = Entry(message.ByteSize(), message, _accounts(message.stamp.attributes))
+        full = self.queues[peer.name].put(entry)
         if full is None:
-            self.queues[peer.name].put(Entry(size, message, accounts))
             return
         limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
         whose = " of this caller or authority" if full.is_of_one else ""
@@ -119,11 +118,8 @@ class Express:
         if origin is None:
             return
         encoded = EncodedMessage.of(response)
-        answer = Entry(encoded.ByteSize(), encoded, None)
-        if self.queues[origin.name].full_for(answer.size, None):
+        if self.queues[origin.name].put(Entry(encoded.ByteSize(), encoded, None)) is not None:
             origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
-        else:
-            self.queues[origin.name].put(answer)
 
 
 class ExpressQueue:
@@ -150,16 +146,18 @@ class ExpressQueue:
     def bytes(self) -> int:
         return self._callers.bytes + self._answers.bytes
 
-    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> Full | None:
-        """The limit that leaves no room for such an entry; None if there is room."""
+    def put(self, entry: Entry) -> Full | None:
+        """The limit that leaves no room for it; None: it waits now."""
+        size, _, accounts = entry
         if accounts is None:
-            return self._answers.full(None, size)
-        return self._callers.full(accounts[0], size) or self._senders.full(accounts[1], size)
-
-    def put(self, entry: Entry) -> None:
-        self._queue.add([entry])
-        self._count(entry, 1)
-        self._arrived.set()
+            full = self._answers.full(None, size)
+        else:
+            full = self._callers.full(accounts[0], size) or self._senders.full(accounts[1], size)
+        if full is None:
+            self._queue.add([entry])
+            self._count(entry, 1)
+            self._arrived.set()
+        return full
 
     def _count(self, entry: Entry, sign: int) -> None:
         if entry.accounts is None:
