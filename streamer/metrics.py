@@ -113,7 +113,7 @@ def _of_peers(streamer: Streamer) -> Iterator[Value]:
         yield "retries", label, pump.retries
         yield "gap_records", label, pump.gaps
         yield "parked_topics", label, len(pump.parking)
-        yield "stuck_streams", label, pump.aside.streams if pump.aside is not None else 0
+        yield "stuck_streams", label, len(pump.aside)
         yield "absent_seconds", label, pump.absent_ms / 1000
     for waits in streamer.claims.unclaimed:
         yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records

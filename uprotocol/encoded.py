@@ -245,16 +245,12 @@ class Readdressed:
         """A copy of `message`, which keeps its id."""
         stamp = self._stamps.get(message.stamp)
         if stamp is None:
-            stamp = self._restamped(message.stamp)
+            attributes = message.stamp.attributes
+            self.put(attributes)
+            stamp = Stamp(attributes)
+            if stamp.is_shared:
+                self._stamps[message.stamp] = stamp
         return EncodedMessage(message.encoded[:_ID_SIZE] + stamp.suffix, message.payload, stamp)
-
-    def _restamped(self, stamp: Stamp) -> Stamp:
-        attributes = stamp.attributes
-        self.put(attributes)
-        made = Stamp(attributes)
-        if stamp.is_shared:
-            self._stamps[stamp] = made
-        return made
 
     def put(self, attributes: UAttributes) -> None:
         """The addresses into `attributes`."""
