@@ -23,7 +23,7 @@ from history import rows
 from history.log import Log
 from spark_ingest import offsets
 from spark_ingest.decode import Decoder
-from storage import mark as marks
+from storage import disk as disks
 from streamer import config
 from streamer import paused as pauses
 from streamer.admin import Answer
@@ -172,11 +172,11 @@ async def _read_log(path: Path) -> None:
 def mark(data: bytes) -> None:
     for may_be_v1 in (True, False):
         try:
-            found = marks.unpack(data, may_be_v1=may_be_v1)
-        except marks.BadMarkError:
+            found = disks.unpack_mark(data, may_be_v1=may_be_v1)
+        except disks.BadMarkError:
             continue
         if found is not None:
-            assert marks.unpack(marks.pack(*found)) == found
+            assert disks.unpack_mark(disks.pack_mark(*found)) == found
 
 
 # JSON
@@ -270,7 +270,7 @@ def csv_drive(data: bytes) -> None:
     with refusing(INVALID):
         found = drive.read(data.decode(errors="replace"))
         samples = list(found.samples(0))
-        assert len(samples) == found.sample_count
+        assert len(samples) == sum(len(row) - row.count(None) for row in found.rows)
         for sample in samples[:10]:
             UMessageBuilder.publish(drive.message(sample).attributes.source).build()
 

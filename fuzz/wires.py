@@ -17,8 +17,8 @@ from transports.base import SendChecks
 from transports.dds import mapping as dds_mapping
 from transports.listeners import ListenerTable
 from transports.mqtt5 import wire
-from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
+from transports.mqtt5.wire import Codec
 from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
@@ -90,7 +90,9 @@ def forward(message: UMessage) -> None:
         assert len(zenoh_mapping.message_key(message, OWN).split("/")) == 11
     sample = dds_mapping.decode(dds_mapping.encode(message))
     assert sample == message
-    partition = dds_mapping.partition_of(message.attributes, OWN)
+    attributes = message.attributes
+    sink = attributes.sink if attributes.HasField("sink") else None
+    partition = dds_mapping.writer_partition(attributes.source, sink, OWN)
     bare = UAttributes.FromString(message.attributes.SerializeToString())
     bare.source.authority_name = ""
     dds_mapping.complete(bare, partition)
@@ -135,7 +137,6 @@ def zenoh_sample(data: bytes) -> None:
     payload, attachment = dice.some(), dice.rest()
     with refusing(INVALID):
         zenoh_mapping.decode(payload, attachment)
-    zenoh_mapping.is_call(attachment)
     arrive(payload, attachment[1:])
 
 

@@ -1,17 +1,16 @@
 """The history: every message once, in one log, which is the egress queue, what subscribers ask, and Spark's offsets.
 
-the log     log.py          Log: append, read, wait; what others see
-            disk.py         its records in a file: writer, readers, tail          ring.py      or in memory alone
-            streams.py      its topics, and their numbers                         cursors.py   who has confirmed
-            chunk.py        the records of one commit                             tail.py      the newest, in memory
-            passed.py       what retention took though it was owed
+the log     log.py          Log: append, read, wait, who has confirmed what
+            disk.py         its records in a file: writer, readers                ring.py      or in memory alone
+            streams.py      its topics, and their numbers
+            chunk.py        the records of one commit; the newest of them in memory
 the file    store.py        commits, retains     writer.py   its thread           reader.py    reading it in others
-            connection.py, opening.py, load.py, rows.py, retention.py
+            opening.py, load.py, rows.py, retention.py
 damage      damage.py       what is known to be lost     gaps.py   told on a topic
-            salvage.py, verify.py, walk.py     what can still be read of a damaged file
+            salvage.py, verify.py     what can still be read of a damaged file
 
-the service service.py      core.ustreamer: Describe, Poll                        asked.py     what a Poll asks for
-            matching.py     which streams are meant, and may be seen              turns.py     whose poll reads next
+the service service.py      core.ustreamer: Describe, Poll
+            asked.py        what a request asks for: which streams are meant, and may be seen
             consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
 its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing

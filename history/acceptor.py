@@ -59,10 +59,7 @@ class Places:
         return Places(dict(self.positions), dict(self.known), set(self.idle))
 
     def request(self) -> list[Position]:
-        return [
-            witness.position(incarnation, seq, self.known.get(incarnation, {}))
-            for incarnation, seq in self.positions.items()
-        ]
+        return [witness.position(one, seq, self.known.get(one, {})) for one, seq in self.positions.items()]
 
     def learn(self, told: Iterable[Position]) -> None:
         for position in told:

@@ -2,6 +2,8 @@
 
 UMessages -> Chunk -> encode -> Columns (one SQLite row, with CRC) -> decode -> Chunk -> data | messages, parsed on use
                         in the writer's thread                          in a reader's thread
+
+Tail: the newest chunks, in memory     Scan: what a step of reading found     Passed: what retention took, though owed
 """
 
 from __future__ import annotations
@@ -9,14 +11,18 @@ from __future__ import annotations
 import struct
 import zlib
 from bisect import bisect_right
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from uprotocol.encoded import Carried, EncodedMessage, Stamps
 
 ID_BYTES: Final = 16  # a message id, big endian
+NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
+RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
+PASSED_RECORDS_MAX: Final = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
+PASSED_BYTES_MAX: Final = 1 << 20  # of their messages
 _STAMPS = Stamps()  # a cache only, so one for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 
@@ -41,9 +47,7 @@ class Chunk:
         data: list[bytes] | None = None,
         messages: Sequence[Carried] | None = None,
     ) -> None:
-        assert len(seqs) == len(streams) == len(prev_seqs) > 0, (
-            "a chunk has records, and every column one entry for each"
-        )
+        assert len(seqs) == len(streams) == len(prev_seqs) > 0, "a chunk has records, and each column an entry for each"
         assert data is not None or messages is not None, "a chunk holds its messages in one form at least"
         self.seqs, self.first_seq, self.last_seq = seqs, seqs[0], seqs[-1]
         self.time_ms, self.streams, self.prev_seqs = time_ms, streams, prev_seqs
@@ -81,14 +85,7 @@ class Chunk:
         """The records at the places [begin, end)."""
         if begin == 0 and end >= len(self):
             return self
-        return Chunk(
-            self.seqs[begin:end],
-            self.time_ms,
-            self.streams[begin:end],
-            self.prev_seqs[begin:end],
-            None if self._data is None else self._data[begin:end],
-            None if self._messages is None else self._messages[begin:end],
-        )
+        return self._part(lambda column: column[begin:end])
 
     def after(self, seq: int) -> Chunk:
         """The records with a greater seq; there must be one."""
@@ -103,16 +100,13 @@ class Chunk:
         if self.stream_set <= wanted:
             return self
         places = [place for place, stream in enumerate(self.streams) if stream in wanted]
-        if not places:
-            return None
-        return Chunk(
-            [self.seqs[place] for place in places],
-            self.time_ms,
-            [self.streams[place] for place in places],
-            [self.prev_seqs[place] for place in places],
-            None if self._data is None else [self._data[place] for place in places],
-            None if self._messages is None else [self._messages[place] for place in places],
-        )
+        return self._part(lambda column: [column[place] for place in places]) if places else None
+
+    def _part(self, pick: Callable[[Any], Any]) -> Chunk:
+        """What `pick` leaves of each column."""
+        data, messages = self._data, self._messages
+        numbers = (pick(self.streams), pick(self.prev_seqs))
+        return Chunk(pick(self.seqs), self.time_ms, *numbers, data and pick(data), messages and pick(messages))
 
     def places_within(self, records_max: int, bytes_max: int) -> int:
         """How many of the first records keep both limits."""
@@ -159,48 +153,32 @@ def message_ids(messages: Sequence[Carried]) -> bytes:
 
 
 def encode(chunk: Chunk) -> Columns:
-    records = len(chunk)
-    data = chunk.data
-    blob = b"".join(
-        (
-            struct.pack(f"<{records}I", *chunk.streams),
-            struct.pack(f"<{records}Q", *chunk.prev_seqs),
-            struct.pack(f"<{records}I", *map(len, data)),
-            *data,
-        )
-    )
-    streams = pack_streams(chunk.stream_set)
-    ids = message_ids(chunk.messages)
-    first_seq, time_ms = chunk.first_seq, chunk.time_ms
-    return Columns(
-        first_seq, records, time_ms, streams, ids, blob, _crc(first_seq, records, time_ms, streams, ids, blob)
-    )
+    records, data = len(chunk), chunk.data
+    lengths = struct.pack(f"<{records}I", *map(len, data))
+    numbers = struct.pack(f"<{records}I{records}Q", *chunk.streams, *chunk.prev_seqs)
+    blob = b"".join((numbers, lengths, *data))
+    streams = struct.pack(f"<{len(chunk.stream_set)}I", *sorted(chunk.stream_set))
+    fields = (chunk.first_seq, records, chunk.time_ms, streams, message_ids(chunk.messages), blob)
+    return Columns(*fields, _crc(*fields))
 
 
 def decode(columns: Columns) -> Chunk:
     """Raises CorruptChunkError."""
-    records, data = columns.records, columns.data
-    if columns.crc != _crc(columns.first_seq, records, columns.time_ms, columns.streams, columns.ids, data):
-        raise CorruptChunkError(f"the checksum of the records {columns.first_seq}..{columns.last_seq} is wrong")
+    first_seq, records, time_ms, data = columns.first_seq, columns.records, columns.time_ms, columns.data
+    if columns.crc != _crc(first_seq, records, time_ms, columns.streams, columns.ids, data):
+        raise CorruptChunkError(f"the checksum of the records {first_seq}..{columns.last_seq} is wrong")
     try:
-        streams = struct.unpack_from(f"<{records}I", data, 0)
-        prev_seqs = struct.unpack_from(f"<{records}Q", data, 4 * records)
-        lengths = struct.unpack_from(f"<{records}I", data, 12 * records)
+        numbers = struct.unpack_from(f"<{records}I{records}Q{records}I", data)
     except struct.error:
-        raise CorruptChunkError(f"the columns of {records} records from {columns.first_seq} on end too early") from None
-    ends = list(accumulate(lengths, initial=16 * records))
+        raise CorruptChunkError(f"the columns of {records} records from {first_seq} on end too early") from None
+    ends = list(accumulate(numbers[2 * records :], initial=16 * records))
     if not records or ends[-1] != len(data):  # a wrong checksum may be right by chance
         raise CorruptChunkError(
-            f"{records} records from {columns.first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
+            f"{records} records from {first_seq} on take {ends[-1]} bytes, and there are {len(data)}"
         )
     messages = [data[begin:end] for begin, end in pairwise(ends)]
-    return Chunk(
-        range(columns.first_seq, columns.first_seq + records), columns.time_ms, list(streams), list(prev_seqs), messages
-    )
-
-
-def pack_streams(streams: Set[int]) -> bytes:
-    return struct.pack(f"<{len(streams)}I", *sorted(streams))
+    streams, prev_seqs = list(numbers[:records]), list(numbers[records : 2 * records])
+    return Chunk(range(first_seq, first_seq + records), time_ms, streams, prev_seqs, messages)
 
 
 def unpack_streams(packed: bytes) -> tuple[int, ...]:
@@ -217,6 +195,7 @@ class Scan:
     """What one step of reading found."""
 
     after: int
+    until: int
     records_left: int  # of what was asked for
     bytes_left: int
     strict: bool = False  # else the first record is taken even if it is too big
@@ -233,13 +212,13 @@ class Scan:
     def __post_init__(self) -> None:
         self.covered = self.after
 
-    def take(self, chunk: Chunk, until: int, wanted: Set[int] | None) -> None:
+    def take(self, chunk: Chunk, wanted: Set[int] | None) -> None:
         """Add what is asked for of `chunk`, which reaches beyond `after`."""
         chunk = chunk.after(self.after)
-        self.covered = min(chunk.last_seq, until)
-        if chunk.first_seq > until:
+        self.covered = min(chunk.last_seq, self.until)
+        if chunk.first_seq > self.until:
             return
-        part = chunk.until(until) if wanted is None else chunk.until(until).select(wanted)
+        part = chunk.until(self.until) if wanted is None else chunk.until(self.until).select(wanted)
         if part is None:
             return
         fits = part.places_within(self.records_left, self.bytes_left)
@@ -255,3 +234,94 @@ class Scan:
         self.records_left -= len(part)
         self.bytes_left -= sum(map(len, part.data))
         self.full = self.full or self.records_left <= 0 or self.bytes_left <= 0
+
+
+class Tail:
+    """The newest chunks, within a limit of memory."""
+
+    def __init__(self, after: int, bytes_max: int) -> None:
+        self.after = after  # everything beyond it is here
+        self.bytes_max = bytes_max
+        self.bytes = 0
+        self.chunks: list[Chunk] = []
+        self._last_seqs: list[int] = []
+        self._sizes: list[int] = []
+        self._gone = 0  # places at the front that are free already; cut off now and then, since that moves all others
+
+    def __len__(self) -> int:
+        return len(self.chunks) - self._gone
+
+    def push(self, chunk: Chunk, message_bytes: int) -> list[Chunk]:
+        """Returns what has to go for it."""
+        bytes = 2 * message_bytes + RECORD_MEMORY_BYTES * len(chunk)  # as objects, and as they are on disk
+        self.chunks.append(chunk)
+        self._last_seqs.append(chunk.last_seq)
+        self._sizes.append(bytes)
+        self.bytes += bytes
+        gone: list[Chunk] = []
+        while self.bytes > self.bytes_max and len(self) > 1:
+            gone.append(self.pop())
+        return gone
+
+    def pop(self) -> Chunk:
+        """Let the oldest chunk go."""
+        place = self._gone
+        chunk = self.chunks[place]
+        self.after = self._last_seqs[place]
+        self.bytes -= self._sizes[place]
+        self.chunks[place] = None  # type: ignore[call-overload]
+        self._gone += 1
+        if self._gone > 256 and self._gone * 2 > len(self.chunks):
+            del self.chunks[: self._gone], self._last_seqs[: self._gone], self._sizes[: self._gone]
+            self._gone = 0
+        return chunk
+
+    @property
+    def oldest(self) -> Chunk | None:
+        return self.chunks[self._gone] if len(self) else None
+
+    def read(self, after: int, chunks_max: int | None = None) -> list[Chunk]:
+        place = bisect_right(self._last_seqs, after, lo=self._gone)
+        found = self.chunks[place : None if chunks_max is None else place + chunks_max]
+        if found and found[0].first_seq <= after:
+            found[0] = found[0].after(after)
+        return found
+
+
+class Passed(NamedTuple):
+    """Retention has deleted the records in (after, before), and a cursor of an endpoint had not passed them."""
+
+    after: int
+    before: int
+    chunks: list[Chunk]  # those records, oldest first, as far as the allowance reaches and they can be read
+
+
+class Allowance:
+    """How much is still handed over before the next `refill`."""
+
+    def __init__(self) -> None:
+        self.refill()
+
+    def __repr__(self) -> str:
+        return f"Allowance({self._records} records, {self._bytes} bytes)"
+
+    def refill(self) -> None:
+        self._records, self._bytes = PASSED_RECORDS_MAX, PASSED_BYTES_MAX
+
+    def take(self, chunks: Iterable[Chunk], after: int) -> list[Chunk]:
+        """The first records of `chunks` beyond `after`; nothing is read of chunks that are not needed."""
+        taken: list[Chunk] = []
+        if self._records <= 0 or self._bytes <= 0:
+            return taken
+        for chunk in chunks:
+            if chunk.last_seq <= after:
+                continue
+            chunk = chunk.after(after)
+            fits = chunk.places_within(self._records, self._bytes)
+            if fits:
+                taken.append(chunk.slice(0, fits))
+                self._bytes -= sum(map(len, taken[-1].data))
+            self._records = self._records - fits if fits == len(chunk) else 0
+            if not self._records:
+                break
+        return taken

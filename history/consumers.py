@@ -70,19 +70,12 @@ def owner_of(row_name: str) -> tuple[str, Owner] | None:
 class Consumers:
     """The names in use in `logs`; their owners are kept in the first one that is durable."""
 
-    def __init__(
-        self,
-        logs: Sequence[Log],
-        now_ms: Callable[[], int],
-        *,
-        names_max: int = CONSUMERS_MAX,
-        share: int = CALLERS_SHARE,
-    ) -> None:
+    def __init__(self, logs: Sequence[Log], now_ms: Callable[[], int], *, share: int = CALLERS_SHARE) -> None:
         self._logs, self._now_ms = logs, now_ms
         self._home = next((log for log in logs if log.durable), logs[0]) if logs else None
         self._owners: dict[str, Owner] = {}
         self._used_ms: dict[str, int] = {}
-        self._by_authority = Shares[str](names_max, share=share)
+        self._by_authority = Shares[str](CONSUMERS_MAX, share=share)
         self._by_owner = Shares[Owner](self._by_authority.each_pieces_max, share=OWNERS_SHARE)
 
     def __repr__(self) -> str:
@@ -102,14 +95,11 @@ class Consumers:
     def require(self, consumer: str, owner: Owner) -> None:
         """Raises PERMISSION_DENIED if the name is somebody else's, INVALID_ARGUMENT if it can't be one."""
         if len(consumer) > CONSUMER_LENGTH_MAX or not consumer.isprintable():
-            raise invalid(
-                f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed, got "
-                f"{consumer[:50]!r}"
-            )
+            what = f"a consumer's name has at most {CONSUMER_LENGTH_MAX} characters that can be printed"
+            raise invalid(f"{what}, got {consumer[:50]!r}")
         if self._owners.get(consumer, owner) != owner and not self._is_over(consumer):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED, f"the consumer {consumer!r} belongs to another uEntity: choose another name"
-            )
+            what = f"the consumer {consumer!r} belongs to another uEntity: choose another name"
+            raise UStatusError(UCode.PERMISSION_DENIED, what)
 
     def hold(self, consumer: str, owner: Owner, log: Log, seq: int, lease_ms: int) -> None:
         """Set the cursor, and bind the name, to its owner if it is nobody's. Raises as `require`, and
@@ -149,9 +139,8 @@ class Consumers:
         RESOURCE_EXHAUSTED."""
         idle = [name for name, owner in self._owners.items() if among(owner) and not self._is_leased(name)]
         if not idle:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{which} have a cursor, which is the limit: wait for a lease to end"
-            )
+            what = f"{which} have a cursor, which is the limit: wait for a lease to end"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         self._forget(min(idle, key=lambda name: self._used_ms[name]))
 
     def _is_leased(self, consumer: str) -> bool:

@@ -82,11 +82,8 @@ class Ledger:
 
     def lost(self, incarnation: bytes) -> list[tuple[int, int]]:
         """(after, before) of the records of that log that are known to be gone, acknowledged or not."""
-        return [
-            (one.after, one.before)
-            for one, _ in self._rows.values()
-            if one.kind in LOSSES and one.incarnation == incarnation
-        ]
+        known = (one for one, _ in self._rows.values() if one.kind in LOSSES and one.incarnation == incarnation)
+        return [(one.after, one.before) for one in known]
 
     def covers(self, damage: Damage) -> bool:
         """True if it is known, acknowledged or not. What others lost is lost anew, however often the same is told."""
@@ -99,11 +96,8 @@ class Ledger:
             return None
         number = max(self._rows, default=0) + 1
         if len(self._rows) >= DAMAGE_MAX:
-            same = [
-                place
-                for place, (known, _) in self._rows.items()
-                if (known.kind, known.incarnation) == (damage.kind, damage.incarnation)
-            ]
+            kind = damage.kind, damage.incarnation
+            same = [place for place, (known, _) in self._rows.items() if (known.kind, known.incarnation) == kind]
             number = max(same, default=max(self._rows))
             known = self._rows[number][0]
             damage = damage._replace(after=min(known.after, damage.after), before=max(known.before, damage.before))
@@ -124,16 +118,12 @@ class Ledger:
 
     def forget(self, floor_seq: int, incarnation: bytes) -> list[int]:
         """What was acknowledged and can't be found again; the numbers of the rows to delete."""
-        gone = [
-            number
-            for number, (damage, acknowledged) in self._rows.items()
-            if acknowledged
-            and not (
-                damage.kind in (RECORDS, COMMITS)
-                and damage.incarnation == incarnation
-                and damage.before - 1 > floor_seq
-            )
-        ]
+
+        def is_there(damage: Damage) -> bool:
+            is_ours = damage.kind in (RECORDS, COMMITS) and damage.incarnation == incarnation
+            return is_ours and damage.before - 1 > floor_seq
+
+        gone = [number for number, (damage, is_known) in self._rows.items() if is_known and not is_there(damage)]
         for number in gone:
             del self._rows[number]
         return gone

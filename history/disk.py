@@ -2,32 +2,31 @@
 in memory. What keeps them in memory alone has the same methods (ring.py).
 
 append, save -> Writer (its thread) -> on the loop: tail -> on_written
-scan, find_id, ... -> Reader (some threads)
+run(reader.scan, ...) -> Reader (some threads)
 """
 
 from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final, Self, TypeVar
+from typing import TYPE_CHECKING, Final, Self, TypeVar
 
-from history.chunk import Scan
-from history.cursors import Cursors
-from history.reader import Limits, Reader
+from history.chunk import Tail
+from history.reader import Reader
 from history.store import Store
-from history.tail import Tail
 from history.writer import Append, Retention, Writer, Written
 from storage.faults import is_damage
 from storage.runtime import Runtime
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
+if TYPE_CHECKING:
+    from history.log import Log
+
 FLUSH_MS: Final = 200  # what is saved beside records is on disk that soon; of a cursor, what is lost is only sent twice
-# a log that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
-PROBE_MS: Final = 1_000
 READ_THREADS: Final = 2
 
 T = TypeVar("T")
@@ -37,51 +36,39 @@ class Disk:
     """Use `open`. All methods belong to the loop, and none blocks it."""
 
     durable = True
+    append: Callable[[Append], None]
+    """The future is resolved by `on_written`, also if it fails."""
 
     def __init__(
-        self,
-        store: Store,
-        executor: ThreadPoolExecutor,
-        name: str,
-        retention_bytes: int,
-        tail_bytes: int,
-        now_ms: Callable[[], int],
+        self, store: Store, executor: ThreadPoolExecutor, name: str, tail_bytes: int, now_ms: Callable[[], int]
     ) -> None:
-        self.loaded = store.loaded
-        self.tail = Tail(store.extent.newest_seq, tail_bytes)
+        self.loaded, self.tail = store.loaded, Tail(store.extent.newest_seq, tail_bytes)
+        self.reader = Reader(store.path, store.runtime.disk)
         self._store, self._executor, self._name, self._now_ms = store, executor, name, now_ms
-        self._retention_bytes, self._loop = retention_bytes, asyncio.get_running_loop()
-        self._reader = Reader(store.path, store.runtime.disk)
+        self._loop = asyncio.get_running_loop()
         self._flush_due: asyncio.TimerHandle | None = None
         self._closed = False
 
     @classmethod
     async def open(
-        cls,
-        path: Path,
-        *,
-        name: str,
-        retention_bytes: int,
-        tail_bytes: int,
-        now_ms: Callable[[], int],
-        runtime: Runtime,
+        cls, path: Path, name: str, retention_bytes: int, tail_bytes: int, now_ms: Callable[[], int], runtime: Runtime
     ) -> Self:
         """Raises UStatusError, as Log.open."""
         executor = ThreadPoolExecutor(READ_THREADS, thread_name_prefix=f"history-{name}-read")
+        loop = asyncio.get_running_loop()
         try:
-            store = await asyncio.get_running_loop().run_in_executor(
-                executor, Store.open, path, runtime, now_ms, retention_bytes
-            )
+            store = await loop.run_in_executor(executor, Store, path, runtime, now_ms, retention_bytes)
         except BaseException:
             executor.shutdown(wait=False)
             raise
-        return cls(store, executor, name, retention_bytes, tail_bytes, now_ms)
+        return cls(store, executor, name, tail_bytes, now_ms)
 
-    def start(self, cursors: Cursors, retention_ms: int, on_written: Callable[[Written], None]) -> None:
+    def start(self, log: Log, on_written: Callable[[Written], None]) -> None:
         """`on_written` is called on the loop, after each transaction and after each step of retention."""
-        self._cursors, self._on_written = cursors, on_written
-        retention = Retention(retention_ms, self._retention_bytes, cursors.keep_after, cursors.owed_after)
+        self._log, self._on_written = log, on_written
+        retention = Retention(log.retention_ms, log.keep_after, log.owed_after)
         self.writer = Writer(self._store, retention, self._written, self._now_ms, self._name)
+        self.append = self.writer.submit
 
     async def close(self) -> None:
         """Write what is queued, and close the file."""
@@ -89,12 +76,8 @@ class Disk:
         if self._flush_due is not None:
             self._flush_due.cancel()
         await self.writer.stop()
-        await self._loop.run_in_executor(self._executor, self._reader.close)
+        await self._loop.run_in_executor(self._executor, self.reader.close)
         self._executor.shutdown(wait=False)
-
-    def append(self, append: Append) -> None:
-        """Its future is resolved by `on_written`, also if it fails."""
-        self.writer.submit(append)
 
     def _written(self, written: Written) -> None:
         for chunk in written.chunks:
@@ -105,43 +88,17 @@ class Disk:
         """Beside records: with the next transaction, or within FLUSH_MS; only with one if not `at_once`."""
         change(self.writer)
         if at_once:
-            self._schedule_flush()
+            self.flush_soon()
 
-    def probe(self) -> None:
-        """Soon try again what has failed, and write something in any case."""
-        self._schedule_flush(PROBE_MS)
-
-    def _schedule_flush(self, delay_ms: int = FLUSH_MS) -> None:
+    def flush_soon(self, delay_ms: int = FLUSH_MS) -> None:
+        """Write what is saved, try again what has failed, and write something in any case."""
         if self._flush_due is None and not self._closed:
             self._flush_due = self._loop.call_later(delay_ms / 1_000, self._flush)
 
     def _flush(self) -> None:
         self._flush_due = None
-        self._cursors.drop_ended_leases()
+        self._log.drop_ended_leases()
         self.writer.flush()
-
-    async def scan(
-        self,
-        after: int,
-        until: int,
-        wanted: Mapping[int, int] | None,
-        limits: Limits,
-        holes: Sequence[tuple[int, int]],
-    ) -> Scan:
-        """See Reader.scan. Raises UStatusError, as all that follow."""
-        found = await self.run(self._reader.scan, after, until, wanted, limits, holes)
-        if found.is_index_wrong:
-            self.writer.distrust_index()
-        return found
-
-    async def find_id(self, id: bytes) -> int | None:
-        return await self.run(self._reader.find_id, id)
-
-    async def first_after_time(self, time_ms: int) -> int | None:
-        return await self.run(self._reader.first_after_time, time_ms)
-
-    async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
-        return await self.run(self._reader.recent_ids, count)
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:
         """In a thread. Raises UStatusError: UNAVAILABLE, DATA_LOSS."""

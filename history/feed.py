@@ -22,14 +22,14 @@ from typing import Any, Final, Self
 import structlog
 
 from history.acceptor import Acceptor, Places, Positions, Record, Verdict, decode
-from history.matching import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
+from history.asked import PATTERNS_MAX, WILDCARD_PATTERNS_MAX
 from history.subscriber import HistoryClient, Poller
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, PollRequest, PollResponse
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import UListener
+from uprotocol.transport import UBatchListener, UListener
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
@@ -64,11 +64,9 @@ class _Feed:
         self.woken = asyncio.Event()
 
     def request(self) -> PollRequest:
-        request = PollRequest()
-        request.CopyFrom(self.start)
-        request.MergeFrom(
-            PollRequest(topics=[self.topic], positions=self.acceptor.places.request(), max_bytes=FEED_BYTES_MAX)
-        )
+        places = self.acceptor.places.request()
+        request = PollRequest(topics=[self.topic], positions=places, max_bytes=FEED_BYTES_MAX)
+        request.MergeFrom(self.start)
         return request
 
     def take(self, records: list[Record]) -> bool:
@@ -153,9 +151,8 @@ class _Shared:
                         self._deliver(response)
                 except Exception as error:
                     # One of them may be refused: each learns that by itself, and is told.
-                    log.warning(
-                        "the history refuses to feed all listeners at once; each is fed alone", error=repr(error)
-                    )
+                    what = "the history refuses to feed all listeners at once; each is fed alone"
+                    log.warning(what, error=repr(error))
                     self._scatter()
                     await self._poller.pause()
         finally:
@@ -167,9 +164,7 @@ class _Shared:
             mine, theirs = self._places.positions, feed.acceptor.positions
             if not self._feeds:
                 self._places = feed.acceptor.places.copy()
-            elif (
-                mine.keys() != theirs.keys()
-            ):  # a log is new: whoever doesn't know of it, learns it by a poll of its own
+            elif mine.keys() != theirs.keys():  # a log is new: who doesn't know of it, learns it by a poll of its own
                 self._scatter()
                 feed.fall_out()
                 continue
@@ -278,14 +273,12 @@ class HistoryFeed:
         if key in self._feeds:
             return
         if len(self._feeds) >= FEEDS_MAX:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{FEEDS_MAX} topics are fed from the history, which is the limit"
-            )
+            what = f"{FEEDS_MAX} topics are fed from the history, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         start, positions = await self._start(topic, since)
         if key not in self._feeds:  # nobody was quicker
-            feed = self._feeds[key] = asyncio.create_task(
-                self._feed(_Feed(topic, start, positions, listener)), name=f"feed of {uris.format(topic)}"
-            )
+            feeding = self._feed(_Feed(topic, start, positions, listener))
+            feed = self._feeds[key] = asyncio.create_task(feeding, name=f"feed of {uris.format(topic)}")
             feed.add_done_callback(lambda done: self._forget(key, done))
 
     async def unsubscribe(self, topic: UUri, listener: UListener) -> None:
@@ -323,11 +316,8 @@ class HistoryFeed:
                 finally:
                     shared.leave(feed)
         except UStatusError as error:
-            log.error(
-                "the history refuses to go on: this listener hears no more",
-                topic=uris.format(feed.topic),
-                error=str(error),
-            )
+            what = "the history refuses to go on: this listener hears no more"
+            log.error(what, topic=uris.format(feed.topic), error=str(error))
 
     async def _catch_up(self, feed: _Feed) -> None:
         """Until the listener has all there was a moment ago. Raises UStatusError if the history refuses."""
@@ -340,17 +330,14 @@ class HistoryFeed:
             polled = time()
             accepted = acceptor.accept(response)
             for gap in accepted.gaps:
-                log.warning(
-                    "a feed has a gap", topic=uris.format(feed.topic), after=gap.after_seq, before=gap.before_seq
-                )
+                bounds = {"after": gap.after_seq, "before": gap.before_seq}
+                log.warning("a feed has a gap", topic=uris.format(feed.topic), **bounds)
                 if self._on_gap is not None:
                     self._on_gap(feed.topic, gap)
             if accepted.records:
                 await _hand_over(feed.listener, accepted.records)
-            at_end = not response.more and all(
-                acceptor.positions.get(place.incarnation, 0) >= place.seq for place in response.next
-            )
-            if at_end and (time() - polled) * 1000 <= JOIN_HANDOVER_MS:
+            behind = (one for one in response.next if acceptor.positions.get(one.incarnation, 0) < one.seq)
+            if not response.more and not any(behind) and (time() - polled) * 1000 <= JOIN_HANDOVER_MS:
                 return
 
     def _shared_for(self, feed: _Feed) -> _Shared:
@@ -364,7 +351,7 @@ class HistoryFeed:
 async def _hand_over(listener: UListener, records: list[Record]) -> None:
     """As a transport does: what a listener can't take counts as taken, and is told."""
     messages = [record.message for record in records]
-    batch = getattr(listener, "on_receive_batch", None)
+    batch = listener.on_receive_batch if isinstance(listener, UBatchListener) else None
     for part in [messages] if batch is not None else [[message] for message in messages]:
         try:
             taken = batch(part) if batch is not None else listener.on_receive(part[0])

@@ -26,11 +26,6 @@ QUEUED_MAX: Final = 1_000  # not yet published; what is lost stays in the log's 
 log = structlog.get_logger()
 
 
-def topic(authority: str) -> UUri:
-    """Where gaps are published."""
-    return ids.at(authority, ids.GAPS)
-
-
 class Gaps:
     """The publisher of gaps. `add` never waits; `run` publishes until it is cancelled."""
 
@@ -41,7 +36,7 @@ class Gaps:
         publish: Callable[[UUri, GapNotice], Awaitable[None]],
         now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
-        self._topic, self._publish, self._now_ms = topic(authority), publish, now_ms
+        self._topic, self._publish, self._now_ms = ids.at(authority, ids.GAPS), publish, now_ms
         self._queue: deque[GapNotice] = deque()
         self._arrived = asyncio.Event()
         self.total = self.lost = 0  # lost: the queue was full

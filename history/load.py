@@ -13,30 +13,18 @@ from __future__ import annotations
 import sqlite3
 import struct
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import structlog
 
 from history import damage as kinds
+from history import rows
 from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, decode, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import (
-    CHUNK_COLUMNS,
-    CURSOR,
-    DAMAGE,
-    HELD_PREFIXES,
-    HOLE,
-    META,
-    META_KEYS,
-    STREAM,
-    Checked,
-    Row,
-    Table,
-)
 from history.stream import Stream, address_of, authority_of, growth_of
+from storage.disk import V1_LEAP_MAX, Marked
 from storage.file import transaction
-from storage.mark import V1_LEAP_MAX, Marked
 
 NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
@@ -60,6 +48,11 @@ class Cursor:
     lease_until_ms: int | None = None
     holds: bool = False  # kept beyond the retention by age as long as the cursor is there
     absent_ms: int = 0  # for how long, in all, its owner has been away: kept here for the owner
+
+    @property
+    def columns(self) -> rows.Row:
+        """As it is stored, after its name."""
+        return self.seq, self.lease_until_ms, int(self.holds), self.absent_ms
 
 
 @dataclass(slots=True)
@@ -110,9 +103,10 @@ class Loading:
     _random_bytes: Callable[[int], bytes]
     _made: Loaded = field(default_factory=Loaded)
     _places: dict[int, Stream] = field(default_factory=dict)
-    _writes: list[tuple[Table, list[Row]]] = field(default_factory=list)  # (table, rows) to be written at the end
+    _writes: list[tuple[rows.Table, list[rows.Row]]] = field(
+        default_factory=list
+    )  # (table, rows) to be written at the end
     _deletes: list[tuple[str, Any]] = field(default_factory=list)
-    _notes: list[Row] = field(default_factory=list)
     _index: list[tuple[int, int]] | None = None  # made anew
     _rebuild: bool = False
     _is_count_sure: bool = True  # nothing of the numbers of streams is damaged
@@ -129,7 +123,7 @@ class Loading:
         self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
         self._load_holes()
         self._load_streams(meta)
-        oldest = self._db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
+        oldest = rows.oldest_of(self._db)
         made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
         if not self._rebuild:
             self._roll_forward(meta["indexed_seq"])
@@ -140,30 +134,27 @@ class Loading:
         self._load_cursors()
         for after, before in made.holes:
             if before - 1 > max(made.extent.floor_seq, 0):
-                self._found(kinds.COMMITS, after, before)
+                self._found(kinds.COMMITS, "", after, before)
         self._write()
         return made
 
-    def _found(
-        self, kind: str, after: int = 0, before: int = 0, detail: str = "", incarnation: bytes | None = None
-    ) -> None:
+    def _found(self, kind: str, detail: str, after: int = 0, before: int = 0, incarnation: bytes | None = None) -> None:
         incarnation = self._made.incarnation if incarnation is None else incarnation
         damage = Damage(self._now_ms, kind, after, before, incarnation, detail=detail)
         row = self._made.ledger.add(damage)
-        if row is None:
-            return
-        self._notes.append(row)
-        self._made.found.append(damage)
-        log.error("the log is damaged", kind=kind, after=after, before=before, detail=detail)
+        if row is not None:
+            self._writes.append((rows.DAMAGE, [row]))
+            self._made.found.append(damage)
+            log.error("the log is damaged", kind=kind, after=after, before=before, detail=detail)
 
     # -- rows
 
-    def _read(self, table: Table) -> Checked:
+    def _read(self, table: rows.Table) -> rows.Checked:
         found = table.read(self._db)
         self._mend(table, found)
         return found
 
-    def _mend(self, table: Table, found: Checked) -> None:
+    def _mend(self, table: rows.Table, found: rows.Checked) -> None:
         """What was right is written so, and what can't be read goes."""
         for wrong, right in found.mended:
             if wrong[0] != right[0]:
@@ -172,67 +163,65 @@ class Loading:
         for row in found.bad:
             self._delete(table.name, table.columns[0], row[0])
 
+    def _tell_mended(self, kind: str, found: rows.Checked, noun: str = "") -> None:
+        for _, right in found.mended:
+            self._found(kind, f"{noun}{right[0]}: a bit had turned, and was turned back")
+
     def _load_ledger(self) -> None:
-        found = self._read(DAMAGE)
+        found = self._read(rows.DAMAGE)
         self._made.ledger = Ledger(found.rows)
         for _ in found.bad:
-            self._found(kinds.NOTE, detail="a note of earlier damage can't be read any more")
+            self._found(kinds.NOTE, "a note of earlier damage can't be read any more")
 
     def _load_meta(self) -> dict[str, Any]:
-        found = self._read(META)
+        found = self._read(rows.META)
         meta = dict[str, Any](found.rows)
         self._made.cursors_lost = CURSORS_LOST in meta
-        self._load_forgotten(meta, is_sure=not found.bad)
-        missing = [key for key in META_KEYS if key not in meta]
+        self._is_count_sure = not found.bad
+        self._load_forgotten(meta)
+        missing = [key for key in rows.META_KEYS if key not in meta]
         if missing:
             self._rebuild = True
             meta |= dict.fromkeys(missing, 0)
         if "incarnation" in missing:
             meta["incarnation"] = self._marked.incarnation if self._marked is not None else self._random_bytes(16)
-            self._writes.append((META, [("incarnation", meta["incarnation"])]))
+            self._writes.append((rows.META, [("incarnation", meta["incarnation"])]))
         self._made.incarnation = meta["incarnation"]
-        for _, right in found.mended:
-            self._found(kinds.META, detail=f"{right[0]}: a bit had turned, and was turned back")
+        self._tell_mended(kinds.META, found)
         for key in missing:
-            self._found(kinds.META, detail=f"{key} was lost, and found anew from the records and the mark")
+            self._found(kinds.META, f"{key} was lost, and found anew from the records and the mark")
         if "floor_seq" in missing:
             meta["floor_seq"] = NOT_KNOWN
         return meta
 
     def _load_holes(self) -> None:
-        found = self._read(HOLE)
+        found = self._read(rows.HOLE)
         self._made.holes = sorted(found.rows)
         if found.mended or found.bad:
-            self._found(kinds.HOLE, detail="which records were lost earlier was damaged, and is found anew")
+            self._found(kinds.HOLE, "which records were lost earlier was damaged, and is found anew")
         self._rebuild = self._rebuild or bool(found.bad)
 
-    def _load_forgotten(self, meta: dict[str, Any], *, is_sure: bool) -> None:
-        made = self._made
-        self._is_count_sure = is_sure
-        made.next_stream = meta.get(NEXT_STREAM, 1)
-        forgotten = {
-            key.removeprefix(FORGOTTEN_PREFIX): seq for key, seq in meta.items() if key.startswith(FORGOTTEN_PREFIX)
-        }
-        if not is_sure:  # the row that is damaged may be one of these
+    def _load_forgotten(self, meta: dict[str, Any]) -> None:
+        prefix, forgotten = FORGOTTEN_PREFIX, self._made.forgotten
+        self._made.next_stream = meta.get(NEXT_STREAM, 1)
+        forgotten |= {key.removeprefix(prefix): seq for key, seq in meta.items() if key.startswith(prefix)}
+        if not self._is_count_sure:  # the row that is damaged may be one of these
             forgotten[OTHERS] = max(forgotten.get(OTHERS, 0), meta.get("floor_seq", 0))
-            self._writes.append((META, [(FORGOTTEN_PREFIX + OTHERS, forgotten[OTHERS])]))
-        made.forgotten = forgotten
+            self._writes.append((rows.META, [(prefix + OTHERS, forgotten[OTHERS])]))
 
     def _load_streams(self, meta: dict[str, Any]) -> None:
-        found = Checked()
-        for id, source, sink, *place in STREAM.each(self._db, found):
-            first, newest, records, newest_id, time_ms = place
+        found = rows.Checked()
+        for id, source, sink, first, newest, records, newest_id, time_ms in rows.STREAM.each(self._db, found):
             self._places[id] = Stream(id, source, sink, (first, newest, records, newest_id, time_ms))
-        self._mend(STREAM, found)
-        for _, right in found.mended:
-            self._found(kinds.STREAM, detail=f"stream {right[0]}: a bit had turned, and was turned back")
+        self._mend(rows.STREAM, found)
+        self._tell_mended(kinds.STREAM, found, "stream ")
         if found.mended:
             self._places = dict(sorted(self._places.items()))
         self._bad_streams = [row[0] for row in found.bad if isinstance(row[0], int)]
         self._made.next_stream = max(self._made.next_stream, 1 + max(self._places, default=0))
         if not self._is_count_sure:
             self._made.next_stream += NUMBERS_LEAP
-            self._writes.append((META, [(NEXT_STREAM, self._made.next_stream)]))
+            self._writes.append((rows.META, [(NEXT_STREAM, self._made.next_stream)]))
             meta.setdefault(STREAMS, len(self._places) + len(found.bad))
         # before streams could be forgotten, none was missing
         expected = meta.get(STREAMS, max(self._places, default=0))
@@ -242,17 +231,15 @@ class Loading:
 
     def _load_cursors(self) -> None:
         made = self._made
-        found = self._read(CURSOR)
+        found = self._read(rows.CURSOR)
         for name, seq, lease_until_ms, holds, absent_ms in found.rows:
+            cursor = made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
             if seq > made.start_seq:
-                self._found(
-                    kinds.CURSOR, detail=f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
-                )
-                seq = made.extent.floor_seq
-                self._writes.append((CURSOR, [(name, seq, lease_until_ms, holds, absent_ms)]))
-            made.cursors[name] = Cursor(seq, lease_until_ms, bool(holds), absent_ms)
-        for _, right in found.mended:
-            self._found(kinds.CURSOR, detail=f"{right[0]}: a bit had turned, and was turned back")
+                what = f"{name} was beyond the newest record ({seq}), and begins again at the oldest"
+                self._found(kinds.CURSOR, what)
+                cursor = made.cursors[name] = replace(cursor, seq=made.extent.floor_seq)
+                self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
+        self._tell_mended(kinds.CURSOR, found)
         for row in found.bad:
             self._restart_cursor(row[0])
 
@@ -260,19 +247,17 @@ class Loading:
         """Neither place nor name are sure: it begins at the oldest record."""
         made = self._made
         made.cursors_lost = True
-        self._writes.append((META, [(CURSORS_LOST, 1)]))
-        self._found(kinds.CURSOR, detail=f"{name!r} can't be read, and begins again at the oldest record")
+        self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
+        self._found(kinds.CURSOR, f"{name!r} can't be read, and begins again at the oldest record")
         if isinstance(name, str) and name.isprintable() and name not in made.cursors:
-            made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(HELD_PREFIXES))
-            self._writes.append((CURSOR, [(name, made.extent.floor_seq, None, int(made.cursors[name].holds), 0)]))
+            cursor = made.cursors[name] = Cursor(made.extent.floor_seq, holds=name.startswith(rows.HELD_PREFIXES))
+            self._writes.append((rows.CURSOR, [(name, *cursor.columns)]))
 
     def _delete(self, table: str, key: str, value: Any) -> None:
+        where = f"{key} IS ?"
         if isinstance(value, str):  # it may be no UTF-8 any more, and then it can't be given as text
-            self._deletes.append(
-                (f"DELETE FROM {table} WHERE CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape"))
-            )
-        else:
-            self._deletes.append((f"DELETE FROM {table} WHERE {key} IS ?", value))
+            where, value = f"CAST({key} AS BLOB) = ?", value.encode(errors="surrogateescape")
+        self._deletes.append((f"DELETE FROM {table} WHERE {where}", value))
 
     # -- chunks
 
@@ -289,7 +274,7 @@ class Loading:
         made.extent.stored_bytes = stored
 
     def _count(self, chunk: Chunk, columns: Columns) -> None:
-        for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms).items():
+        for id, growth in growth_of(columns.first_seq, chunk.streams, columns.ids, columns.time_ms):
             stream = self._places.get(id)
             if stream is None:
                 self._rebuild = True
@@ -300,10 +285,10 @@ class Loading:
     def _chunks(self, after: int) -> Iterator[tuple[Columns, Chunk | None]]:
         """Each chunk from there on; None where the records can't be read, and then that is noted."""
         previous: tuple[int, str] | None = None
-        query = f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq > ? ORDER BY first_seq"
+        query = f"SELECT {rows.CHUNK_COLUMNS} FROM chunk WHERE first_seq > ? ORDER BY first_seq"
         for row in self._db.execute(query, (after,)):
             if previous is not None:
-                self._found(kinds.RECORDS, previous[0], row[0], previous[1])
+                self._found(kinds.RECORDS, previous[1], previous[0], row[0])
                 previous = None
             columns = Columns(*row)
             try:
@@ -311,26 +296,24 @@ class Loading:
             except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
                 if not self._may_be(columns):
                     self._delete("chunk", "first_seq", columns.first_seq)
-                    self._found(
-                        kinds.RECORDS,
-                        detail=f"records claimed to be {columns.first_seq} and following, which there never were",
-                    )
+                    claim = f"records claimed to be {columns.first_seq} and following, which there never were"
+                    self._found(kinds.RECORDS, claim)
                     continue
                 previous = columns.first_seq - 1, str(error)
                 yield columns, None
             else:
                 yield columns, chunk
         if previous is not None:
-            self._found(kinds.RECORDS, previous[0], self._made.extent.newest_seq + 1, previous[1])
+            self._found(kinds.RECORDS, previous[1], previous[0], self._made.extent.newest_seq + 1)
 
     def _may_be(self, columns: Columns) -> bool:
         """False if a damaged chunk lies beyond all that was ever committed, or its size is not its own: its numbers
         would leap ahead."""
         c = columns
-        row: tuple[Any, ...] = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
-        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes] or c.records != len(
-            c.ids
-        ) // ID_BYTES:
+        row: rows.Row = (c.first_seq, c.records, c.time_ms, c.streams, c.ids, c.data)
+        if [type(value) for value in row] != [int, int, int, bytes, bytes, bytes]:
+            return False
+        if c.records != len(c.ids) // ID_BYTES:
             return False
         marked = self._marked
         return marked is None or marked.incarnation != self._made.incarnation or columns.last_seq <= marked.seq
@@ -359,17 +342,12 @@ class Loading:
         if made.extent.floor_seq == NOT_KNOWN:
             made.extent.floor_seq = max(0, made.extent.oldest_seq - 1)
         made.holes = sorted(known_holes)
-        extent = made.extent
-        meta: dict[str, int] = {
-            "newest_seq": extent.newest_seq,
-            "floor_seq": extent.floor_seq,
-            "stored_bytes": stored,
-            "indexed_seq": extent.newest_seq,
-        }
+        newest = made.extent.newest_seq
+        meta = {"newest_seq": newest, "floor_seq": made.extent.floor_seq, "stored_bytes": stored, "indexed_seq": newest}
         meta |= {NEXT_STREAM: made.next_stream, STREAMS: len(self._places)}
-        self._writes.append((META, list(meta.items())))
-        self._writes.append((HOLE, list(made.holes)))
-        self._writes.append((STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
+        self._writes.append((rows.META, list(meta.items())))
+        self._writes.append((rows.HOLE, list(made.holes)))
+        self._writes.append((rows.STREAM, [self._places[id].row(self._places[id].place) for id in sorted(made.dirty)]))
         self._index = index
         made.dirty.clear()
 
@@ -378,17 +356,12 @@ class Loading:
         made = self._made
         lost = [id for id in self._bad_streams if id not in self._places]
         for id in lost:
-            self._found(kinds.STREAM, detail=f"stream {id} can't be read, and has no records any more")
-        if self._missing_streams > self._named:
-            self._found(
-                kinds.STREAM,
-                detail=f"{self._missing_streams - self._named} streams are not there, and have no records any more",
-            )
+            self._found(kinds.STREAM, f"stream {id} can't be read, and has no records any more")
+        if (nameless := self._missing_streams - self._named) > 0:
+            self._found(kinds.STREAM, f"{nameless} streams are not there, and have no records any more")
         self._places = dict(sorted(self._places.items()))
         likely = [id for id in lost if 0 < id < made.next_stream + NUMBERS_LEAP]  # its number may be what is wrong
-        made.next_stream = (
-            max(made.next_stream, *(id + 1 for id in (*self._places, *likely)), 1) + self._missing_streams
-        )
+        made.next_stream = max(0, made.next_stream - 1, *self._places, *likely) + 1 + self._missing_streams
 
     def _name(self, chunk: Chunk) -> None:
         """The streams of a chunk whose rows are lost, from what its messages say of themselves."""
@@ -397,50 +370,44 @@ class Loading:
             address = address_of(attributes.source, attributes.sink if attributes.HasField("sink") else None)
             self._places[id] = Stream(id, *((address, None) if isinstance(address, bytes) else address))
             self._named += id not in self._bad_streams
-            self._found(kinds.STREAM, detail=f"stream {id} could not be read, and was found anew in its records")
+            self._found(kinds.STREAM, f"stream {id} could not be read, and was found anew in its records")
 
     # -- the mark
 
     def _heed_mark(self) -> None:
         made, marked = self._made, self._marked
         newest = made.extent.newest_seq
+        unsure = "whether the newest records are all there can't be known"
         if self._mark_trouble:
-            self._found(
-                kinds.MARK, detail=f"{self._mark_trouble}: whether the newest records are all there can't be known"
-            )
+            self._found(kinds.MARK, f"{self._mark_trouble}: {unsure}")
         elif marked is None:
             if newest:
-                self._found(kinds.MARK, detail="it is gone: whether the newest records are all there can't be known")
+                self._found(kinds.MARK, f"it is gone: {unsure}")
         elif marked.incarnation != made.incarnation:
             if marked.seq and not made.ledger.knows(marked.incarnation):
-                self._found(kinds.MISSING, 0, marked.seq + 1, "another log was here", marked.incarnation)
+                self._found(kinds.MISSING, "another log was here", 0, marked.seq + 1, marked.incarnation)
         elif marked.seq > made.start_seq + V1_LEAP_MAX:
-            self._found(
-                kinds.MARK,
-                detail="it names records that can't have been: whether the newest are all there can't be known",
-            )
+            self._found(kinds.MARK, f"it names records that can't have been: {unsure}")
         elif marked.seq > made.start_seq:
             # what was set with those commits; an older place is sent again, but one that was new is not there
             made.cursors_lost = True
-            self._writes.append((META, [(CURSORS_LOST, 1)]))
+            self._writes.append((rows.META, [(CURSORS_LOST, 1)]))
             made.holes = [hole for hole in made.holes if hole[0] != newest] + [(newest, marked.seq + 1)]
-            self._writes.append((HOLE, [(newest, marked.seq + 1)]))
+            self._writes.append((rows.HOLE, [(newest, marked.seq + 1)]))
 
     # -- writing
 
     def _write(self) -> None:
         """All that was put right, if anything was."""
         for number in self._made.ledger.forget(self._made.extent.floor_seq, self._made.incarnation):
-            self._delete(DAMAGE.name, "number", number)
-        if not (self._writes or self._deletes or self._notes or self._index is not None):
+            self._delete(rows.DAMAGE.name, "number", number)
+        if not (self._writes or self._deletes or self._index is not None):
             return
-        db = self._db
-        with transaction(db):
+        with transaction(db := self._db):
             for statement, key in self._deletes:
                 db.execute(statement, (key,))
-            for table, rows in self._writes:
-                table.insert(db, rows)
-            DAMAGE.insert(db, self._notes)
+            for table, right in self._writes:
+                table.insert(db, right)
             if self._index is not None:
                 db.execute("DELETE FROM chunk_stream")
                 db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))

@@ -18,17 +18,16 @@ from typing import Final, Self
 import structlog
 
 from history import damage as kinds
-from history.chunk import Chunk, Scan
-from history.cursors import Cursors
+from history.chunk import NOBODY, Chunk, Passed, Scan
 from history.damage import Damage
 from history.disk import Disk
-from history.load import Cursor, Extent, Stream
-from history.passed import Passed
+from history.load import Cursor, Stream
 from history.reader import Limits
 from history.ring import Ring
+from history.rows import HELD_PREFIXES
 from history.store import RETENTION_BYTES
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
-from history.writer import Append, Written
+from history.writer import Append, Writer, Written
 from storage.runtime import REAL, Runtime
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -39,14 +38,15 @@ RETENTION_MS: Final = 7 * 24 * 3_600_000  # a vehicle in the workshop for a week
 TAIL_BYTES_MAX: Final = 32 << 20
 # queued for the writer: half a second of its speed, beyond that the disk is too slow for the sender
 APPEND_RECORDS_MAX: Final = 65_536
+# one that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
+PROBE_MS: Final = 1_000
+CURSORS_MAX: Final = 50_000  # peers, their parked topics, and consumers with a name; some 300 bytes each
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
 TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step on the loop, some milliseconds
 
 _REASONS: Final = {  # what `dropped` counts
-    kinds.FILE: "damaged_file",
-    kinds.MISSING: "damaged_file",
-    kinds.STRUCTURE: "damaged_file",
+    **dict.fromkeys((kinds.FILE, kinds.MISSING, kinds.STRUCTURE), "damaged_file"),
     kinds.COMMITS: "lost_commits",
     kinds.RECORDS: "corrupt_chunks",
     kinds.NETWORK: "network_loss",
@@ -56,7 +56,7 @@ _REASONS: Final = {  # what `dropped` counts
 log = structlog.get_logger()
 
 
-class Log(Streams, Cursors):
+class Log(Streams):
     """See `open`. `durable`: on disk, committed before an append's future resolves; otherwise a ring in memory.
 
     Seqs rise by one with each record, and start with 1; they leap over what was lost with a damaged file (a gap for
@@ -78,9 +78,8 @@ class Log(Streams, Cursors):
     ) -> None:
         """Use `open`."""
         loaded = storage.loaded
-        Streams.__init__(self, storage, streams_max, authority_streams_max, forget_after_s)
-        Cursors.__init__(self, name, loaded.cursors, now_ms, storage.save)
-        self.name, self.incarnation, self.durable = name, loaded.incarnation, storage.durable
+        super().__init__(storage, streams_max, authority_streams_max, forget_after_s)
+        self.name, self.incarnation, self.durable, self._now_ms = name, loaded.incarnation, storage.durable, now_ms
         self.retention_ms, self.retention_bytes = retention_ms, retention_bytes
         self.cursors_lost = loaded.cursors_lost
         self.holes = list(loaded.holes)  # (after, before): what was committed once, and lost with a damaged file
@@ -89,10 +88,10 @@ class Log(Streams, Cursors):
         # All that changes, and who changes it. The loop alone, where nobody else is named:
         self.healthy = True  # the last transaction got through
         self._closed = False
-        self._measure(loaded.extent)
         self._appending: set[Append] = set()  # handed to the storage, not yet reported by it
         self._queued = 0  # messages of those
-        self._grown: asyncio.Future[None] | None = None  # who waits for more
+        self._grown = asyncio.Event()  # or closed
+        self._cursors = dict(loaded.cursors)
         self._append_callbacks: list[Callable[[], None]] = []
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
@@ -101,6 +100,7 @@ class Log(Streams, Cursors):
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
+        self._on_written(Written(loaded.extent))
 
     @classmethod
     async def open(
@@ -135,28 +135,12 @@ class Log(Streams, Cursors):
         if path is None:
             storage = Ring(runtime.random_bytes(16), retention_bytes, now_ms)
         else:
-            storage = await Disk.open(
-                Path(path),
-                name=name,
-                retention_bytes=retention_bytes,
-                tail_bytes=tail_bytes,
-                now_ms=now_ms,
-                runtime=runtime,
-            )
+            storage = await Disk.open(Path(path), name, retention_bytes, tail_bytes, now_ms, runtime)
         limits = (streams_max, authority_streams_max, forget_after_s)
         made = cls(name, storage, retention_ms, retention_bytes, *limits, now_ms)
         await storage.run(made._load)
-        storage.start(made, retention_ms, made._on_written)
+        storage.start(made, made._on_written)
         return made
-
-    def _measure(self, extent: Extent) -> None:
-        """What the storage has said last."""
-        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
-        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
-        self.floor_seq = extent.floor_seq
-        self.stored_bytes = extent.stored_bytes  # of the records there are
-        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
-        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
 
     async def close(self) -> None:
         """Write what is queued, and close. May be called twice."""
@@ -164,7 +148,7 @@ class Log(Streams, Cursors):
             self._closed = True
             self._sweeping.cancel()
             await self._storage.close()
-            self._wake()
+            self._grown.set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -194,7 +178,12 @@ class Log(Streams, Cursors):
         done: asyncio.Future[int] = self._loop.create_future()
         try:
             streams = self._numbered_anew(streams, messages) if self.streams_forgotten else streams
-            self._require_room(len(messages))
+            if self._closed:
+                raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
+            if self._queued and self._queued + len(messages) > APPEND_RECORDS_MAX:
+                self.dropped["append_queue_full"] += len(messages)
+                what = f"{self._queued} messages wait for the log {self.name} already: send slower"
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         except UStatusError as error:
             done.set_exception(error)
             return done
@@ -204,25 +193,23 @@ class Log(Streams, Cursors):
         self._storage.append(append)
         return done
 
-    def _require_room(self, messages: int) -> None:
-        if self._closed:
-            raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
-        if self._queued and self._queued + messages > APPEND_RECORDS_MAX:
-            self.dropped["append_queue_full"] += messages
-            what = f"{self._queued} messages wait for the log {self.name} already: send slower"
-            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-
     def _appended_to(self) -> Iterable[int]:
         return (stream for append in self._appending for stream in append.streams)
 
     def _on_written(self, written: Written) -> None:
-        """On the loop, after each transaction, and after each step of retention."""
+        """On the loop, at the start, after each transaction, and after each step of retention."""
         for passed in written.passed:
             for callback in list(self._passed_callbacks):
                 callback(passed)
         for number in written.acknowledged:
             self._ledger.acknowledge_one(number)
-        self._measure(written.extent)
+        extent = written.extent
+        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
+        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
+        self.floor_seq = extent.floor_seq
+        self.stored_bytes = extent.stored_bytes  # of the records there are
+        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
+        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
         batch = written.batch
         if batch is None:
             return
@@ -243,7 +230,7 @@ class Log(Streams, Cursors):
             if not append.done.done():
                 append.done.set_result(seq)
             seq += len(append.messages)
-        self._wake()
+        self._grown.set()
         for heard in list(self._append_callbacks):
             heard()
 
@@ -255,12 +242,74 @@ class Log(Streams, Cursors):
         for append in batch:
             if not append.done.done():
                 append.done.set_exception(error)
-        self._storage.probe()
+        self._storage.flush_soon(PROBE_MS)
 
-    def _wake(self) -> None:
-        if self._grown is not None:
-            self._grown.set_result(None)
-            self._grown = None
+    # -- who has confirmed what
+
+    def cursor(self, name: str) -> int | None:
+        """The seq up to which `name` has confirmed, or None if there is no such cursor."""
+        cursor = self._cursors.get(name)
+        return None if cursor is None else cursor.seq
+
+    def cursor_row(self, name: str) -> Cursor | None:
+        """All that is known of one cursor."""
+        return self._cursors.get(name)
+
+    @property
+    def cursor_count(self) -> int:
+        return len(self._cursors)
+
+    def cursors(self) -> dict[str, int]:
+        return {name: cursor.seq for name, cursor in self._cursors.items()}
+
+    def cursor_rows(self) -> dict[str, Cursor]:
+        """All that is known of each cursor."""
+        return dict(self._cursors)
+
+    def set_cursor(
+        self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
+    ) -> None:
+        """On disk with the next transaction, or within disk.FLUSH_MS.
+
+        What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`
+        until the lease ends, and then the cursor is gone; with `holds` until it is dropped. `absent_ms` is kept for the
+        caller. Raises RESOURCE_EXHAUSTED beyond CURSORS_MAX.
+        """
+        assert lease_ms is None or not holds, "a cursor that holds has no lease: it never ends by itself"
+        known = self._cursors.get(name)
+        if known is None and len(self._cursors) >= CURSORS_MAX:
+            self.drop_ended_leases()
+            if len(self._cursors) >= CURSORS_MAX:
+                what = f"the log {self.name} has {CURSORS_MAX} cursors, which is the limit"
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+        cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms)
+        if cursor != known:
+            self._cursors[name] = cursor
+            self._storage.save(lambda writer: writer.save_cursor(name, cursor))
+
+    def drop_cursor(self, name: str) -> None:
+        """Nothing happens if there is none."""
+        if self._cursors.pop(name, None) is not None:
+            self._storage.save(lambda writer: writer.save_cursor(name, None))
+
+    def drop_ended_leases(self) -> None:
+        now = self._now_ms()
+        for name, cursor in list(self._cursors.items()):
+            if cursor.lease_until_ms is not None and cursor.lease_until_ms < now:
+                self.drop_cursor(name)
+
+    def keep_after(self) -> int:
+        """Beyond this seq somebody needs what is old. From any thread: it only reads, from a copy made in one step."""
+        now, cursors = self._now_ms(), list(self._cursors.values())
+        held = (
+            one.seq for one in cursors if one.holds or (one.lease_until_ms is not None and one.lease_until_ms >= now)
+        )
+        return min(held, default=NOBODY)
+
+    def owed_after(self) -> int:
+        """Beyond this seq some endpoint was promised everything. From any thread, as `keep_after`."""
+        cursors = list(self._cursors.items())
+        return min((one.seq for name, one in cursors if one.holds or name.startswith(HELD_PREFIXES)), default=NOBODY)
 
     # -- what was lost
 
@@ -326,9 +375,8 @@ class Log(Streams, Cursors):
         while self.newest_seq <= after:
             if self._closed:
                 raise UStatusError(UCode.UNAVAILABLE, f"the log {self.name} is closed")
-            if self._grown is None:
-                self._grown = self._loop.create_future()
-            await asyncio.shield(self._grown)
+            self._grown.clear()
+            await self._grown.wait()
 
     def tail(self, after: int) -> list[Chunk] | None:
         """All after `after` at once, or None if that reaches further back than the tail in memory."""
@@ -373,16 +421,17 @@ class Log(Streams, Cursors):
         `strict`: not even the first record may exceed `max_bytes`.
         """
         until = self.newest_seq if until is None else min(until, self.newest_seq)
-        limits = Limits(max_records, max_bytes, strict)
+        limits = Limits(after, until, max_records, max_bytes, strict)
         if after >= until:
-            return Scan(after, *limits)
+            return Scan(*limits)
         if max(after, self.floor_seq) >= self._tail.after:
-            found = self._scan_tail(max(after, self.floor_seq), until, streams, limits)
+            found = self._scan_tail(streams, limits._replace(after=max(after, self.floor_seq)))
         else:
             table = self._table
             wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
-            found = await self._storage.scan(after, until, wanted, limits, self.holes)
+            found = await self._storage.run(self._storage.reader.scan, limits, wanted, self.holes)
             if found.is_index_wrong:
+                self._storage.save(Writer.distrust_index, at_once=False)
                 self._note(kinds.INDEX, "the index of streams is made anew at the next start")
             for low, high, why in found.damaged:
                 self._note(kinds.RECORDS, why, low, high)
@@ -391,27 +440,27 @@ class Log(Streams, Cursors):
         )
         return found
 
-    def _scan_tail(self, after: int, until: int, streams: Set[int] | None, limits: Limits) -> Scan:
-        found = Scan(after, *limits)
-        found.floor_seq = self.floor_seq  # also of what is still in memory: retention means the same to every reader
-        chunks = self._tail.read(after, TAIL_SCAN_CHUNKS_MAX)
+    def _scan_tail(self, streams: Set[int] | None, limits: Limits) -> Scan:
+        # the floor also of what is still in memory: retention means the same to every reader
+        found = Scan(*limits, floor_seq=self.floor_seq)
+        chunks = self._tail.read(found.after, TAIL_SCAN_CHUNKS_MAX)
         for chunk in chunks:
-            if chunk.first_seq > until:
+            if chunk.first_seq > found.until:
                 break
-            found.take(chunk, until, streams)
+            found.take(chunk, streams)
             if found.full:
                 return found
         if len(chunks) < TAIL_SCAN_CHUNKS_MAX:
-            found.covered = max(found.covered, until)
+            found.covered = max(found.covered, found.until)
         return found
 
     async def seq_of_id(self, id: bytes) -> int | None:
         """The seq of the newest record with this message id (16 bytes, big endian)."""
-        return await self._storage.find_id(id)
+        return await self._storage.run(self._storage.reader.find_id, id)
 
     async def seq_before_time(self, time_ms: int) -> int:
         """The seq after which everything appended after `time_ms` (Unix milliseconds) comes."""
-        first = await self._storage.first_after_time(time_ms)
+        first = await self._storage.run(self._storage.reader.first_after_time, time_ms)
         return self.newest_seq if first is None else min(first - 1, self.newest_seq)
 
     async def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
@@ -420,7 +469,7 @@ class Log(Streams, Cursors):
 
         The id counts together with the source: another's message may have the same one.
         """
-        return await self._storage.recent_ids(count)
+        return await self._storage.run(self._storage.reader.recent_ids, count)
 
 
 __all__ = ["Chunk", "Cursor", "Damage", "Log", "Passed", "Scan", "Stream", "TopicsFullError"]

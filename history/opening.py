@@ -19,12 +19,12 @@ from google.protobuf.message import DecodeError
 
 from history import damage as kinds
 from history import rows
-from history.connection import WAL_WAIT_MS, pragmas
 from history.damage import Damage, Ledger
 from history.load import Loaded, Loading
+from history.retention import WAL_WAIT_MS, Sizes
 from history.rows import DAMAGE, LOG, SCHEMA_VERSION
 from history.salvage import keep_head, salvage
-from storage import mark as marks
+from storage.disk import BadMarkError, Marked, read_mark
 from storage.faults import DamagedError, is_damage, move_aside, primary_code
 from storage.file import SqliteFile, any_text, empty_wal
 from storage.runtime import Runtime
@@ -39,9 +39,11 @@ log = structlog.get_logger()
 class Opening:
     """One try."""
 
-    def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], bytes_max: int) -> None:
+    def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], sizes: Sizes) -> None:
         self.path, self._runtime, self._now_ms = path, runtime, now_ms
-        self.file = SqliteFile(LOG, path, runtime.disk, pragmas(bytes_max))
+        pages = sizes.wal // 2 // rows.PAGE_BYTES
+        pragmas = "cell_size_check = 1", f"wal_autocheckpoint = {pages}", f"journal_size_limit = {sizes.wal}"
+        self.file = SqliteFile(LOG, path, runtime.disk, pragmas)
         self.loaded = Loaded()
 
     def run(self) -> None:
@@ -54,7 +56,9 @@ class Opening:
             try:
                 self._open([])
             except (DamagedError, DecodeError, TypeError, ValueError, sqlite3.DatabaseError) as error:
-                if isinstance(error, sqlite3.Error) and not _is_damage(error):
+                # what SQLite does not understand here is not our SQL: it is what the file says of its tables
+                is_sql = isinstance(error, sqlite3.Error) and primary_code(error) == sqlite3.SQLITE_ERROR
+                if isinstance(error, sqlite3.Error) and not (is_sql or is_damage(error)):
                     raise
                 self._open(self._begin_again(error))
         except BaseException as error:
@@ -87,30 +91,25 @@ class Opening:
 
     # -- what is there
 
-    def _read_mark(self) -> tuple[marks.Marked | None, str]:
+    def _read_mark(self) -> tuple[Marked | None, str]:
         """What the mark says, and else why it can't be used."""
         try:
-            return marks.read(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
-        except (OSError, marks.BadMarkError) as error:
+            return read_mark(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
+        except (OSError, BadMarkError) as error:
             return None, f"the mark can't be used ({error})"
 
-    def _predecessor(self, marked: marks.Marked | None) -> list[Damage]:
+    def _predecessor(self, marked: Marked | None) -> list[Damage]:
         """What is left of a log that was here: its mark, its write-ahead log, or a damaged file that somebody moved
         aside, and then came no further."""
         if self.file.wal_bytes:
             move_aside(self.path)  # SQLite would delete it
-        aside = [
-            path for path in self.path.parent.glob(f"{self.path.name}.damaged-*") if not path.name.endswith("-shm")
-        ]
-        moved_to = str(max(aside)).removesuffix("-wal") if aside else ""
+        found = self.path.parent.glob(f"{self.path.name}.damaged-*")
+        aside = max((str(path) for path in found if not path.name.endswith("-shm")), default="").removesuffix("-wal")
         if marked is not None and marked.seq:
             detail = "there was a log here, and its file is gone"
-            return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, moved_to, detail)]
-        if aside:
-            return [
-                Damage(self._now_ms(), kinds.FILE, moved_to=moved_to, detail="a damaged log was moved aside earlier")
-            ]
-        return []
+            return [Damage(self._now_ms(), kinds.MISSING, 0, marked.seq + 1, marked.incarnation, aside, detail)]
+        detail = "a damaged log was moved aside earlier"
+        return [Damage(self._now_ms(), kinds.FILE, moved_to=aside, detail=detail)] if aside else []
 
     def _make(self, damage: Sequence[Damage]) -> None:
         meta: dict[str, Any] = dict.fromkeys(rows.META_KEYS, 0) | {"incarnation": self._runtime.random_bytes(16)}
@@ -148,11 +147,10 @@ class Opening:
 
         told = damage(0, f"{reason}; what could be read was saved")
         whole = salvage(self.path, marked, self._runtime.disk, self._runtime.random_bytes, told)
-        self.file.move_aside(aside)
+        move_aside(self.path, aside)
         suspect_path(self.path).unlink(missing_ok=True)
-        log.error(
-            "the log is damaged, and was moved aside", moved_to=str(aside), saved=whole is not None, reason=str(reason)
-        )
+        what = "the log is damaged, and was moved aside"
+        log.error(what, moved_to=str(aside), saved=whole is not None, reason=str(reason))
         if whole is not None:
             whole.rename(self.path)
             return [told]
@@ -170,8 +168,3 @@ class Opening:
 def suspect_path(path: Path) -> Path:
     """A file that says: make it anew when it is opened next, from what can be read."""
     return Path(f"{path}.suspect")
-
-
-def _is_damage(error: sqlite3.Error) -> bool:
-    """While it is opened, what SQLite does not understand is not our SQL: it is what the file says of its tables."""
-    return is_damage(error) or primary_code(error) == sqlite3.SQLITE_ERROR

@@ -1,6 +1,8 @@
 """Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
 
 (after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
+walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of its
+      index on time -> checksum -> (first_seq, columns | why not)
 """
 
 from __future__ import annotations
@@ -28,12 +30,20 @@ SCAN_BYTES_MAX: Final = 16 << 20  # read from disk in one step, which bounds mem
 KNOWN_BAD_MAX: Final = 10_000  # damaged chunks that are logged and counted, each once
 INDEXED_STREAMS_MAX: Final = 64  # beyond that a scan of all chunks costs less than merging so many index ranges
 
+Holes = Sequence[tuple[int, int]]  # (after, before)
+
 log = structlog.get_logger()
+
+
+class NoChunkError(CorruptChunkError):
+    """An index names it, or named it a moment ago."""
 
 
 class Limits(NamedTuple):
     """Of one scan."""
 
+    after: int
+    until: int
     records: int
     bytes: int
     is_strict: bool  # not even the first record may be greater
@@ -77,44 +87,33 @@ class Reader:
                 return
         db.close()
 
-    def scan(
-        self, after: int, until: int, wanted: Mapping[int, int] | None, limits: Limits, holes: Sequence[tuple[int, int]]
-    ) -> Scan:
-        """The records in (after, until] of the streams `wanted` (each with its newest seq; None: all), as far as one
-        step goes.
+    def scan(self, limits: Limits, wanted: Mapping[int, int] | None, holes: Holes) -> Scan:
+        """The records within `limits` of the streams `wanted` (each with its newest seq; None: all), as far as one step
+        goes.
 
         `holes` are known to be empty; any other seq that isn't there is damage.
         """
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
-            found = self._step(
-                db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=wanted is not None
-            )
+            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=wanted is not None)
             if wanted is not None and (found.is_index_wrong or not _is_whole(found, wanted, holes)):
-                found = self._step(db, Scan(after, *limits, floor_seq=floor), until, wanted, holes, is_quick=False)
+                found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=False)
                 found.is_index_wrong = True
         return found
 
     def _step(
-        self,
-        db: sqlite3.Connection,
-        found: Scan,
-        until: int,
-        wanted: Mapping[int, int] | None,
-        holes: Sequence[tuple[int, int]],
-        *,
-        is_quick: bool,
+        self, db: sqlite3.Connection, found: Scan, wanted: Mapping[int, int] | None, holes: Holes, *, is_quick: bool
     ) -> Scan:
         """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
-        after, streams = found.after, None if wanted is None else wanted.keys()
+        after, until, streams = found.after, found.until, None if wanted is None else wanted.keys()
         places, complete_to = _places(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
         read = 0
         for first_seq in places:
             if first_seq > expected and not is_quick:
-                self._jump(found, expected - 1, first_seq, until, holes)
-            chunk = self._row(db, first_seq, max(after, first_seq - 1), until, found, is_quick=is_quick)
+                self._jump(found, expected - 1, first_seq, holes)
+            chunk = self._row(db, first_seq, found, is_quick=is_quick)
             if chunk is None:
                 expected = found.covered + 1
                 continue
@@ -122,56 +121,47 @@ class Reader:
             if chunk.last_seq <= after:
                 continue
             read += sum(map(len, chunk.data))
-            found.take(chunk, until, streams)
+            found.take(chunk, streams)
             if found.full or read >= SCAN_BYTES_MAX:
                 return found
         if complete_to == until >= expected and not is_quick:
-            self._jump(found, expected - 1, until + 1, until, holes)
+            self._jump(found, expected - 1, until + 1, holes)
         found.covered = max(found.covered, complete_to)
         return found
 
-    def _jump(self, found: Scan, after: int, before: int, until: int, holes: Sequence[tuple[int, int]]) -> None:
+    def _jump(self, found: Scan, after: int, before: int, holes: Holes) -> None:
         """Records were committed there, and no chunk has them any more."""
         if any(low <= after and before <= high for low, high in holes):
             return
-        found.gaps.append((after, min(before, until + 1)))
-        found.covered = max(found.covered, min(before - 1, until))
+        found.gaps.append((after, min(before, found.until + 1)))
+        found.covered = max(found.covered, min(before - 1, found.until))
         if after + 1 not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(after + 1)
             found.damaged.append((after, before, "they aren't there"))
 
-    def _row(
-        self, db: sqlite3.Connection, first_seq: int, after: int, until: int, found: Scan, *, is_quick: bool
-    ) -> Chunk | None:
+    def _row(self, db: sqlite3.Connection, first_seq: int, found: Scan, *, is_quick: bool) -> Chunk | None:
         """The chunk at `first_seq`; None if it can't be read, and then the gap is noted, or the index."""
         try:
-            row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
-            if row is None and is_quick:
+            return chunk_at(db, first_seq)[1]
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            if isinstance(error, NoChunkError) and is_quick:
                 found.is_index_wrong = True
                 return None
-            return decode(Columns(*row))
-        except (CorruptChunkError, struct.error, TypeError, ValueError) as error:
-            reason: Exception = error
-        except sqlite3.DatabaseError as error:
-            if not is_damage(error):
+            if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
                 raise
-            reason = error
+            reason = str(error)
         following = db.execute(
             "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)
         ).fetchone()[0]
-        before = min(following or until + 1, until + 1)
+        after, end = max(found.after, first_seq - 1), found.until + 1
+        before = min(following or end, end)
         found.gaps.append((after, before))
         found.covered = max(found.covered, before - 1)
         if first_seq not in self._known_bad and len(self._known_bad) < KNOWN_BAD_MAX:
             self._known_bad.add(first_seq)
-            found.damaged.append((first_seq - 1, following or until + 1, str(reason)))
-            log.error(
-                "records are damaged and will be reported as a gap",
-                path=str(self._path),
-                after=after,
-                before=before,
-                reason=str(reason),
-            )
+            found.damaged.append((first_seq - 1, following or end, reason))
+            what = "records are damaged and will be reported as a gap"
+            log.error(what, path=str(self._path), after=after, before=before, reason=reason)
         return None
 
     def find_id(self, id: bytes) -> int | None:
@@ -203,22 +193,17 @@ class Reader:
                     # it is damaged: whoever reads it learns of the gap
                     with contextlib.suppress(TypeError, struct.error):
                         ids, streams = row[0], unpack_streams(row[1])
-                        found = [
-                            (id, ids[place * ID_BYTES : (place + 1) * ID_BYTES]) for place, id in enumerate(streams)
-                        ]
-                        newest += reversed([one for one in found if len(one[1]) == ID_BYTES])
+                        parts = [ids[place : place + ID_BYTES] for place in range(0, len(ids), ID_BYTES)]
+                        newest += [one for one in zip(streams, parts, strict=False) if len(one[1]) == ID_BYTES][::-1]
         except sqlite3.DatabaseError as error:
             if not is_damage(error):
                 raise
-            log.warning(
-                "the ids of older records can't be read: some may be taken twice",
-                path=str(self._path),
-                reason=str(error),
-            )
+            what = "the ids of older records can't be read: some may be taken twice"
+            log.warning(what, path=str(self._path), reason=str(error))
         return newest[:count][::-1]
 
 
-def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int, int]]) -> bool:
+def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Holes) -> bool:
     """False if a record of `wanted` was passed over: each names the one before it on its topic, and the newest of each
     is known."""
     seen: dict[int, int] = {}
@@ -234,9 +219,8 @@ def _is_whole(found: Scan, wanted: Mapping[int, int], holes: Sequence[tuple[int,
             seen[stream] = seq
     if found.full:
         return True
-    return all(
-        newest <= seen.get(id, begin) or newest > found.covered or is_lost(newest) for id, newest in wanted.items()
-    )
+    missing = (seq for id, seq in wanted.items() if seen.get(id, begin) < seq <= found.covered)
+    return all(map(is_lost, missing))
 
 
 def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | None) -> tuple[list[int], int]:
@@ -249,9 +233,7 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
     places: set[int] = set()
     complete_to = min(indexed_seq, until)
     rows_max = max(INDEX_ROWS_MAX // max(1, len(wanted)), 1)
-    query = (
-        "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY first_seq LIMIT ?"
-    )
+    query = "SELECT first_seq FROM chunk_stream WHERE stream = ? AND first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
     for stream in wanted:
         rows = [row[0] for row in db.execute(query, (stream, start, complete_to, rows_max))]
         places.update(rows)
@@ -259,9 +241,9 @@ def _places(db: sqlite3.Connection, after: int, until: int, wanted: Set[int] | N
             complete_to = min(complete_to, rows[-1])
     if complete_to < min(indexed_seq, until):
         return sorted(place for place in places if place <= complete_to), complete_to
-    fresh, complete_to = (
-        _scanned(db, max(start, indexed_seq + 1), until, wanted) if until > indexed_seq else ([], until)
-    )
+    if until <= indexed_seq:
+        return sorted(places), until
+    fresh, complete_to = _scanned(db, max(start, indexed_seq + 1), until, wanted)
     return sorted(places) + fresh, complete_to
 
 
@@ -276,11 +258,43 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
         query = query.replace("streams FROM chunk", "NULL FROM chunk INDEXED BY chunk_time")
         rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
-    if wanted is None:
-        return [row[0] for row in rows], complete_to
-    return [
-        row[0] for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))
-    ], complete_to
+    if wanted is not None:  # a damaged set of streams may have them
+        rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
+    return [row[0] for row in rows], complete_to
 
 
-__all__ = ["Reader"]
+def chunk_at(db: sqlite3.Connection, first_seq: int) -> tuple[Columns, Chunk]:
+    """Raises CorruptChunkError, or sqlite3.DatabaseError."""
+    row = db.execute(f"SELECT {CHUNK_COLUMNS} FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone()
+    if row is None:
+        raise NoChunkError(f"the records from {first_seq} on aren't there")
+    try:
+        columns = Columns(*row)
+        return columns, decode(columns)
+    except (struct.error, TypeError, ValueError) as error:
+        raise CorruptChunkError(f"the columns of the records from {first_seq} on are none: {error}") from None
+
+
+def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
+    """In order: (first_seq, columns, ""), or (first_seq, None, why) where a chunk can't be read. Raises no error of
+    damage."""
+    for first_seq in _all_places(db):
+        try:
+            yield first_seq, chunk_at(db, first_seq)[0], ""
+        except (CorruptChunkError, sqlite3.DatabaseError) as error:
+            yield first_seq, None, str(error)
+
+
+def _all_places(db: sqlite3.Connection) -> Iterator[int]:
+    last = -1
+    with contextlib.suppress(sqlite3.DatabaseError):
+        for (first_seq,) in db.execute("SELECT first_seq FROM chunk NOT INDEXED ORDER BY first_seq"):
+            if isinstance(first_seq, int) and first_seq > last:
+                last = first_seq
+                yield last
+        return
+    with contextlib.suppress(sqlite3.DatabaseError):
+        rest = {
+            row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if isinstance(row[0], int)
+        }
+        yield from sorted(place for place in rest if place > last)

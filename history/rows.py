@@ -19,13 +19,13 @@ from typing import Any, Final
 
 from google.protobuf.message import DecodeError
 
-from history.connection import PAGE_BYTES
-from storage.file import FileKind, any_text
+from storage.file import FileKind, any_text, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 SCHEMA_VERSION: Final = 2
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
+PAGE_BYTES: Final = 16_384  # a batch of 512 messages takes some 170 KB; measured best of 4 to 32 KiB
 # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 CHECK_BYTES_MAX: Final = 256 << 20
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
@@ -61,7 +61,11 @@ class Table:
         return zlib.crc32(b"".join([self.name.encode(), *map(_packed, row)]))
 
     def read(self, db: sqlite3.Connection) -> Checked:
-        """Every row, held against its checksum. Raises sqlite3.Error."""
+        """Every row, held against its checksum; those of version 1, which had none, as today's table has them. Raises
+        sqlite3.Error, ValueError."""
+        if not has_checksums(db, self.name) and version_of(db) == 1:
+            old = () if self is DAMAGE else db.execute(f"SELECT * FROM {self.name}")
+            return Checked([upgraded(self, row) for row in old])
         found = Checked()
         found.rows.extend(self.each(db, found))
         return found
@@ -201,6 +205,11 @@ _CHUNK: Final = (
 CHUNK_COLUMNS: Final = "first_seq, records, time_ms, streams, ids, data, crc"
 
 
+def oldest_of(db: sqlite3.Connection) -> int:
+    """The first seq of all chunks; 0: there is none."""
+    return int(db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0)
+
+
 def create(db: sqlite3.Connection, meta: dict[str, Any], damage: Sequence[Row]) -> None:
     """In the caller's transaction: everything that an empty log has."""
     for statement in (*(table.ddl for table in CHECKED), *_CHUNK):
@@ -228,35 +237,31 @@ SCHEMAS: Final = tuple(
 """What SQLite says of the tables of each version, but for white space."""
 
 
-def upgrade(db: sqlite3.Connection, version: int) -> None:
-    """From `version` to today's, in the caller's transaction. Chunks and their index are the same in all versions."""
-    assert version == 1, "there is no other older version"
-    old = {
-        table: [upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")]
-        for table in (META, STREAM, HOLE, CURSOR)
-    }
-    for table in old:
-        db.execute(f"DROP TABLE {table.name}")
+def upgrade(db: sqlite3.Connection) -> None:
+    """From version 1, in the caller's transaction. Chunks and their index are the same in all versions."""
+    old = [(table, table.read(db).rows) for table in CHECKED]
     for table in CHECKED:
+        db.execute(f"DROP TABLE IF EXISTS {table.name}")
         db.execute(table.ddl)
-    for table, found in old.items():
+    for table, found in old:
         table.insert(db, found)
 
 
 def version_of(db: sqlite3.Connection) -> int:
     """What the tables say; bits of what the header says may have turned."""
-    return SCHEMA_VERSION if any(name == "crc" for _, name, *_ in db.execute("PRAGMA table_info(meta)")) else 1
+    return SCHEMA_VERSION if has_checksums(db, "meta") else 1
+
+
+def has_checksums(db: sqlite3.Connection, table: str) -> bool:
+    return any(name == "crc" for _, name, *_ in db.execute(f"PRAGMA table_info({table})"))
 
 
 def upgraded(table: Table, row: Row) -> Row:
     """A row of version 1 as today's table has it."""
     if table is STREAM:
+        plain = (None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3])
         try:
-            return (
-                row[0],
-                *(None if address is None else UUri.FromString(address).SerializeToString() for address in row[1:3]),
-                *row[3:],
-            )
+            return (row[0], *plain, *row[3:])
         except DecodeError as error:
             raise ValueError(f"stream {row[0]} has no address that can be read") from error
     if table is not CURSOR:
@@ -278,8 +283,8 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"chunk", "chunk_stream", "meta"}),
-    migrations={1: lambda db: upgrade(db, 1)},
+    migrations={1: lambda db: upgrade(db)},
+    is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,
     check=lambda db: "" if has_known_schema(db) else "it does not name its tables as it did",

@@ -17,28 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from history.connection import PAGE_BYTES
+from history import rows
 from history.damage import Damage, Ledger
 from history.load import CURSORS_LOST, FORGOTTEN_PREFIX, NEXT_STREAM, NOT_KNOWN, OTHERS
-from history.rows import (
-    CHECKED,
-    CURSOR,
-    DAMAGE,
-    LOG,
-    META,
-    META_KEYS,
-    SCHEMA_VERSION,
-    Checked,
-    Table,
-    create,
-    has_known_schema,
-    upgraded,
-)
-from history.walk import walk
-from storage.disk import Disk
+from history.reader import walk
+from storage.disk import Disk, Marked
 from storage.faults import remove
-from storage.file import SqliteFile, any_text, pragma
-from storage.mark import Marked
+from storage.file import SqliteFile, any_text
 
 _CRC: Final = struct.Struct("<I")
 _HEADER_BYTES: Final = 100  # of SQLite's file header, whose counters change; the tables follow it
@@ -54,7 +39,7 @@ def head_path(path: Path) -> Path:
 def keep_head(path: Path) -> None:
     """Called when the file is known to be whole and its write-ahead log is empty. Raises OSError."""
     with path.open("rb") as file:
-        page = file.read(PAGE_BYTES)
+        page = file.read(rows.PAGE_BYTES)
     kept = _read_head(path)
     if kept is None or kept[_HEADER_BYTES:] != page[_HEADER_BYTES:]:
         head_path(path).write_bytes(page + _CRC.pack(zlib.crc32(page)))
@@ -64,7 +49,7 @@ def _read_head(path: Path) -> bytes | None:
     with contextlib.suppress(OSError):
         data = head_path(path).read_bytes()
         page = data[:-4]
-        if len(page) == PAGE_BYTES and _CRC.unpack(data[-4:])[0] == zlib.crc32(page):
+        if len(page) == rows.PAGE_BYTES and _CRC.unpack(data[-4:])[0] == zlib.crc32(page):
             return page
     return None
 
@@ -72,7 +57,7 @@ def _read_head(path: Path) -> bytes | None:
 def _put_head(copy: Path, head: bytes) -> None:
     """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
     page = bytearray(head)
-    pages = copy.stat().st_size // PAGE_BYTES
+    pages = copy.stat().st_size // rows.PAGE_BYTES
     page[24:40] = struct.pack(">IIII", 1, pages, 0, 0)  # change counter, pages, first free page, free pages
     page[92:96] = struct.pack(">I", 1)  # the change counter for which the number of pages holds
     with copy.open("r+b") as file:
@@ -104,7 +89,7 @@ def salvage(
         if found is None:
             return None
         with contextlib.closing(found):
-            SqliteFile(LOG, whole, disk).make(lambda db: _fill(found, db, marked, random_bytes, told))
+            SqliteFile(rows.LOG, whole, disk).make(lambda db: _fill(found, db, marked, random_bytes, told))
     except _NothingError:
         return None
     finally:
@@ -123,7 +108,7 @@ def _open_copy(copy: Path, head: bytes | None, disk: Disk) -> sqlite3.Connection
         except sqlite3.DatabaseError:
             continue
         try:
-            if has_known_schema(db):
+            if rows.has_known_schema(db):
                 return db
         except (sqlite3.DatabaseError, ValueError):  # ValueError: not even what SQLite says about it is text
             pass
@@ -139,30 +124,30 @@ def _fill(
     told: Damage,
 ) -> None:
     """Copy what is right."""
-    read = {table.name: _read(old, table) for table in CHECKED}
-    meta = dict[str, Any](read[META.name].rows)
+    read = {table.name: _read(old, table) for table in rows.CHECKED}
+    meta = dict[str, Any](read[rows.META.name].rows)
     incarnation = meta.get("incarnation", marked.incarnation if marked is not None else None)
     if marked is None or marked.incarnation != incarnation:
         incarnation = random_bytes(16)  # up to where seqs were given out is not known: none may name two records
-    ledger = Ledger(read[DAMAGE.name].rows)
+    ledger = Ledger(read[rows.DAMAGE.name].rows)
     ledger.add(told)
-    create(db, {}, ledger.rows)
+    rows.create(db, {}, ledger.rows)
     first_seq = _copy_chunks(old, db)
-    if not first_seq and not read[CURSOR.name].rows:
+    if not first_seq and not read[rows.CURSOR.name].rows:
         raise _NothingError
-    kept = dict.fromkeys(META_KEYS, 0) | {
+    kept = dict.fromkeys(rows.META_KEYS, 0) | {
         "incarnation": incarnation,
         "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
     }
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
-    if read[META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
+    if read[rows.META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
-    if read[CURSOR.name].bad or CURSORS_LOST in meta:
+    if read[rows.CURSOR.name].bad or CURSORS_LOST in meta:
         kept[CURSORS_LOST] = 1
-    META.insert(db, kept.items())
-    for table in CHECKED:
-        if table not in (META, DAMAGE):
+    rows.META.insert(db, kept.items())
+    for table in rows.CHECKED:
+        if table not in (rows.META, rows.DAMAGE):
             table.insert(db, read[table.name].rows)
 
 
@@ -177,11 +162,9 @@ def _copy_chunks(old: sqlite3.Connection, db: sqlite3.Connection) -> int:
     return first
 
 
-def _read(db: sqlite3.Connection, table: Table) -> Checked:
+def _read(db: sqlite3.Connection, table: rows.Table) -> rows.Checked:
     """The rows that are right; one that is bad stands for a table that can't be read."""
     try:
-        if pragma(db, "user_version") == SCHEMA_VERSION or table is DAMAGE:
-            return table.read(db)
-        return Checked([upgraded(table, row) for row in db.execute(f"SELECT * FROM {table.name}")])
+        return table.read(db)
     except (sqlite3.DatabaseError, TypeError, ValueError):
-        return Checked(bad=[()])
+        return rows.Checked(bad=[()])

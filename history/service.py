@@ -13,20 +13,16 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Final
 
-from history import asked as requests
 from history import witness
-from history.asked import POLL_BYTES_MAX, Poll
-from history.consumers import Consumers, cursor_name
+from history.asked import EVERYTHING, Access, Match, Matches, Poll, checked, patterns_of
+from history.consumers import Consumers, Owner, cursor_name
 from history.log import Log
-from history.matching import EVERYTHING, Access, Match, Matches, Open, patterns_of
-from history.turns import Turns
 from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
-from uprotocol.communication.shares import CALLERS_SHARE, Shares
+from uprotocol.communication.shares import CALLERS_SHARE, Shares, Turns
 from uprotocol.core.ustreamer.ids import DESCRIBE, ENTITY, POLL, VERSION
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
@@ -45,23 +41,17 @@ from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
-from uprotocol.v1.uri_pb2 import UUri
 
 # of reading, for one poll: who asks for a rare topic gets `more` and asks again, and others have their turn
 POLL_STEPS_MAX: Final = 16
 REQUESTS_RUNNING_MAX: Final = 2_000  # polls that wait for their turn, for the most part
+SEATS_MAX: Final = 8  # answers being made at once: more are not made faster, and each takes some MiB
 POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
 # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLY_BYTES_MAX: Final = 5 << 18
 REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
 DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
-
-
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    poll: Poll
-    woken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class HistoryService:
@@ -80,34 +70,29 @@ class HistoryService:
         logs: Iterable[Log],
         *,
         access: Access | None = None,
-        polls_waiting_max: int = POLLS_WAITING_MAX,
-        poll_bytes_max: int = POLL_BYTES_MAX,
         reply_bytes_max: int = REPLY_BYTES_MAX,
         replies_bytes_max: int = REPLIES_BYTES_MAX,
         share: int = CALLERS_SHARE,
         drain_ms_max: int = DRAIN_MS_MAX,
-        now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
-        own = LocalUriProvider(local.get_authority(), ENTITY, VERSION)
         self._server = InMemoryRpcServer(
             transport,
-            own,
+            LocalUriProvider(local.get_authority(), ENTITY, VERSION),
             requests_running_max=REQUESTS_RUNNING_MAX,
             responses_bytes_max=replies_bytes_max,
             share=share,
             drain_ms_max=drain_ms_max,
         )
         self._logs = list(logs)
-        self._by_incarnation = {log.incarnation: log for log in self._logs}
-        self._access: Access = access if access is not None else Open()
+        self._incarnations = {log.incarnation for log in self._logs}
+        self._access = access if access is not None else Access()
         self._access_version = self._access.version
         self._matches = Matches(self._logs)
-        self._poll_bytes_max, self._now_ms = poll_bytes_max, now_ms
-        self._waiting: set[_Waiting] = set()
-        self._room = Shares[str](polls_waiting_max, share=share)  # for those that wait, by authority
-        self._turns = Turns(reply_bytes_max, self._server.responses.has_room, share=share)
+        self._waiting: set[Poll] = set()
+        self._room = Shares[str](POLLS_WAITING_MAX, share=share)  # for those that wait, by authority
+        self._turns = Turns(reply_bytes_max, self._server.responses.has_room, SEATS_MAX, share)
         self._server.responses.on_taken(self._turns.look)
-        self.consumers = Consumers(self._logs, now_ms, share=share)
+        self.consumers = Consumers(self._logs, uuids.now_ms, share=share)
         self._seen: dict[Log, int] = {}
         self._stop_listening: list[Callable[[], None]] = []
         self._stopping = False
@@ -129,8 +114,8 @@ class HistoryService:
     async def stop(self) -> None:
         """Answer the polls that wait, and take no more. May be called twice. The logs stay open."""
         self._stopping = True
-        for waiting in self._waiting:
-            waiting.woken.set()
+        for poll in self._waiting:
+            poll.woken.set()
         for end in self._stop_listening:
             end()
         self._stop_listening.clear()
@@ -155,11 +140,8 @@ class HistoryService:
         with self._counted("describes"):
             patterns = patterns_of(UPayload.of(request).unpack(DescribeRequest).topics, caller.authority_name)
             matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
-        await self._turns.begin(caller.authority_name, request.attributes.ttl / 1000)
-        try:
+        async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
             return await self._described(matches)
-        finally:
-            self._turns.end_with_the_step(caller.authority_name)
 
     async def _described(self, matches: dict[Log, Match]) -> DescribeResponse:
         response = DescribeResponse()
@@ -177,54 +159,45 @@ class HistoryService:
             )
             await matches[log].complete()
             if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
-                raise UStatusError(
-                    UCode.RESOURCE_EXHAUSTED, f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
-                )
-            response.topics.extend(
-                _topic_state(log, id)
-                for id in sorted(matches[log].ids)
-                if log.knows_stream(id) and log.stream(id).records
-            )
-        self._count_withheld(matches)
-        return response
-
-    def _count_withheld(self, matches: dict[Log, Match]) -> None:
+                what = f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
+                raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
+            known = (id for id in sorted(matches[log].ids) if log.knows_stream(id))
+            response.topics.extend(_topic_state(log, id) for id in known if log.stream(id).records)
         self.counts["withheld"] += any(match.withheld for match in matches.values())
+        return response
 
     # -- Poll
 
     async def _poll(self, request: UMessage) -> PollResponse:
-        caller = request.attributes.source
         with self._counted("polls"):
             asked = UPayload.of(request).unpack(PollRequest)
-            poll = requests.checked(asked, request.attributes, self._poll_bytes_max, self._now_ms())
-            self._look_again(poll, caller)
+            poll = checked(asked, request.attributes, uuids.now_ms())
+            self._look_again(poll)
             if asked.consumer:
-                self.consumers.require(asked.consumer, poll.owner)
-        response = PollResponse()
-        response.more = await self._answer(poll, caller, response)
-        self.counts["records"] += sum(len(batch.seq) for batch in response.batches)
-        self.counts["gaps"] += len(response.gaps)
-        return response
+                self.consumers.require(asked.consumer, Owner.of(poll.source))
+        poll.response.more = await self._answer(poll)
+        self.counts["records"] += sum(len(batch.seq) for batch in poll.response.batches)
+        self.counts["gaps"] += len(poll.response.gaps)
+        return poll.response
 
-    def _look_again(self, poll: Poll, caller: UUri) -> None:
+    def _look_again(self, poll: Poll) -> None:
         """What the caller may see now: that may have changed while it waited. Raises PERMISSION_DENIED."""
-        sight = self._access.of(caller)
+        sight = self._access.of(poll.source)
         if poll.sight is None or poll.sight.key != sight.key:
             poll.sight, poll.matches = sight, self._matches.of(poll.patterns, sight, poll.caller)
 
-    async def _place(self, poll: Poll, response: PollResponse) -> None:
+    async def _place(self, poll: Poll) -> None:
         """Where to read each log on, and what of it is gone already."""
+        response = poll.response
         for incarnation, seq in poll.positions.items():
             # Of a log that is gone and of which nothing was read nothing is missed, unless it is known to have had
             # records.
-            if incarnation not in self._by_incarnation and (
-                seq or any(log.knows_lost(incarnation) for log in self._logs)
-            ):
-                response.gaps.append(Gap(reason=Gap.REASON_INCARNATION, incarnation=incarnation, after_seq=seq))
+            is_gone = incarnation not in self._incarnations
+            if is_gone and (seq or any(log.knows_lost(incarnation) for log in self._logs)):
+                response.gaps.append(gap_of(Gap.REASON_INCARNATION, incarnation, seq))
         for log in self._logs:
             if log.incarnation not in poll.positions:
-                poll.places[log] = await self._start(log, poll, response)
+                poll.places[log] = await self._start(log, poll)
                 continue
             seq = poll.places[log] = poll.positions[log.incarnation]
             known = poll.known[log.incarnation]
@@ -238,7 +211,7 @@ class HistoryService:
                 poll.known[log.incarnation] = witness.up_to(known, agreed)
                 poll.acked[log.incarnation] = min(agreed, poll.acked.get(log.incarnation, agreed))
 
-    async def _start(self, log: Log, poll: Poll, response: PollResponse) -> int:
+    async def _start(self, log: Log, poll: Poll) -> int:
         asked = poll.asked
         start = asked.WhichOneof("start")
         if start == "latest" and asked.latest:
@@ -254,7 +227,7 @@ class HistoryService:
         else:
             return log.floor_seq
         if seq <= log.floor_seq and log.floor_seq:
-            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
+            poll.response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, 0, log.floor_seq + 1))
         return max(seq, log.floor_seq)
 
     async def _sees_record(self, log: Log, seq: int, poll: Poll) -> bool:
@@ -266,78 +239,69 @@ class HistoryService:
         await match.complete()
         return bool((await log.scan(seq - 1, max_records=1, max_bytes=1, until=seq, streams=match.ids)).chunks)
 
-    def _hold(self, poll: Poll, response: PollResponse) -> None:
+    def _hold(self, poll: Poll) -> None:
         """Let the consumer's cursor hold retention: at what it acknowledged, else where it was, else where it
         begins."""
         consumer = poll.asked.consumer
-        if not consumer:
-            return
         for log, place in poll.places.items():
             known = log.cursor(cursor_name(consumer))
             seq = poll.acked.get(log.incarnation, place if known is None else known)
-            self.consumers.hold(consumer, poll.owner, log, seq, poll.lease_ms + int(poll.wait_ms))
-        response.lease_ms = poll.lease_ms
+            self.consumers.hold(consumer, Owner.of(poll.source), log, seq, poll.lease_ms + int(poll.wait_ms))
+        poll.response.lease_ms = poll.lease_ms
 
-    async def _answer(self, poll: Poll, caller: UUri, response: PollResponse) -> bool:
-        """Fill `response` with what there is, or what comes while the poll may wait; True if there is more at hand.
+    async def _answer(self, poll: Poll) -> bool:
+        """Fill the response with what there is, or what comes while the poll may wait; True if there is more at hand.
 
         Who waits is on the list before it looks, so that nothing can come in between unnoticed.
         """
-        waiting = _Waiting(poll)
         time = asyncio.get_running_loop().time
         deadline, gives_up = time() + poll.wait_ms / 1000, time() + poll.left_ms / 1000
-        refusal = self._why_not_wait(poll.caller)
-        if refusal is None:
-            self._waiting.add(waiting)
+        full = self._room.full(poll.caller)
+        if full is None:
+            self._waiting.add(poll)
             self._room.add(poll.caller, 1)
         try:
             while True:
-                waiting.woken.clear()
-                is_done = await self._look(poll, caller, response, gives_up - time())
+                poll.woken.clear()
+                is_done = await self._look(poll, gives_up - time())
                 if is_done or poll.is_over or self._stopping or deadline <= time():
-                    return bool(poll.pending) if is_done else False
-                if refusal is not None:
-                    raise refusal
+                    return is_done and bool(poll.pending)
+                if full is not None:
+                    whose = f" of authority {poll.caller!r}" if full.is_of_one else ""
+                    what = f"{full.limit} polls{whose} wait already: try again later"
+                    raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
                 with contextlib.suppress(TimeoutError):  # then look once more: `next` covers what was not for this poll
                     async with asyncio.timeout_at(deadline):
-                        await waiting.woken.wait()
-                self._look_again(poll, caller)
+                        await poll.woken.wait()
+                self._look_again(poll)
         finally:
-            if refusal is None:
-                self._waiting.discard(waiting)
+            if full is None:
+                self._waiting.discard(poll)
                 self._room.add(poll.caller, -1)
 
-    def _why_not_wait(self, caller: str) -> UStatusError | None:
-        full = self._room.full(caller)
-        if full is None:
-            return None
-        whose = f" of authority {caller!r}" if full.is_of_one else ""
-        return UStatusError(UCode.RESOURCE_EXHAUSTED, f"{full.limit} polls{whose} wait already: try again later")
-
-    async def _look(self, poll: Poll, caller: UUri, response: PollResponse, seconds: float) -> bool:
+    async def _look(self, poll: Poll, seconds: float) -> bool:
         """Read on when it is this caller's turn; True if there is something to answer."""
-        await self._turns.begin(poll.caller, seconds)
-        try:
+        response = poll.response
+        async with self._turns.turn(poll.caller, seconds):
             for match in poll.matches.values():
                 await match.complete()
             if not poll.places:
-                self._count_withheld(poll.matches)
-                await self._place(poll, response)
+                self.counts["withheld"] += any(match.withheld for match in poll.matches.values())
+                await self._place(poll)
                 response.begin.extend(await _told(poll))
-                self._hold(poll, response)
-            complete = await self._read_all(poll, response)
+                if poll.asked.consumer:
+                    self._hold(poll)
+            complete = await self._read_all(poll)
             del response.next[:]
             response.next.extend(await _told(poll))
-        finally:
-            self._turns.end_with_the_step(poll.caller)
         return bool(response.batches or response.gaps or not complete)
 
-    async def _read_all(self, poll: Poll, response: PollResponse) -> bool:
+    async def _read_all(self, poll: Poll) -> bool:
         """Read every log from its place on, each with its share of the reply, as far as the reply and some steps go.
 
         True if it came to the end of each log, as that was when it began.
         """
-        complete = True
+        complete, gaps = True, poll.response.gaps
         pending = poll.pending
         records, bytes = poll.records_max, poll.bytes_max
         for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
@@ -357,11 +321,9 @@ class HistoryService:
                     strict=bool(batch.seq),  # a reply has one record at least, whatever its size
                 )
                 poll.places[log] = min(max(found.covered, place), end)
-                if place < found.floor_seq:
-                    self._note_retention(poll.matches[log], log, place, found.floor_seq, response)
-                response.gaps.extend(
-                    gap_of(Gap.REASON_CORRUPTION, log.incarnation, after, before) for after, before in found.gaps
-                )
+                if place < found.floor_seq and _has_passed(found.floor_seq, place, poll.matches[log], log):
+                    gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, found.floor_seq + 1))
+                gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *bounds) for bounds in found.gaps)
                 for chunk in found.chunks:
                     batch.seq.extend(chunk.seqs)
                     batch.prev_seq.extend(chunk.prev_seqs)
@@ -373,17 +335,9 @@ class HistoryService:
                 if found.full:
                     break
             if batch.seq:
-                response.batches.append(batch)
+                poll.response.batches.append(batch)
             complete = complete and poll.places[log] >= end
         return complete
-
-    def _note_retention(self, match: Match, log: Log, place: int, floor: int, response: PollResponse) -> None:
-        """A gap, if retention passed something of these streams that the caller has not seen."""
-        streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
-        if match.forgotten_seq > place or any(
-            stream.newest_seq > place and stream.first_seq <= floor for stream in streams
-        ):
-            response.gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, floor + 1))
 
     def _appended(self, log: Log) -> None:
         """Wake those for whom something came."""
@@ -395,13 +349,19 @@ class HistoryService:
         is_old = self._access_version != self._access.version  # what is waited for may not be what may be seen now
         self._access_version = self._access.version
         hits: dict[int, bool] = {}  # by the identity of the match, which many polls may share
-        for waiting in self._waiting:
-            match = waiting.poll.matches[log]
+        for poll in self._waiting:
+            match = poll.matches[log]
             hit = hits.get(id(match))
             if hit is None:
                 hit = hits[id(match)] = chunks is None or not match.advance() or not match.ids.isdisjoint(came)
             if hit or is_old:
-                waiting.woken.set()
+                poll.woken.set()
+
+
+def _has_passed(floor: int, place: int, match: Match, log: Log) -> bool:
+    """True if retention has deleted something of these streams that the caller, at `place`, has not seen."""
+    streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
+    return match.forgotten_seq > place or any(one.newest_seq > place and one.first_seq <= floor for one in streams)
 
 
 async def _told(poll: Poll) -> list[Position]:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
 
-from history.chunk import Columns, unpack_streams
-from history.connection import WAL_WAIT_MS, file_bytes_max, transaction_bytes, wal_bytes_max
-from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor, Extent
+from history.chunk import Allowance, Chunk, Passed, encode, unpack_streams
+from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor
 from history.opening import Opening, suspect_path
-from history.passed import Allowance, Passed
-from history.retention import CHUNKS_PER_PASS, excess_of, find_doomed, readable, used_bytes, vacuum
-from history.rows import CURSOR, DAMAGE, META, STREAM, Row
-from history.stream import NOWHERE, Place, Stream
+from history.retention import CHUNKS_PER_PASS, WAL_WAIT_MS, Sizes, find_doomed, readable, used_bytes, vacuum
+from history.rows import CURSOR, DAMAGE, META, STREAM, Row, oldest_of
+from history.stream import NOWHERE, Place, Stream, growth_of
 from storage.faults import disk_bytes, free_bytes
 from storage.file import empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
@@ -57,26 +55,28 @@ class Changes:
         )
 
 
-@dataclass(slots=True)
-class Retained:
-    """What a step of retention has done."""
-
-    more: bool
-    passed: list[Passed] = field(default_factory=list)
-
-
 class Store:
     """Used by one thread at a time: by whoever opens it, then by the writer."""
 
-    def __init__(self, opened: Opening, runtime: Runtime, bytes_max: int) -> None:
-        """Use `open`."""
-        self.path, self.runtime, self._bytes_max = opened.path, runtime, bytes_max
-        self.file, self.loaded = opened.file, opened.loaded
+    def __init__(
+        self,
+        path: Path,
+        runtime: Runtime = REAL,
+        now_ms: Callable[[], int] | None = None,
+        bytes_max: int = RETENTION_BYTES,
+    ) -> None:
+        """Opens the file. Raises as Opening does."""
+        self.path, self.runtime, self.sizes = path, runtime, Sizes(bytes_max)
+        opening = Opening(path, runtime, now_ms or runtime.now_ms, self.sizes)
+        opening.run()
+        self.file, self.loaded, self.extent = opening.file, opening.loaded, opening.loaded.extent
+        # by their numbers. They are added and forgotten on the loop; here they are only looked up
+        self.streams: dict[int, Stream] = self.loaded.streams
         self.allowance = Allowance()
         self.heard_seq = self.loaded.start_seq  # the loop has heard of all growth up to here; the loop says so
         # places of streams that grew since the last checkpoint, or are ahead of what the loop has
         self.ahead = {id: self.streams[id].place for id in self.loaded.dirty}
-        self._stream_rows = len(self.loaded.streams)
+        self._stream_rows = len(self.streams)
         self._must_count = False  # after an error: some of those that were to be written may be there
         self._data_version = 0  # of SQLite: changes when another process has written
         self._used_bytes = 0  # of pages that are in use, when we last looked
@@ -89,34 +89,6 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.path}, {self.extent})"
 
-    @property
-    def incarnation(self) -> bytes:
-        return self.loaded.incarnation
-
-    @property
-    def extent(self) -> Extent:
-        return self.loaded.extent
-
-    @property
-    def streams(self) -> dict[int, Stream]:
-        """By their numbers. They are added and forgotten on the loop; here they are only looked up."""
-        return self.loaded.streams
-
-    # -- open and close
-
-    @classmethod
-    def open(
-        cls,
-        path: Path,
-        runtime: Runtime = REAL,
-        now_ms: Callable[[], int] | None = None,
-        bytes_max: int = RETENTION_BYTES,
-    ) -> Store:
-        """Raises as Opening does."""
-        opened = Opening(path, runtime, now_ms or runtime.now_ms, bytes_max)
-        opened.run()
-        return cls(opened, runtime, bytes_max)
-
     def close(self) -> None:
         """Everything committed is kept in any case; a clean close spares the next open some work."""
         try:
@@ -127,15 +99,14 @@ class Store:
             self._checkpointed()
             empty_wal(db, WAL_WAIT_MS)
         except sqlite3.Error as error:
-            log.warning(
-                "the log could not be closed cleanly; the next open recovers it", path=str(self.path), error=str(error)
-            )
+            what = "the log could not be closed cleanly; the next open recovers it"
+            log.warning(what, path=str(self.path), error=str(error))
         self.file.close()
 
     # -- connections
 
     def _connection(self) -> sqlite3.Connection:
-        if self.file.db is None:
+        if (db := self.file.db) is None:
             db = self.file.connect()
             try:
                 self._resume(db)
@@ -143,7 +114,7 @@ class Store:
                 self.file.reset()
                 raise
             self._connected(db)
-        return self.file.connected
+        return db
 
     def _connected(self, db: sqlite3.Connection) -> None:
         self._data_version = pragma(db, "data_version")
@@ -160,14 +131,10 @@ class Store:
                 db.execute("DELETE FROM chunk WHERE first_seq > ?", (newest,))
             log.warning("a commit that had failed was on disk, and was taken back", path=str(self.path), after=newest)
         self._must_count = True
-        meta: dict[str, int] = {}
-        meta.update(META.read(db).rows)
-        if meta.get("floor_seq", 0) > self.extent.floor_seq:
-            self.extent.floor_seq, self.extent.stored_bytes = (
-                meta["floor_seq"],
-                meta.get("stored_bytes", self.extent.stored_bytes),
-            )
-            self.extent.oldest_seq = db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
+        meta, extent = dict[str, int](META.read(db).rows), self.extent
+        if meta.get("floor_seq", 0) > extent.floor_seq:
+            extent.floor_seq, extent.stored_bytes = meta["floor_seq"], meta.get("stored_bytes", extent.stored_bytes)
+            extent.oldest_seq = oldest_of(db)
             self._checkpointed()
             if self._passing is not None:
                 self._late.append(self._passing)
@@ -180,80 +147,66 @@ class Store:
 
     # -- write
 
-    def commit(self, chunks: Sequence[Columns], changes: Changes, *, probe: bool = False) -> None:
+    def commit(self, chunks: Sequence[Chunk], changes: Changes, *, probe: bool = False) -> dict[int, Place]:
         """All of it on disk, or a sqlite3.Error and nothing of it. `probe`: write something in any case, to see whether
-        that works."""
-        db, loaded = self._connection(), self.loaded
-        checkpoint = len(loaded.unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
+        that works. Returns where the streams of these chunks are now, for the loop to take over when it hears of it."""
+        db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
+        columns = [encode(chunk) for chunk in chunks]
+        checkpoint = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
+        if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
+            self._look(db)
         with transaction(db):
-            stream_rows = self._write_changes(db, changes)
+            self._write_changes(db, changes)
             db.executemany(
                 "INSERT INTO chunk VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in chunks],
+                [(c.first_seq, c.records, c.time_ms, c.bytes, c.crc, c.streams, c.ids, c.data) for c in columns],
             )
             if probe:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
-            if checkpoint and loaded.unindexed:  # up to before these chunks, whose streams have not grown yet
+            if checkpoint and unindexed:  # up to before these chunks, whose streams have not grown yet
                 self._checkpoint(db)
         if checkpoint:
             self._checkpointed()
-        if changes.streams or changes.forgotten:
-            self._stream_rows, self._must_count = stream_rows, False
-        loaded.unindexed.extend((c.first_seq, c.streams) for c in chunks)
+        places: dict[int, Place] = {}
+        for chunk, c in zip(chunks, columns, strict=True):
+            unindexed.append((c.first_seq, c.streams))
+            extent.oldest_seq = extent.oldest_seq or c.first_seq
+            extent.newest_seq = c.last_seq
+            extent.stored_bytes += c.bytes
+            self._added_bytes += c.bytes
+            for id, growth in growth_of(c.first_seq, chunk.streams, c.ids, c.time_ms):
+                first_seq, newest_seq, records, newest_id, time_ms = growth
+                before = ahead.get(id) or self.streams[id].place
+                place = before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms
+                places[id] = ahead[id] = place
         if chunks:
-            self._count(db, chunks)
+            self.file.move_mark(extent.newest_seq)
+        return places
 
-    def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> int:
-        """Returns how many streams there are then."""
-        stream_rows = self._write_streams(db, changes) if changes.streams or changes.forgotten else self._stream_rows
+    def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> None:
+        if changes.streams or changes.forgotten:
+            self._write_streams(db, changes)
         META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
-        db.executemany(
-            "DELETE FROM meta WHERE key = ?", [(key,) for key, value in changes.meta.items() if value is None]
-        )
+        gone = [(key,) for key, value in changes.meta.items() if value is None]
+        db.executemany("DELETE FROM meta WHERE key = ?", gone)
         DAMAGE.insert(db, changes.damage)
         if changes.cursors:
-            kept = [
-                (name, c.seq, c.lease_until_ms, int(c.holds), c.absent_ms)
-                for name, c in changes.cursors.items()
-                if c is not None
-            ]
+            kept = [(name, *c.columns) for name, c in changes.cursors.items() if c is not None]
             CURSOR.insert(db, kept)
-            db.executemany(
-                "DELETE FROM cursor WHERE name = ?",
-                [(name,) for name, cursor in changes.cursors.items() if cursor is None],
-            )
+            gone = [(name,) for name, cursor in changes.cursors.items() if cursor is None]
+            db.executemany("DELETE FROM cursor WHERE name = ?", gone)
         if changes.distrusts_index:
             self.loaded.is_index_trusted = False
             META.insert(db, [("indexed_seq", NOT_KNOWN)])
-        return stream_rows
 
-    def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> int:
+    def _write_streams(self, db: sqlite3.Connection, changes: Changes) -> None:
         STREAM.insert(db, [stream.row(NOWHERE) for stream in changes.streams])
-        stream_rows = self._stream_rows + len(changes.streams)
+        self._stream_rows += len(changes.streams)
         for id in changes.forgotten:
-            stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
+            self._stream_rows -= db.execute("DELETE FROM stream WHERE id = ?", (id,)).rowcount
         if self._must_count:
-            stream_rows = db.execute("SELECT count(*) FROM stream").fetchone()[0]
-        META.insert(db, [(STREAMS, stream_rows)])
-        return stream_rows
-
-    def _count(self, db: sqlite3.Connection, chunks: Sequence[Columns]) -> None:
-        added = sum(c.bytes for c in chunks)
-        self.extent.oldest_seq = self.extent.oldest_seq or chunks[0].first_seq
-        self.extent.newest_seq = chunks[-1].last_seq
-        self.extent.stored_bytes += added
-        self._added_bytes += added
-        if self._added_bytes > transaction_bytes(self._bytes_max) // 8:
-            self._look(db)
-        self.file.move_mark(self.extent.newest_seq)
-
-    def grow(self, growths: Mapping[int, Place]) -> dict[int, Place]:
-        """What was committed; the places of these streams now, for the loop to take over when it hears of them."""
-        ahead, streams = self.ahead, self.streams
-        for id, (first_seq, newest_seq, records, newest_id, time_ms) in growths.items():
-            before = ahead.get(id) or streams[id].place
-            ahead[id] = (before[0] or first_seq, newest_seq, before[2] + records, newest_id, time_ms)
-        return {id: ahead[id] for id in growths}
+            self._stream_rows, self._must_count = db.execute("SELECT count(*) FROM stream").fetchone()[0], False
+        META.insert(db, [(STREAMS, self._stream_rows)])
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
         index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
@@ -262,9 +215,8 @@ class Store:
         STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
         extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
-        META.insert(
-            db, [*meta.items(), ("indexed_seq", extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN)]
-        )
+        meta["indexed_seq"] = extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN
+        META.insert(db, meta.items())
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
@@ -285,31 +237,30 @@ class Store:
 
     def sample(self) -> None:
         """Look what the files really take, and what is left."""
-        self.extent.disk_bytes = sum(
-            disk_bytes(self.file.beside(suffix)) for suffix in ("", "-wal", "-shm", ".mark", ".head")
-        )
+        suffixes = ("", "-wal", "-shm", ".mark", ".head")
+        self.extent.disk_bytes = sum(disk_bytes(self.file.beside(suffix)) for suffix in suffixes)
         with contextlib.suppress(OSError):
             self.extent.disk_free_bytes = free_bytes(self.path)
 
     # -- retention
 
-    def is_too_big(self, bytes_max: int) -> bool:
+    @property
+    def is_too_big(self) -> bool:
         """Costs nothing: is it time to `retain`?"""
-        return self._used_bytes + self._added_bytes > file_bytes_max(bytes_max)
+        return self._used_bytes + self._added_bytes > self.sizes.file
 
-    def retain(self, cutoff_ms: int, bytes_max: int, keep_after: int, owed_after: int) -> Retained:
+    def retain(self, cutoff_ms: int, keep_after: int, owed_after: int) -> tuple[bool, list[Passed]]:
         """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and in
-        any case as many as it takes to keep all files within `bytes_max`. The last chunk stays, so that a reader finds
-        the end. A bounded step.
+        any case as many as it takes to keep all files within their sizes. The last chunk stays, so that a reader finds
+        the end. A bounded step: True if there is more to do.
 
         What lies beyond `owed_after` is handed back, as far as that is not too much.
         """
         db = self._connection()
         late, self._late = self._late, []
-        excess = self._excess(db, bytes_max)
-        doomed, floor = find_doomed(db, cutoff_ms, excess, keep_after)
+        doomed, floor = find_doomed(db, cutoff_ms, self._excess(db), keep_after)
         if not doomed:
-            return Retained(vacuum(db, bytes_max), late)
+            return vacuum(db, self.sizes), late
         before = replace(self.extent)
         if owed_after < floor:
             owed = max(owed_after, before.floor_seq)
@@ -320,30 +271,32 @@ class Store:
                 index = [(id, first) for first, _, packed in doomed for id in unpack_streams(packed)]
                 db.executemany("DELETE FROM chunk_stream WHERE stream = ? AND first_seq = ?", index)
                 db.execute("DELETE FROM chunk WHERE first_seq <= ?", (floor,))
-                self.extent.oldest_seq = db.execute("SELECT min(first_seq) FROM chunk").fetchone()[0] or 0
+                self.extent.oldest_seq = oldest_of(db)
                 self.extent.floor_seq = max(before.floor_seq, floor)
                 self.extent.stored_bytes -= sum(bytes for _, bytes, _ in doomed)
                 META.insert(db, [("floor_seq", self.extent.floor_seq), ("stored_bytes", self.extent.stored_bytes)])
         except BaseException:
-            self.loaded.extent, self._late = before, late
+            self.extent, self._late = before, late
             raise
         self._checkpointed()
         if self._passing is not None:
             late.append(self._passing)
             self._passing = None
-        return Retained(len(doomed) == CHUNKS_PER_PASS or self._excess(db, bytes_max) > 0, late)
+        return len(doomed) == CHUNKS_PER_PASS or self._excess(db) > 0, late
 
     def _look(self, db: sqlite3.Connection) -> None:
         self._used_bytes, self._added_bytes = used_bytes(db), 0
 
-    def _excess(self, db: sqlite3.Connection, bytes_max: int) -> int:
+    def _excess(self, db: sqlite3.Connection) -> int:
+        """How much has to go. Once it is too big, somewhat more: so that not every commit deletes."""
         self._look(db)
-        return excess_of(self._used_bytes, self.extent.stored_bytes, bytes_max)
+        excess = max(self._used_bytes - self.sizes.file, self.extent.stored_bytes - self.sizes.whole)
+        return excess + self.sizes.transaction // 4 if excess > 0 else excess
 
     def bound_wal(self) -> None:
         """SQLite empties its write-ahead log by itself, unless readers are always there; then they are waited for."""
         db = self.file.db
         if db is None or self.runtime.monotonic() < self._wal_due:
             return
-        if self.file.wal_bytes > wal_bytes_max(self._bytes_max) and not empty_wal(db, WAL_WAIT_MS):
+        if self.file.wal_bytes > self.sizes.wal and not empty_wal(db, WAL_WAIT_MS):
             self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say

@@ -6,7 +6,7 @@ chunk -> growth_of -> writer's thread: places -> Written -> loop: move -> reader
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from history.chunk import ID_BYTES
@@ -73,21 +73,14 @@ class Stream:
         self.move((self.first_seq or first_seq, newest_seq, self.records + records, newest_id, time_ms))
 
 
-def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> dict[int, Place]:
+def growth_of(first_seq: int, streams: Sequence[int], ids: bytes, time_ms: int) -> Iterator[tuple[int, Place]]:
     """What each stream of a chunk has there."""
     newest = dict(zip(streams, range(len(streams)), strict=True))
     first = dict(zip(reversed(streams), range(len(streams) - 1, -1, -1), strict=True))
     counts = Counter(streams)
-    return {
-        id: (
-            first_seq + first[id],
-            first_seq + place,
-            counts[id],
-            ids[place * ID_BYTES : (place + 1) * ID_BYTES],
-            time_ms,
-        )
-        for id, place in newest.items()
-    }
+    for id, place in newest.items():
+        newest_id = ids[place * ID_BYTES : (place + 1) * ID_BYTES]
+        yield id, (first_seq + first[id], first_seq + place, counts[id], newest_id, time_ms)
 
 
 def address_of(source: UUri, sink: UUri | None) -> bytes | tuple[bytes, bytes]:

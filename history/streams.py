@@ -187,18 +187,16 @@ class Streams(abc.ABC):
 
     def _refuse_beyond(self, authority: str, *, wanted: bool) -> None:
         """Raises TopicsFullError where there is no room for one more of this source authority."""
-        if not wanted and self._counts[authority] >= self.authority_streams_max:
-            raise TopicsFullError(
-                "authority_topics_full",
-                f"{authority!r} has {self._counts[authority]} topics here already, which is the limit of one "
-                "authority: use fewer",
+        has, known = self._counts[authority], len(self._table)
+        if not wanted and has >= self.authority_streams_max:
+            what = f"{authority!r} has {has} topics here already, which is the limit of one authority: use fewer"
+            raise TopicsFullError("authority_topics_full", what)
+        if known >= self.streams_max or (self._is_crowded and not wanted):
+            rest = "" if wanted else "the rest is kept for what is subscribed: "
+            what = (
+                f"{known} of at most {self.streams_max} topics are known here, and {rest}give more memory, or use fewer"
             )
-        if len(self._table) >= self.streams_max or (self._is_crowded and not wanted):
-            raise TopicsFullError(
-                "topics_full",
-                f"{len(self._table)} of at most {self.streams_max} topics are known here, "
-                f"and {'' if wanted else 'the rest is kept for what is subscribed: '}give more memory, or use fewer",
-            )
+            raise TopicsFullError("topics_full", what)
 
     # -- forgetting
 
@@ -222,9 +220,8 @@ class Streams(abc.ABC):
     def _sweep(self) -> None:
         more = self._look(self.floor_seq, self._loop.time())
         more = bool(self._forget()) or more
-        self._sweeping = self._loop.call_later(
-            SWEEP_AGAIN_S if more else min(SWEEP_S, self.forget_after_s), self._sweep
-        )
+        again_s = SWEEP_AGAIN_S if more else min(SWEEP_S, self.forget_after_s)
+        self._sweeping = self._loop.call_later(again_s, self._sweep)
 
     def _forget(self, *, at_once: bool = False) -> int:
         """Streams that have had no record for a while; `at_once`: some of those that have none now. How many that
@@ -269,16 +266,14 @@ class Streams(abc.ABC):
     def _candidates(self, floor_seq: int, now_s: float, *, at_once: bool) -> list[Stream]:
         """Those that have been empty for long enough; `at_once`: the first of all that are empty. They are no longer
         among the empty ones."""
-        found: list[Stream] = []
         if at_once:
-            self._take(self._empty, now_s, floor_seq, ROOM_STREAMS, found)
-            return found
+            return self._take(self._empty, now_s, floor_seq, ROOM_STREAMS)
         latest = now_s - self.forget_after_s
-        self._take(self._empty, latest, floor_seq, LOOKED_AT_MAX, found)
-        self._take(self._fresh, latest, floor_seq, LOOKED_AT_MAX, found)
-        return found
+        found = self._take(self._empty, latest, floor_seq, LOOKED_AT_MAX)
+        return found + self._take(self._fresh, latest, floor_seq, LOOKED_AT_MAX)
 
-    def _take(self, waiting: dict[int, float], latest: float, floor_seq: int, count: int, found: list[Stream]) -> None:
+    def _take(self, waiting: dict[int, float], latest: float, floor_seq: int, count: int) -> list[Stream]:
+        found: list[Stream] = []
         looked: list[int] = []
         for id, since in islice(waiting.items(), count):
             stream = self._table[id]
@@ -291,6 +286,7 @@ class Streams(abc.ABC):
             looked.append(id)
         for id in looked:
             del waiting[id]
+        return found
 
     def _remove(self, streams: Iterable[Stream]) -> dict[str, Any]:
         """Forget them; the rows of `meta` that have changed (None: gone)."""
@@ -312,13 +308,12 @@ class Streams(abc.ABC):
 
     def _merge_forgotten(self, changed: dict[str, Any]) -> None:
         """The half of them that was forgotten longest ago counts as one."""
-        oldest = sorted(
-            (authority for authority in self._forgotten if authority != OTHERS), key=self._forgotten.__getitem__
-        )
+        known = self._forgotten
+        oldest = sorted(known.keys() - {OTHERS}, key=lambda authority: (known[authority], authority))
         for authority in oldest[: AUTHORITIES_MAX // 2]:
-            self._forgotten[OTHERS] = max(self._forgotten.get(OTHERS, 0), self._forgotten.pop(authority))
+            known[OTHERS] = max(known.get(OTHERS, 0), known.pop(authority))
             changed[FORGOTTEN_PREFIX + authority] = None
-        changed[FORGOTTEN_PREFIX + OTHERS] = self._forgotten[OTHERS]
+        changed[FORGOTTEN_PREFIX + OTHERS] = known[OTHERS]
 
 
 __all__ = ["FORGET_AFTER_S", "STREAMS_MAX", "Streams", "TopicsFullError"]

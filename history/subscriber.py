@@ -62,10 +62,8 @@ class HistoryClient:
     def __init__(self, rpc_client: RpcClient, service: UUri, *, timeout_ms: int = TIMEOUT_MS) -> None:
         self._rpc, self._timeout_ms = rpc_client, timeout_ms
         self.authority = service.authority_name
-        self._describe, self._poll = (
-            uris.uri(service.authority_name, service.ue_id, service.ue_version_major, method)
-            for method in (DESCRIBE, POLL)
-        )
+        address = (service.authority_name, service.ue_id, service.ue_version_major)
+        self._describe, self._poll = (uris.uri(*address, method) for method in (DESCRIBE, POLL))
 
     async def describe(self, topics: Iterable[UUri] = ()) -> DescribeResponse:
         """The logs, and the state of the topics that match (none given: all)."""
@@ -83,9 +81,8 @@ class HistoryClient:
         try:
             return payload.unpack(response)
         except UStatusError as error:
-            raise UStatusError(
-                UCode.DATA_LOSS, f"{uris.format(method)} gave an answer that can't be read: {error.message}"
-            ) from None
+            what = f"{uris.format(method)} gave an answer that can't be read: {error.message}"
+            raise UStatusError(UCode.DATA_LOSS, what) from None
 
 
 class Poller:
@@ -158,9 +155,8 @@ class CursorFile:
         try:
             return _places(json.loads(text))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise invalid(
-                f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
-            ) from None
+            what = f"{self._path} is not a cursor file ({error}): delete it to start from the beginning"
+            raise invalid(what) from None
 
     def save(self, places: Places) -> None:
         """Raises OSError."""
@@ -193,11 +189,8 @@ def _places(content: dict[str, Any]) -> Places:
         bytes.fromhex(incarnation): {seq: bytes.fromhex(digest) for seq, digest in pairs}
         for incarnation, pairs in content.get("known", {}).items()
     }
-    idle = (
-        set(map(bytes.fromhex, content["idle"]))
-        if "idle" in content
-        else {one for one, seq in positions.items() if not seq}
-    )
+    unread = (one.hex() for one, seq in positions.items() if not seq)
+    idle = set(map(bytes.fromhex, content.get("idle", unread)))
     seqs = [*positions.values(), *(seq for pairs in known.values() for seq in pairs)]
     if not all(type(seq) is int and 0 <= seq < 1 << 64 for seq in seqs):
         raise ValueError("a seq is a number from 0")
@@ -350,9 +343,8 @@ class GaplessSubscriber:
         """Waits, and saves the cursor meanwhile when its time has come."""
         while True:
             if self._puller is None:
-                raise UStatusError(
-                    UCode.FAILED_PRECONDITION, "the subscriber is closed, or was never opened: use `async with`"
-                )
+                what = "the subscriber is closed, or was never opened: use `async with`"
+                raise UStatusError(UCode.FAILED_PRECONDITION, what)
             save_at = None if self._file is None or self._taken == self._saved else self._next_save
             try:
                 async with asyncio.timeout_at(save_at):

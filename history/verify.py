@@ -14,24 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from history import damage as kinds
+from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.rows import (
-    APPLICATION_ID,
-    CHECKED,
-    CURSOR,
-    DAMAGE,
-    LOG,
-    META,
-    META_KEYS,
-    SCHEMA_VERSION,
-    STREAM,
-    Checked,
-    Table,
-)
-from history.walk import chunk_at, walk
-from storage import mark as marks
-from storage.disk import REAL_DISK, Disk
+from history.reader import chunk_at, walk
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.file import any_text, pragma
 from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
@@ -62,12 +49,12 @@ class Report:
 def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
     """Raises UStatusError: INVALID_ARGUMENT (no such file), FAILED_PRECONDITION (of a newer program, or no log),
     UNAVAILABLE (I/O)."""
-    LOG.require_there(path)
+    rows.LOG.require_there(path)
     report = Report(path)
-    marked: marks.Marked | str | None
+    marked: Marked | str | None
     try:
-        marked = marks.read(path)  # first: what it names is committed then
-    except (OSError, marks.BadMarkError) as error:
+        marked = read_mark(path)  # first: what it names is committed then
+    except (OSError, BadMarkError) as error:
         marked = str(error)
     try:
         with contextlib.closing(disk.connect(path, read_only=True)) as db:
@@ -76,95 +63,79 @@ def verify(path: Path, disk: Disk = REAL_DISK) -> Report:
             _Verifier(db, report, marked).run()
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the latter where SQLite quotes what is damaged
         if isinstance(error, sqlite3.OperationalError):
-            raise LOG.fault(error, path, "read") from error
-        _note(report, kinds.STRUCTURE, detail=f"nothing of it can be read: {error}")
+            raise rows.LOG.fault(error, path, "read") from error
+        _note(report, kinds.STRUCTURE, f"nothing of it can be read: {error}")
     return report
 
 
-def _note(report: Report, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
+def _note(report: Report, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
     report.found_total += 1
     if len(report.found) < FINDINGS_MAX:
         report.found.append(Damage(0, kind, after, before, report.incarnation, detail=detail))
 
 
 class _Verifier:
-    def __init__(self, db: sqlite3.Connection, report: Report, marked: marks.Marked | str | None) -> None:
+    def __init__(self, db: sqlite3.Connection, report: Report, marked: Marked | str | None) -> None:
         self._db, self._report, self._marked = db, report, marked
-        self._rows: dict[str, Checked] = {}
-        self._meta: dict[str, Any] = {}
-        self._ledger = Ledger()
-        self._holes: list[tuple[int, int]] = []
-        self._known: list[tuple[int, int]] = []  # what is lost, and holes
         self._addresses: dict[int, tuple[Any, Any]] = {}
         self._newest: dict[int, int] = {}  # of each stream, as far as was read
         self._named = 0  # by the index: streams of chunks
 
     def run(self) -> None:
         self._pages()
-        self._read_rows()
-        self._meta.update(self._rows["meta"].rows)
+        found = {table: self._read(table) for table in rows.CHECKED}
+        self._meta = dict[str, Any](found[rows.META])
         self._report.incarnation = bytes(self._meta.get("incarnation", b""))
-        self._ledger = Ledger(self._rows["damage"].rows)
+        self._ledger = Ledger(found[rows.DAMAGE])
         self._report.told = self._ledger.open
-        self._holes = [(after, before) for after, before in self._rows["hole"].rows]
-        self._known = self._holes + self._ledger.lost(self._report.incarnation)
-        self._streams()
+        holes = [(after, before) for after, before in found[rows.HOLE]]
+        self._known = holes + self._ledger.lost(self._report.incarnation)  # what is lost
+        for id, source, sink, *_ in found[rows.STREAM]:
+            self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+        self._floor = int(self._meta.get("floor_seq", 0))
         self._chunks()
         self._index()
-        self._ends()
+        newest = int(self._meta.get("newest_seq", 0))
+        self._ends(max(self._report.newest_seq, newest, *(before - 1 for _, before in holes)), found[rows.CURSOR])
 
-    def _note(self, kind: str, after: int = 0, before: int = 0, detail: str = "") -> None:
-        _note(self._report, kind, after, before, detail)
+    def _note(self, kind: str, detail: str, after: int = 0, before: int = 0) -> None:
+        _note(self._report, kind, detail, after, before)
 
     def _note_records(self, after: int, before: int, detail: str) -> None:
         """Unless a person knows of it."""
         if not self._ledger.covers(Damage(0, kinds.RECORDS, after, before, self._report.incarnation)):
-            self._note(kinds.RECORDS, after, before, detail)
+            self._note(kinds.RECORDS, detail, after, before)
 
     # -- structure and rows
 
     def _pages(self) -> None:
         db, path = self._db, self._report.path
-        version = LOG.version_of(db, path)
+        version = rows.LOG.version_of(db, path)
         if version is None:
-            raise LOG.refusal(path, "nothing is in it")
+            raise rows.LOG.refusal(path, "nothing is in it")
         self._report.version = version
-        if pragma(db, "application_id") != APPLICATION_ID:
-            self._note(kinds.STRUCTURE, detail="the file's header does not say that it is a log")
+        if pragma(db, "application_id") != rows.APPLICATION_ID:
+            self._note(kinds.STRUCTURE, "the file's header does not say that it is a log")
         for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
             if line != "ok":
-                self._note(kinds.STRUCTURE, detail=str(line))
+                self._note(kinds.STRUCTURE, str(line))
 
-    def _read_rows(self) -> None:
-        for table in CHECKED:
-            try:
-                self._rows[table.name] = self._read(table)
-            except sqlite3.DatabaseError as error:
-                self._rows[table.name] = Checked()
-                self._note(table.name, detail=f"the table {table.name} can't be read: {error}")
-        for table in CHECKED:
-            for _, right in self._rows[table.name].mended:
-                self._note(table.name, detail=f"{table.columns[0]} {right[0]!r}: one bit has turned")
-            for row in self._rows[table.name].bad:
-                self._note(table.name, detail=f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
-
-    def _read(self, table: Table) -> Checked:
-        if self._report.version == SCHEMA_VERSION:
-            return table.read(self._db)
-        if table is DAMAGE:
-            return Checked()
-        # version 1 had no checksums
-        return Checked([tuple(row) for row in self._db.execute(f"SELECT * FROM {table.name}")])
-
-    def _streams(self) -> None:
-        for id, source, sink, *_ in self._rows[STREAM.name].rows:
-            self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
+    def _read(self, table: rows.Table) -> list[rows.Row]:
+        try:
+            found = table.read(self._db)
+        except (sqlite3.DatabaseError, ValueError) as error:
+            self._note(table.name, f"the table {table.name} can't be read: {error}")
+            return []
+        for _, right in found.mended:
+            self._note(table.name, f"{table.columns[0]} {right[0]!r}: one bit has turned")
+        for row in found.bad:
+            self._note(table.name, f"{table.columns[0]} {row[0]!r}: the checksum is wrong")
+        return found.rows
 
     # -- chunks
 
     def _chunks(self) -> None:
-        report = self._report
-        floor = int(self._meta.get("floor_seq", 0))
+        report, floor = self._report, self._floor
         expected = 0
         for first_seq, columns, why in walk(self._db):
             if expected and first_seq > expected:
@@ -172,12 +143,9 @@ class _Verifier:
             elif not expected and first_seq > floor + 1:
                 self._jump(floor, first_seq)
             if columns is None:
-                expected = 0
-                bad = first_seq
-                following = self._db.execute(
-                    "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (bad,)
-                ).fetchone()[0]
-                self._note_records(bad - 1, following or bad + 1, why)
+                query = "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?"
+                following = self._db.execute(query, (first_seq,)).fetchone()[0]
+                self._note_records(first_seq - 1, following or first_seq + 1, why)
                 expected = following or 0
                 continue
             chunk = decode(columns)
@@ -186,7 +154,7 @@ class _Verifier:
             report.newest_seq = expected = chunk.last_seq
             expected += 1
             self._is_named(columns)
-            self._within(chunk, columns, floor)
+            self._within(chunk, columns)
         newest = int(self._meta.get("newest_seq", 0))
         if report.newest_seq < newest and expected and newest > floor:
             self._jump(expected - 1, newest + 1)
@@ -196,7 +164,7 @@ class _Verifier:
         if not any(low <= after and before <= high for low, high in self._known):
             self._note_records(after, before, "they aren't there")
 
-    def _within(self, chunk: Chunk, columns: Columns, floor: int) -> None:
+    def _within(self, chunk: Chunk, columns: Columns) -> None:
         """What the checksum can't say: that the chunk was right when it was written."""
         messages = chunk.messages
         if message_ids(messages) != columns.ids or frozenset(unpack_streams(columns.streams)) != chunk.stream_set:
@@ -204,18 +172,14 @@ class _Verifier:
         for seq, prev_seq, id, message in zip(chunk.seqs, chunk.prev_seqs, chunk.streams, messages, strict=True):
             known = self._newest.get(id)
             if known is not None and prev_seq != known and not self._is_lost(prev_seq):
-                self._note(
-                    kinds.STREAM,
-                    detail=f"stream {id}: record {seq} follows {prev_seq}, and {known} was the one before it",
-                )
+                what = f"record {seq} follows {prev_seq}, and {known} was the one before it"
+                self._note(kinds.STREAM, f"stream {id}: {what}")
             self._newest[id] = seq
             attributes = message.stamp.attributes if type(message) is EncodedMessage else message.attributes
             address = _address(attributes.source, attributes.sink if attributes.HasField("sink") else None)
             if self._addresses.get(id) != address:
-                self._note(
-                    kinds.STREAM,
-                    detail=f"stream {id}: record {seq} was sent from or to another address than the stream names",
-                )
+                what = f"record {seq} was sent from or to another address than the stream names"
+                self._note(kinds.STREAM, f"stream {id}: {what}")
                 self._addresses[id] = address
 
     def _is_lost(self, seq: int) -> bool:
@@ -230,24 +194,18 @@ class _Verifier:
             (count,) = self._db.execute("SELECT count(*) FROM chunk_stream").fetchone()
             if count == self._named:
                 return
-            floor = int(self._meta.get("floor_seq", 0))  # below it, it may name what retention has deleted
-            for id, first_seq in self._db.execute(
-                "SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?", (floor,)
-            ):
+            # below the floor, it may name what retention has deleted
+            query = "SELECT stream, first_seq FROM chunk_stream WHERE first_seq > ?"
+            for id, first_seq in self._db.execute(query, (self._floor,)):
+                what = f"stream {id}: the index names records from {first_seq} on"
                 if self._db.execute("SELECT 1 FROM chunk WHERE first_seq = ?", (first_seq,)).fetchone() is None:
-                    self._note(
-                        kinds.INDEX,
-                        detail=f"stream {id}: the index names records from {first_seq} on, and there are none",
-                    )
+                    self._note(kinds.INDEX, f"{what}, and there are none")
                     continue
                 with contextlib.suppress(CorruptChunkError):
                     if id not in chunk_at(self._db, first_seq)[1].stream_set:
-                        self._note(
-                            kinds.INDEX,
-                            detail=f"stream {id}: the index names records from {first_seq} on, which are not its own",
-                        )
+                        self._note(kinds.INDEX, f"{what}, which are not its own")
         except sqlite3.DatabaseError as error:
-            self._note(kinds.INDEX, detail=f"the index of streams can't be read: {error}")
+            self._note(kinds.INDEX, f"the index of streams can't be read: {error}")
 
     def _is_named(self, columns: Columns) -> None:
         """Does the index name this chunk for each of its streams?"""
@@ -257,31 +215,26 @@ class _Verifier:
                 if self._db.execute(query, (id, columns.first_seq)).fetchone() is not None:
                     self._named += 1
                 elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
-                    self._note(
-                        kinds.INDEX, detail=f"stream {id}: the records from {columns.first_seq} on are not in the index"
-                    )
+                    what = f"the records from {columns.first_seq} on are not in the index"
+                    self._note(kinds.INDEX, f"stream {id}: {what}")
 
-    def _ends(self) -> None:
-        newest = max(
-            [self._report.newest_seq, int(self._meta.get("newest_seq", 0)), *(before - 1 for _, before in self._holes)]
-        )
-        for name, seq, *_ in self._rows[CURSOR.name].rows:
+    def _ends(self, newest: int, cursors: list[rows.Row]) -> None:
+        for name, seq, *_ in cursors:
             if seq > newest:
-                self._note(kinds.CURSOR, detail=f"{name} is beyond the newest record: {seq}")
-        for key in META_KEYS:
+                self._note(kinds.CURSOR, f"{name} is beyond the newest record: {seq}")
+        for key in rows.META_KEYS:
             if key not in self._meta:
-                self._note(META.name, detail=f"{key} is missing")
-        if isinstance(self._marked, str):
-            self._note(kinds.MARK, detail=self._marked)
-            return
+                self._note(rows.META.name, f"{key} is missing")
         marked = self._marked
-        if marked is None:
+        if isinstance(marked, str):
+            self._note(kinds.MARK, marked)
+        elif marked is None:
             if newest:
-                self._note(kinds.MARK, detail="there is none")
+                self._note(kinds.MARK, "there is none")
         elif marked.incarnation != self._report.incarnation:
-            self._note(kinds.MARK, detail="it is of another log")
+            self._note(kinds.MARK, "it is of another log")
         elif marked.seq > newest:
-            self._note(kinds.COMMITS, newest, marked.seq + 1, "committed, as the mark says, and not there")
+            self._note(kinds.COMMITS, "committed, as the mark says, and not there", newest, marked.seq + 1)
 
 
 def _address(source: UUri, sink: UUri | None) -> tuple[Any, Any]:

@@ -12,12 +12,11 @@ back than where log and reader part, and what lies between is all that is read t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from history.chunk import message_id
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, Position, Witness
-from uprotocol.status import invalid
 
 if TYPE_CHECKING:
     from history.log import Log
@@ -64,16 +63,6 @@ def position(incarnation: bytes, seq: int, known: Mapping[int, bytes]) -> Positi
 
 
 # -- service
-
-
-def checked(given: Iterable[Position]) -> dict[bytes, Known]:
-    """What the callers know of each log. Raises INVALID_ARGUMENT."""
-    known: dict[bytes, Known] = {}
-    for one in given:
-        if len(one.witnesses) > WITNESSES_MAX:
-            raise invalid(f"a position has at most {WITNESSES_MAX} witnesses, got {len(one.witnesses)}")
-        known[one.incarnation] = {witness.seq: witness.digest for witness in one.witnesses}
-    return known
 
 
 async def at(log: Log, seq: int) -> list[Witness]:

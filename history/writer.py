@@ -15,12 +15,11 @@ from typing import Any, Final
 
 import structlog
 
-from history.chunk import Chunk, encode
+from history.chunk import Chunk, Passed
 from history.load import NEXT_STREAM, Cursor, Extent
-from history.passed import Passed
 from history.rows import LOG, Row
 from history.store import Changes, Store
-from history.stream import Place, Stream, growth_of
+from history.stream import Place, Stream
 from storage.faults import is_damage
 from storage.worker import Worker
 from uprotocol.encoded import Carried
@@ -48,7 +47,6 @@ class Append:
 @dataclass(slots=True)
 class Retention:
     age_ms: int
-    bytes: int
     keep_after: Callable[[], int]  # the lowest seq that a cursor which holds what is old has confirmed
     owed_after: Callable[[], int]  # the lowest seq that an endpoint has confirmed
 
@@ -65,23 +63,6 @@ class Written:
     is_damaged: bool = False  # it is the file itself that can't be used any more
     passed: list[Passed] = field(default_factory=list)
     acknowledged: list[int] = field(default_factory=list)  # notes of damage, by another process
-
-
-def cut(streams: Sequence[int], messages: Sequence[Carried], data: Sequence[bytes]) -> list[tuple[int, int]]:
-    """Where the chunks begin and end."""
-    bounds = []
-    begin = size = 0
-    for place, message in enumerate(data):
-        if place > begin and (place - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
-            bounds.append((begin, place))
-            begin, size = place, 0
-        size += len(message)
-    bounds.append((begin, len(data)))
-    return bounds
-
-
-def _weigh(job: Append | None) -> int:
-    return 0 if job is None else len(job.messages)
 
 
 class Numbering:
@@ -135,7 +116,6 @@ class Writer:
         self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
-        self._unsaved = Changes()  # what a failed transaction left
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
         # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
@@ -149,7 +129,7 @@ class Writer:
             f"history-{name}",
             self._turn,
             batch_max=TRANSACTION_RECORDS_MAX,
-            weigh=_weigh,
+            weigh=lambda job: 0 if job is None else len(job.messages),
             tick_s=IDLE_TICK_S,
             finish=store.close,
         )
@@ -240,37 +220,35 @@ class Writer:
     def _commit(self, batch: list[Append]) -> Written:
         with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
             changes, self._changes = self._changes, Changes()
-        changes = self._unsaved = self._unsaved.followed_by(changes)
         self._numbering.begin()
         try:
-            chunks = self._chunks(batch)
-            columns = [encode(chunk) for chunk in chunks]
-            self._store.commit(columns, changes, probe=self._failing and not batch)
+            chunks = self._chunks(batch) if batch else []
+            places = self._store.commit(chunks, changes, probe=self._failing and not batch)
         except BaseException:
             self._numbering.undo()
+            with self._shared:
+                self._changes = changes.followed_by(self._changes)
             raise
-        self._unsaved = Changes()
-        places: dict[int, Place] = {}
-        for chunk, column in zip(chunks, columns, strict=True):
-            places |= self._store.grow(growth_of(chunk.first_seq, chunk.streams, column.ids, chunk.time_ms))
         return Written(replace(self._store.extent), batch, chunks, places)
 
     def _chunks(self, batch: list[Append]) -> list[Chunk]:
-        if not batch:
-            return []
         streams = [stream for append in batch for stream in append.streams]
         messages = [message for append in batch for message in append.messages]
         data = [message.SerializeToString() for message in messages]
-        time_ms = self._now_ms()
+        seqs, prev_seqs = self._numbering.number(streams)
+        whole = Chunk(seqs, self._now_ms(), streams, prev_seqs, data, messages)
         chunks = []
-        for begin, end in cut(streams, messages, data):
-            seqs, prev_seqs = self._numbering.number(streams[begin:end])
-            chunks.append(Chunk(seqs, time_ms, streams[begin:end], prev_seqs, data[begin:end], messages[begin:end]))
-        return chunks
+        begin = size = 0
+        for place, message in enumerate(data):
+            if place > begin and (place - begin >= CHUNK_RECORDS_MAX or size + len(message) > CHUNK_BYTES_MAX):
+                chunks.append(whole.slice(begin, place))
+                begin, size = place, 0
+            size += len(message)
+        return [*chunks, whole.slice(begin, len(data))] if chunks else [whole]
 
     def _retain(self) -> None:
         store, retention, now = self._store, self._retention, self._monotonic()
-        if now < self._next_retention and not (self._may_shrink and store.is_too_big(retention.bytes)):
+        if now < self._next_retention and not (self._may_shrink and store.is_too_big):
             return
         is_second = now >= self._next_sample
         if is_second:
@@ -279,12 +257,11 @@ class Writer:
         more = self._may_shrink = False
         try:
             cutoff_ms = self._now_ms() - retention.age_ms
-            retained = store.retain(cutoff_ms, retention.bytes, retention.keep_after(), retention.owed_after())
-            more, written.passed = retained.more, retained.passed
+            more, written.passed = store.retain(cutoff_ms, retention.keep_after(), retention.owed_after())
             store.bound_wal()
             if is_second:
                 written.acknowledged = store.acknowledged_elsewhere()
-            self._may_shrink = more or not store.is_too_big(retention.bytes)
+            self._may_shrink = more or not store.is_too_big
         except Exception as error:  # whatever it is, the writer must go on
             store.file.reset()
             log.exception("retention failed; it is tried again", path=str(store.path), error=repr(error))

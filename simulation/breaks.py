@@ -54,14 +54,15 @@ def _renamed_endpoint() -> Patches:
 
 
 def _retention_by_age() -> Patches:
-    from history.cursors import NOBODY, Cursors
+    from history.chunk import NOBODY
+    from history.log import Log
 
-    def keep_after(self: Cursors) -> int:
-        now = self._now_ms()
-        leased = (c.seq for c in list(self.rows.values()) if c.lease_until_ms is not None and c.lease_until_ms >= now)
+    def keep_after(self: Log) -> int:
+        now, rows = self._now_ms(), self.cursor_rows().values()
+        leased = (row.seq for row in rows if row.lease_until_ms is not None and row.lease_until_ms >= now)
         return min(leased, default=NOBODY)
 
-    return [(Cursors, "keep_after", keep_after), (Cursors, "owed_after", lambda self: NOBODY)]
+    return [(Log, "keep_after", keep_after), (Log, "owed_after", lambda self: NOBODY)]
 
 
 def _passing_shortage() -> Patches:

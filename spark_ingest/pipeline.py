@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 STOP_CHECK_S: Final = 1  # how late a SIGTERM is seen
 STOP_TIMEOUT_MS: Final = 30_000  # a batch that is cut off is read again, so there is no reason to wait for long
 PROGRESS_KEPT: Final = 1_000  # batches between two looks at the counts, one a second
-# who and when: what a reader asks for first, and few enough for files of some size
-PARTITION_COLUMNS: Final = ("authority", "date")
+PARTITION_COLUMNS: Final = ("authority", "date")  # what a reader asks for first; few enough for files of some size
 
 log = structlog.get_logger()
 
@@ -49,23 +48,25 @@ class _Section(BaseModel):
 class Source(Options):
     """[source]: the options of the format, in snake_case."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=None)
+    model_config = ConfigDict(alias_generator=None)
 
 
 class Sink(_Section):
     """[sink]: where the Parquet goes. The checkpoint belongs to it: they are kept or deleted together."""
 
-    path: Path = Field(description="Parquet in directories `authority=A/date=D`")
-    checkpoint: Path = Field(description="how far the query is; belongs to `path`: keep or delete both")
+    path: Path
+    """Parquet in directories `authority=A/date=D`"""
+    checkpoint: Path
+    """how far the query is; belongs to `path`: keep or delete both"""
 
 
 class Trigger(_Section):
     """[trigger]: read all there is and end, or a batch every so often."""
 
-    available_now: bool = Field(default=False, description="read all there is and end")
-    processing_time_ms: int | None = Field(
-        default=None, ge=0, description="from one batch to the next. Without either, as soon as one is done"
-    )
+    available_now: bool = False
+    """read all there is and end"""
+    processing_time_ms: int | None = Field(default=None, ge=0)
+    """from one batch to the next. Without either, as soon as one is done"""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Trigger:
@@ -77,9 +78,12 @@ class Trigger(_Section):
 class Spark(_Section):
     """[spark]"""
 
-    master: str = Field(default="local[2]", description="where Spark runs")
-    memory_mib: int = Field(default=768, ge=512, description="of the JVM")  # below 450 MiB Spark refuses to start
-    conf: dict[str, str] = Field(default_factory=dict, description="any setting of Spark")
+    master: str = "local[2]"
+    """where Spark runs"""
+    memory_mib: int = Field(default=768, ge=512)  # below 450 MiB Spark refuses to start
+    """of the JVM"""
+    conf: dict[str, str] = {}
+    """any setting of Spark"""
 
 
 class Config(_Section):
@@ -97,8 +101,7 @@ class Report(NamedTuple):
 
 
 def load(path: Path) -> Config:
-    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT that names every key that is
-    wrong."""
+    """The configuration in `path`. Raises UStatusError: NOT_FOUND, or INVALID_ARGUMENT with every wrong key."""
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
@@ -107,15 +110,13 @@ def load(path: Path) -> Config:
         raise invalid(f"{path} is not TOML: {error}") from None
     try:
         return Config.model_validate(given)
-    except ValidationError as error:
-        raise invalid(f"{path}: {explain(error)}") from None
-    except UStatusError as error:
-        raise invalid(f"{path}: {error.message}") from None
+    except (ValidationError, UStatusError) as error:
+        why = error.message if isinstance(error, UStatusError) else explain(error)
+        raise invalid(f"{path}: {why}") from None
 
 
 def session(config: Spark | None = None, name: str = "up-streamer") -> SparkSession:
-    """A quiet local session that needs no network: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as
-    `java.find`."""
+    """A quiet local session: loopback only, no UI, UTC, Arrow. Finds a Java first; raises as `java.find`."""
     config = config or Spark()
     java.use()
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -188,8 +189,7 @@ def start(spark: SparkSession, config: Config) -> StreamingQuery:
 
 
 def run(config: Config, stopping: threading.Event | None = None) -> Report:
-    """Run the job until `stopping`, or until all is read with available_now. Raises UStatusError with the reason if the
-    query fails."""
+    """Run until `stopping`, or until all is read with available_now. Raises UStatusError: why the query failed."""
     stopping = stopping or threading.Event()
     spark = session(config.spark)
     try:

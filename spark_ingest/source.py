@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 FORMAT: Final = "uprotocol"
-# Spark asks for news a hundred times a second; the answer waits for some, but not so long that a stop would
-IDLE_WAIT_MS: Final = 500
+IDLE_WAIT_MS: Final = 500  # Spark asks 100 times a second: the answer waits for news, and a stop for the answer
 
 log = structlog.get_logger()
 
@@ -56,8 +55,7 @@ class UProtocolDataSource(DataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format known to `spark`. Spark finds it by itself where up-streamer is installed; this is for where it
-    isn't on the path."""
+    """Make the format known to a `spark` that does not find up-streamer on its path by itself."""
     spark.dataSource.register(UProtocolDataSource)
 
 
@@ -90,11 +88,9 @@ class _Reader:
 
     def _on_loss(self, loss: Loss) -> None:
         if self._options.fail_on_data_loss:
-            raise UStatusError(
-                UCode.DATA_LOSS,
-                f"{loss}: the retention passed them, or the streamer lost them. Set failOnDataLoss to false to go on "
-                "with what there is",
-            )
+            why = "the retention passed them, or the streamer lost them"
+            what = f"{loss}: {why}. Set failOnDataLoss to false to go on with what there is"
+            raise UStatusError(UCode.DATA_LOSS, what)
         log.warning("data loss", loss=str(loss), records_lost=max(0, loss.before - loss.after - 1))
 
     def _plan(
@@ -105,8 +101,7 @@ class _Reader:
         limit_records: int | None,
         target: Offsets | None = None,
     ) -> Offset:
-        """The end of a batch that begins at `start`. Tells of logs that are gone, or no longer what they were when
-        `start` was written."""
+        """The end of a batch that begins at `start`. Tells of logs that are gone, or not what they were at `start`."""
         for loss in offsets.lost(start, logs):
             self._on_loss(loss)
         seqs = offsets.advance(start.seqs, logs, limit_records, target)
@@ -162,25 +157,21 @@ class StreamReader(_Reader, DataSourceStreamReader, SupportsTriggerAvailableNow)
         self._target = offsets.newest(self._describe())
 
     def latestOffset(self, start: Mapping[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        return self._latest(Offset.of(start), limit).json()
-
-    def _latest(self, start: Offset, limit: ReadLimit) -> Offset:
-        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), (
-            f"Spark gives the limit that it was told, or none; got {limit}"
-        )
+        assert isinstance(limit, ReadMaxRows | ReadAllAvailable), f"Spark gives the limit that it was told, got {limit}"
+        begin = Offset.of(start)
         limit_records = limit.max_rows if isinstance(limit, ReadMaxRows) else None
         try:
-            end = self._end(start, limit_records)
-            if end == start and self._target is None:
-                self._driver.wait(start, min(IDLE_WAIT_MS, self._options.poll_timeout_ms))
-                end = self._end(start, limit_records)
+            end = self._end(begin, limit_records)
+            if end == begin and self._target is None:
+                self._driver.wait(begin, min(IDLE_WAIT_MS, self._options.poll_timeout_ms))
+                end = self._end(begin, limit_records)
         except UStatusError as error:
             if not error.retryable or self._target is not None:
                 raise
             log.warning("the streamer is away; no new batch", authority=self._options.authority, error=str(error))
             time.sleep(IDLE_WAIT_MS / 1000)
-            return start
-        return end
+            return begin.json()
+        return end.json()
 
     def _end(self, start: Offset, limit_records: int | None) -> Offset:
         end = self._plan(self._driver, start, self._describe(), limit_records, self._target)

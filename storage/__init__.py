@@ -4,7 +4,6 @@ runtime.py  Runtime: all of it, handed from the composition root down
 disk.py     SQLite connections, locks, marks, small files that are replaced whole
 file.py     SqliteFile: one file with an owner, of a FileKind: ours? whole? of which version? what an error of it means
 faults.py   no room, damage, not permitted, or something that may pass; a damaged file is put aside
-mark.py     the bytes beside a file that say up to where was committed
 worker.py   a thread that takes batches; one that answers
 logs.py     the log of a process
 """

@@ -2,6 +2,9 @@
 are replaced whole.
 
 connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
+
+The mark says up to where was committed, and is overwritten in place after each commit: SQLite cuts a damaged
+write-ahead log to its last whole commit, in silence, and a file that is gone says nothing.
 """
 
 from __future__ import annotations
@@ -10,11 +13,20 @@ import contextlib
 import fcntl
 import os
 import sqlite3
+import struct
+import zlib
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, NamedTuple
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
 STATEMENTS_CACHED: Final = 256
+
+_MAGIC: Final = b"upm2"
+_MARK_V1: Final = struct.Struct("<16sQ")  # incarnation, newest seq
+_MARK: Final = struct.Struct("<4s16sQ")  # magic, incarnation, newest seq; then the checksum of those
+_CRC: Final = struct.Struct("<I")
+V1_LEAP_MAX: Final = 1 << 32  # version 1 has no checksum: more than that beyond the newest record was never committed
+_SEQ_MAX: Final = 1 << 62
 
 
 class InUseError(Exception):
@@ -48,6 +60,46 @@ class Lock:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+class Marked(NamedTuple):
+    """What a mark says."""
+
+    incarnation: bytes
+    seq: int
+
+
+class BadMarkError(Exception):
+    """The bytes of the mark are not those that were written."""
+
+
+def pack_mark(incarnation: bytes, seq: int) -> bytes:
+    body = _MARK.pack(_MAGIC, incarnation, seq)
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+def read_mark(path: Path, *, may_be_v1: bool = True) -> Marked | None:
+    """The mark beside the file `path`; None if there is none. Raises OSError, BadMarkError."""
+    try:
+        return unpack_mark(Path(f"{path}.mark").read_bytes(), may_be_v1=may_be_v1)
+    except FileNotFoundError:
+        return None
+
+
+def unpack_mark(data: bytes, *, may_be_v1: bool = True) -> Marked | None:
+    """None if nothing was ever written. Raises BadMarkError."""
+    if not any(data):  # a file that was made, and then its disk was full
+        return None
+    if len(data) == _MARK_V1.size and may_be_v1:
+        incarnation, seq = _MARK_V1.unpack(data)
+        if seq > _SEQ_MAX:
+            raise BadMarkError("it names a record that can't have been")
+        return Marked(incarnation, seq)
+    if len(data) != _MARK.size + _CRC.size or not data.startswith(_MAGIC):
+        raise BadMarkError("it is no mark")
+    if _CRC.pack(zlib.crc32(data[: _MARK.size])) != data[_MARK.size :]:
+        raise BadMarkError("its checksum is wrong")
+    return Marked(*_MARK.unpack_from(data)[1:])
 
 
 class Mark:

@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from storage import faults
-from storage import mark as marks
-from storage.disk import BUSY_TIMEOUT_S, REAL_DISK, Disk, InUseError, Lock, Mark
+from storage.disk import BUSY_TIMEOUT_S, REAL_DISK, Disk, InUseError, Lock, Mark, pack_mark
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 
 UNLIMITED: Final = 1 << 62  # bytes
 
-Step = Callable[[sqlite3.Connection], None]
+Step = Callable[[sqlite3.Connection], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +30,20 @@ class FileKind:
     what: str  # as errors call it
     application_id: int  # so that another program's file is not taken for ours
     version: int
-    # a file that has these is ours, too: an older program gave it no id, or bits of that have turned
-    tables: frozenset[str]
     migrations: Mapping[int, Step]  # from version n to n + 1
+    # whether a file with another id is ours all the same: an older program gave it none, or bits of it have turned
+    is_ours: Callable[[sqlite3.Connection], bool] = lambda db: False
     layout: Sequence[str] = ()  # pragmas that only a new file can be given
     quick_bytes_max: int = UNLIMITED  # up to this size its pages are checked before it is used
     whole_bytes_max: int = 0  # ... and up to this one each row is held against its indexes
     # what else is wrong with it; "" if nothing is
-    check: Callable[[sqlite3.Connection], str] = field(default=lambda db: "")
+    check: Callable[[sqlite3.Connection], str] = lambda db: ""
     advice: str = ""  # what to do about a damaged one
     damaged: UCode.ValueType = UCode.DATA_LOSS
 
     def refusal(self, path: Path, why: str) -> UStatusError:
         """FAILED_PRECONDITION: no other try helps before somebody has done something."""
-        return UStatusError(UCode.FAILED_PRECONDITION, f"the {self.what} {path} can't be opened: {why}")
+        return _refused(f"the {self.what} {path} can't be opened: {why}")
 
     def not_opened(self, error: Exception, path: Path) -> UStatusError:
         """What an error means while the file is opened: as `fault`, and what a person has to mend: PERMISSION_DENIED,
@@ -71,19 +70,13 @@ class FileKind:
     def version_of(self, db: sqlite3.Connection, path: Path) -> int | None:
         """None: nothing is in it yet. Raises FAILED_PRECONDITION if it is another program's, or a newer one's."""
         application, version = pragma(db, "application_id"), pragma(db, "user_version")
-        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not tables and application in (0, self.application_id):
+        if application in (0, self.application_id) and not tables_of(db):
             return None
-        if application != self.application_id and not self.tables <= tables:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION, f"{path} is a SQLite file, but not a {self.what}: configure another path"
-            )
+        if application != self.application_id and not self.is_ours(db):
+            raise _refused(f"{path} is a SQLite file, but not a {self.what}: configure another path")
         if version > self.version:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION,
-                f"the {self.what} {path} has format {version}, and this program knows up to {self.version}: "
-                "use a newer program, or configure another path",
-            )
+            known = f"format {version}, and this program knows up to {self.version}"
+            raise _refused(f"the {self.what} {path} has {known}: use a newer program, or configure another path")
         return version
 
     def require_there(self, path: Path) -> None:
@@ -95,6 +88,10 @@ class FileKind:
         """In the caller's transaction: it is of this kind, and of today's version."""
         db.execute(f"PRAGMA application_id = {self.application_id}")
         db.execute(f"PRAGMA user_version = {self.version}")
+
+
+def _refused(why: str) -> UStatusError:
+    return UStatusError(UCode.FAILED_PRECONDITION, why)
 
 
 class SqliteFile:
@@ -124,11 +121,8 @@ class SqliteFile:
         try:
             self._lock = self.disk.lock(self.beside(".lock"))
         except InUseError as owner:
-            raise UStatusError(
-                UCode.ALREADY_EXISTS,
-                f"the {self.kind.what} {self.path} is in use by process {owner}: stop that one, or configure another "
-                "path",
-            ) from None
+            why = f"is in use by process {owner}: stop that one, or configure another path"
+            raise UStatusError(UCode.ALREADY_EXISTS, f"the {self.kind.what} {self.path} {why}") from None
 
     def close(self) -> None:
         """May be called twice."""
@@ -202,7 +196,7 @@ class SqliteFile:
     def update(self, version: int) -> bool:
         """Bring it from `version` to today's, in one transaction: whatever interrupts it, the old file is still there.
         True if there was something to do."""
-        db, kind = self.connected, self.kind
+        db, kind = self.connect(), self.kind
         stamped = (pragma(db, "application_id"), pragma(db, "user_version")) == (kind.application_id, kind.version)
         if stamped and version == kind.version:
             return False
@@ -214,18 +208,7 @@ class SqliteFile:
             kind.stamp(db)
         return version != kind.version
 
-    def move_aside(self, target: Path | None = None) -> Path:
-        """A damaged file: nothing is deleted. Returns its new name."""
-        self.reset()
-        return faults.move_aside(self.path, target)
-
     # -- connections
-
-    @property
-    def connected(self) -> sqlite3.Connection:
-        """The connection that writes, which is open."""
-        assert self.db is not None, "connect() comes first"
-        return self.db
 
     def connect(self) -> sqlite3.Connection:
         """The connection that writes, made anew if there is none."""
@@ -256,14 +239,14 @@ class SqliteFile:
         """On disk when this returns."""
         if self._mark is None:
             self._mark = self.disk.mark(self.beside(".mark"))
-        self._mark.begin(marks.pack(incarnation, seq))
+        self._mark.begin(pack_mark(incarnation, seq))
         self._marked = incarnation
 
     def move_mark(self, seq: int) -> None:
         """In place, without waiting for the disk: it need not survive more than SQLite's own file does."""
         if self._mark is not None:
             with contextlib.suppress(OSError):
-                self._mark.write(marks.pack(self._marked, seq))
+                self._mark.write(pack_mark(self._marked, seq))
 
 
 # -- what is done with any connection
@@ -295,6 +278,10 @@ def empty_wal(db: sqlite3.Connection, wait_ms: int) -> bool:
     finally:
         db.execute(f"PRAGMA busy_timeout = {round(BUSY_TIMEOUT_S * 1_000)}")
     return not is_busy
+
+
+def tables_of(db: sqlite3.Connection) -> set[str]:
+    return {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
 def any_text(data: bytes) -> str:

@@ -1,13 +1,11 @@
-"""The log of a process, set up in one place for every command: text or JSON on standard error, one line of a kind and
-minute.
+"""The log of a process, set up here for every command: text or JSON on standard error, one line of a kind and minute.
 
 structlog, logging of foreign libraries, what nobody caught -> Repeats -> level, time, escaped, no values -> text | JSON
                      first of its kind: at once (that costs the most)  |
                                                                        '-> held: counted, and told with the last of
                                                                            them when the minute is over, or at exit
 
-A kind is the event's text and the fields that say whom it is about. `repeated=N` says that it happened N times since
-the line before.
+A kind: the event's text and the fields that say whom it is about. `repeated=N`: N times since the line before.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Literal, TextIO
@@ -35,8 +34,7 @@ Event = MutableMapping[str, Any]
 
 PERIOD_S: Final = 60.0
 KINDS_MAX: Final = 1_000  # told apart; what is beyond them counts as one kind. Some 150 texts are ours
-# ... of one text, whose fields may be of a stranger's making; enough for all endpoints of a gateway
-KINDS_PER_TEXT_MAX: Final = 20
+KINDS_PER_TEXT_MAX: Final = 20  # ... of one text, whose fields a stranger may make up; a gateway has fewer endpoints
 WHOM: Final = (
     "endpoint",
     "peer",
@@ -63,9 +61,13 @@ log = structlog.get_logger()
 def configure(level: str = "warning", format: Format = "text", file: TextIO | None = None) -> None:
     """Log what is as bad as `level` or worse to `file`, by default standard error. May be called again."""
     target = file if file is not None else sys.stderr
-    render = _json if format == "json" else _text(colors=target.isatty())
-    stamp = _utc if format == "json" else structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False)
-    rest: list[Any] = [structlog.processors.add_log_level, stamp, harmless, render]
+    rest: list[Any] = [structlog.processors.add_log_level]
+    if format == "json":
+        rest += [_utc, harmless, _json]
+    else:
+        plain = structlog.dev.plain_traceback
+        text = structlog.dev.ConsoleRenderer(colors=target.isatty(), exception_formatter=plain)
+        rest += [structlog.processors.TimeStamper("%Y-%m-%d %H:%M:%S", utc=False), harmless, text]
 
     def emit(method: str, event: Any) -> None:
         for process in rest:
@@ -108,8 +110,7 @@ def harmless(_: Any, __: str, event: Event) -> Event:
 
 
 def escaped(text: str, characters_max: int = VALUE_CHARACTERS_MAX) -> str:
-    """One line: what can't be printed (line ends, terminal sequences, marks that turn the direction of writing) as
-    Python writes it."""
+    """One line: what can't be printed (line ends, terminal sequences, marks that turn writing) as Python writes it."""
     if len(text) > characters_max:
         text = f"{text[:characters_max]}... ({len(text)} characters)"
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
@@ -122,11 +123,9 @@ def is_secret(name: str) -> bool:
 
 def trace(error: BaseException) -> str:
     """Where it was raised, without the values of variables: they hold payloads and passwords."""
-    lines = (
-        "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:].split("\n")
-    )
+    text = "".join(traceback.format_exception(error, limit=-FRAMES_MAX)).rstrip("\n")[-TRACE_CHARACTERS_MAX:]
     # indented, so that no message within looks like a line of the log
-    return "\n".join(f"    {escaped(line)}" for line in lines)
+    return "\n".join(f"    {escaped(line)}" for line in text.split("\n"))
 
 
 def _error(given: Any) -> BaseException | None:
@@ -147,31 +146,21 @@ def _json(_: Any, __: str, event: Event) -> str:
     return json.dumps({**first, **event}, default=repr)
 
 
-def _text(*, colors: bool) -> Callable[[Any, str, Event], str]:
-    renderer: Callable[[Any, str, Event], str] = structlog.dev.ConsoleRenderer(
-        colors=colors, exception_formatter=structlog.dev.plain_traceback
-    )
-    return renderer
-
-
 # One line of a kind and minute
 
 
+@dataclass(slots=True)
 class _Kind:
-    __slots__ = ("held", "last", "method", "until")
-
-    def __init__(self, until: float) -> None:
-        self.until, self.held = until, 0
-        self.method = ""
-        self.last: Event = {}
+    until: float
+    held: int = 0
+    method: str = ""
+    last: Event = field(default_factory=dict)
 
 
 class Repeats:
-    """A processor of structlog: lets the first line of a kind through, and then one a minute with the number of the
-    others.
+    """A processor of structlog: lets the first line of a kind through, then one a minute with the number of the others.
 
-    `emit(method, event)` writes what was held when no other line comes, from a thread that lives only while something
-    is held. Any thread may log.
+    `emit(method, event)` writes what was held, from a thread that lives while something is. Any thread may log.
     """
 
     def __init__(self, emit: Callable[[str, Event], None], monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -195,8 +184,7 @@ class Repeats:
             if kind is not None and now < kind.until:
                 kind.held += 1
                 if error := _error(event.pop("exc_info", None)):
-                    # its frames, which hold messages, were shown with the first line
-                    event.setdefault("error", repr(error))
+                    event.setdefault("error", repr(error))  # its frames were shown with the first line
                 kind.method, kind.last = method, event
                 self._wait(kind.until - now)
                 raise structlog.DropEvent
@@ -228,22 +216,16 @@ class Repeats:
 
     def _wait(self, seconds: float) -> None:
         if self._timer is None:
-            self._timer = threading.Timer(seconds, self._over)
+            self._timer = threading.Timer(seconds, self.flush)
             self._timer.daemon = True
             self._timer.name = "log"
             with contextlib.suppress(RuntimeError):  # the process is about to end: `close` writes it
                 self._timer.start()
 
-    def _over(self) -> None:
-        with self._lock:
-            self._timer = None
-        self.flush()
-
     def flush(self, *, everything: bool = False) -> None:
         """Write what was held of the minutes that are over."""
         with self._lock:
-            now = self._monotonic()
-            told = []
+            self._timer, now, told = None, self._monotonic(), []
             for key, kind in list(self._kinds.items()):
                 if kind.until > now and not everything:
                     continue

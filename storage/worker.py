@@ -87,8 +87,7 @@ class Worker(ABC, Generic[J]):
 WorkerFactory = type[Worker[Any]]
 
 
-class _End:
-    """The last job."""
+_END: Final = object()  # the last job
 
 
 class ThreadWorker(Worker[J]):
@@ -115,7 +114,7 @@ class ThreadWorker(Worker[J]):
     async def close(self) -> None:
         if not self._closing:
             self._closing = True
-            self._queue.put(_End)
+            self._queue.put(_END)
         await asyncio.shield(self._ended)
 
     # -- on the thread
@@ -148,7 +147,7 @@ class ThreadWorker(Worker[J]):
             if early > 0 and self._queue.qsize() < self._batch_max and not self._closing:
                 time.sleep(early)
             while True:
-                if job is _End:
+                if job is _END:
                     return batch, False
                 batch.append(job)
                 weight += 1 if self._weigh is None else self._weigh(job)
@@ -203,10 +202,8 @@ class Answerer(Generic[Q, A]):
         if self._closing:
             raise UStatusError(UCode.UNAVAILABLE, "the service is stopping: try again later")
         if self._worker.waiting >= self._waiting_max:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED,
-                f"{self._waiting_max} requests wait for the store, which is the limit: try later",
-            )
+            why = f"{self._waiting_max} requests wait for the store, which is the limit: try later"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
         self._worker.put((question, waiting))
 
     def _turn(self, batch: list[tuple[Q, Waiting[A]]]) -> None:

@@ -4,18 +4,19 @@ caller -> inside this process: everything
        -> an [[access]] entry names it: `allow` (none given: as below), less `deny`
        -> else: what came from its own network, and what the rules let go there
 
-Nothing is decided per record or per poll: a topic is looked at once for all callers that may see the same, and anew
-when the rules change.
+Nothing is decided per record or poll, but once per topic for all callers who see the same, until the rules change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from history.matching import EVERYTHING, Sight
+from history import asked
+from history.asked import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.hosted import is_inside
 from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -68,7 +69,7 @@ class Entry:
         return not self.callers or any(pattern.matches(caller, caller.authority_name) for pattern in self.callers)
 
 
-class _Sight:
+class _Sight(Sight):
     """Of callers at one endpoint, under one entry or none."""
 
     def __init__(
@@ -76,9 +77,7 @@ class _Sight:
     ) -> None:
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
-        self._allow, self._deny = (
-            tuple(_owned(pattern, own) for pattern in patterns) for patterns in (entry.allow, entry.deny)
-        )
+        self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
 
     @property
     def cost(self) -> int:
@@ -90,9 +89,6 @@ class _Sight:
             return False
         if self._allow:
             return any(pattern.matches(source, self._own) for pattern in self._allow)
-        return self._may_go_there(source, sink)
-
-    def _may_go_there(self, source: UUri, sink: UUri | None) -> bool:
         origin = self._endpoints.owner(source.authority_name)
         if origin is None or self._endpoint is None:
             return False
@@ -104,25 +100,16 @@ class _Sight:
         return rule is not None and rule.allows(source)
 
 
-def _owned(pattern: Pattern, own: str) -> Pattern:
-    """`pattern` without anything left to be completed."""
-    return Pattern(uris.with_authority(pattern.address, own), own) if pattern.is_own else pattern
+def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
+    """Without anything left to be completed."""
+    return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
-class Access:
-    """See `history.matching.Access`. Of `entries` the first one counts that names a caller.
+class Access(asked.Access):
+    """Of `entries` the first one counts that names a caller."""
 
-    `is_inside()`: whether what is being handled comes from this process.
-    """
-
-    def __init__(
-        self,
-        endpoints: Endpoints,
-        rules: Rules,
-        entries: Sequence[Entry] = (),
-        is_inside: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._endpoints, self._rules, self._entries, self._is_inside = endpoints, rules, entries, is_inside
+    def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry]) -> None:
+        self._endpoints, self._rules, self._entries = endpoints, rules, entries
         self._cached = Cache[tuple[str, int, int], _Sight](SIGHTS_CACHED_MAX)
         self._cached_version = rules.version
 
@@ -134,7 +121,7 @@ class Access:
         return self._rules.version
 
     def of(self, caller: UUri) -> Sight:
-        if self._is_inside():
+        if is_inside():
             return EVERYTHING
         if self._cached_version != self._rules.version:
             self._cached.clear()
@@ -147,10 +134,8 @@ class Access:
 
     def _made(self, caller: UUri) -> _Sight:
         endpoint = self._endpoints.owner(caller.authority_name)
-        number, entry = next(
-            ((number, entry) for number, entry in enumerate(self._entries) if entry.names(caller, endpoint)),
-            (-1, Entry()),
-        )
+        naming = (one for one in enumerate(self._entries) if one[1].names(caller, endpoint))
+        number, entry = next(naming, (-1, Entry()))
         own = caller.authority_name if any(pattern.is_own for pattern in (*entry.allow, *entry.deny)) else ""
         key = (self.version, endpoint.name if endpoint is not None else "", number, own)
         return _Sight(key, endpoint, entry, own, self._endpoints, self._rules)

@@ -30,8 +30,7 @@ LOOP_S_MAX: Final = 0.25  # ... beside what was not asked for before: every moni
 
 
 class Admin:
-    """Serves one streamer at `address` (HOST:PORT): its problems, of which none means ready, and its metrics as
-    text. `guard` says who may ask."""
+    """Serves one streamer at `address` (HOST:PORT): no problems mean ready; `guard` says who may ask."""
 
     def __init__(
         self,

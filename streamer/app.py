@@ -24,7 +24,6 @@ from history.gaps import Gaps
 from history.log import Log
 from history.service import HistoryService
 from storage.runtime import REAL, Runtime
-from streamer import hosted as hosting
 from streamer import metrics, parts
 from streamer.access import Access
 from streamer.admin import Admin
@@ -33,7 +32,7 @@ from streamer.config import Config, patterns
 from streamer.control import Control, ControlSocket
 from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
-from streamer.endpoint import Endpoint
+from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
 from streamer.flow import DURABLE_PATIENCE_S, Flow
 from streamer.hosted import HostedTransport
@@ -49,7 +48,7 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap
 from uprotocol.message import UMessageBuilder
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError
-from uprotocol.transport import LocalUriProvider, UTransport
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.service import USubscriptionService
@@ -73,11 +72,14 @@ class Streamer:
     """One running dispatcher: `async with await Streamer.create(config) as streamer: await streamer.run()`."""
 
     def __init__(
-        self, config: Config, transports: dict[str, UTransport], logs: Logs, window: IdWindow, runtime: Runtime = REAL
+        self, config: Config, endpoints: Endpoints, logs: Logs, window: IdWindow, runtime: Runtime = REAL
     ) -> None:
+        def backoff() -> Backoff:
+            return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
+
         self.config, self.logs, self._runtime = config, logs, runtime
         self.limits = parts.limits_of(config)
-        self.endpoints = parts.endpoints_of(config, transports)
+        self.endpoints = endpoints
         self.rules = Rules()
         self.home = self.endpoints[config.home.name]
         self.local = LocalUriProvider(config.authority, parts.ENTITY, parts.VERSION)
@@ -104,9 +106,8 @@ class Streamer:
             self.dead_letters,
             messages_max=config.express.messages_max,
             bytes_max=self.limits.express_bytes_max,
-            backoff=lambda: parts.backoff_of(config, runtime),
+            backoff=backoff,
         )
-
         self.ledger = Ledger(
             self.limits.authorities_max,
             config.limits.authority_messages_per_s,
@@ -131,8 +132,7 @@ class Streamer:
         )
         self.ingresses = {endpoint.name: Ingress(endpoint, dispatch) for endpoint in self.endpoints}
         self._entry = Ingress(self.home, dispatch, trusted=True)
-        self.hosted.lead_to(self._entry)
-        self.hosted.on_entities_changed(self._entities_changed)
+        self.hosted.lead_to(self._entry, self._entities_changed)
         paces = {endpoint.name: self._pace(endpoint) for endpoint in self.endpoints}
         self.pumps = [
             Pump(
@@ -140,9 +140,9 @@ class Streamer:
                 one,
                 self.view,
                 self.dead_letters,
-                parts.backoff_of(config, runtime),
+                backoff(),
                 flows[one],
-                paused=self.paused,
+                self.paused,
                 absent_ms_max=config.history.absent_ms,
                 on_gap=self._lost,
                 pace=paces[endpoint.name],
@@ -156,7 +156,7 @@ class Streamer:
             self.ingresses,
             self.interest,
             config.streamer.data_dir,
-            lambda: parts.backoff_of(config, runtime),
+            backoff,
             self._connected,
             self._network_lost,
         )
@@ -168,16 +168,19 @@ class Streamer:
             self.hosted,
             self.local,
             list(logs),
-            access=Access(
-                self.endpoints, self.rules, [parts.entry_of(section) for section in config.access], hosting.is_inside
-            ),
+            access=Access(self.endpoints, self.rules, [parts.entry_of(section) for section in config.access]),
             reply_bytes_max=self.limits.reply_bytes_max,
             replies_bytes_max=self.limits.replies_bytes_max,
             share=CALLERS_SHARE,
             drain_ms_max=DRAIN_MS_MAX,
         )
         self.control = Control(self.hosted, self.local, self.paused, patterns(config.dispatch.control), DRAIN_MS_MAX)
-        self.admin = self._make_admin()
+        self.admin: Admin | None = None
+        if config.streamer.admin is not None:
+            expose = functools.partial(metrics.expose, self)
+            self.admin = Admin(
+                config.streamer.admin, self.problems, expose, self.notes, self.all_vehicles, guard=config.admin
+            )
         self.ready = asyncio.Event()
         self._service_trouble = ""  # why the embedded uSubscription does not start
         self._stopping = asyncio.Event()
@@ -186,10 +189,10 @@ class Streamer:
     @classmethod
     async def create(cls, config: Config, runtime: Runtime = REAL) -> Self:
         """Open the logs and make the parts; no network is touched yet. Raises UStatusError."""
-        transports = parts.transports_of(config)
+        endpoints = parts.endpoints_of(config)
         logs, window = await parts.logs_of(config, runtime)
         try:
-            return cls(config, transports, logs, window, runtime)
+            return cls(config, endpoints, logs, window, runtime)
         except BaseException:
             await logs.durable.close()
             raise
@@ -198,18 +201,6 @@ class Streamer:
         """One for all that goes to that endpoint's network."""
         per_s = self.config.egress.messages_per_s or (PACE_OUTSIDE_PER_S if endpoint.suffix else None)
         return None if per_s is None else Pace(per_s, asyncio.get_running_loop().time)
-
-    def _make_admin(self) -> Admin | None:
-        if self.config.streamer.admin is None:
-            return None
-        return Admin(
-            self.config.streamer.admin,
-            self.problems,
-            lambda: metrics.expose(self),
-            self.notes,
-            self.all_vehicles,
-            guard=self.config.admin,
-        )
 
     def __repr__(self) -> str:
         return f"Streamer({self.config.authority}, {list(self.endpoints)}, problems={self.problems()})"
@@ -300,12 +291,8 @@ class Streamer:
 
         self.hosted.unserved.is_settled = False
         await _within(SERVICES_CLOSE_S, "services", services())
-        await asyncio.gather(
-            *(
-                _within(ENDPOINTS_CLOSE_S, endpoint.name, step(endpoint.name, endpoint.close))
-                for endpoint in self.endpoints
-            )
-        )
+        closing = [_within(ENDPOINTS_CLOSE_S, one.name, step(one.name, one.close)) for one in self.endpoints]
+        await asyncio.gather(*closing)
         for ingress in (*self.ingresses.values(), self._entry):
             ingress.close()
         for flow in self._flows:
@@ -325,11 +312,8 @@ class Streamer:
             log.error("uSubscription can't start; trying again", error=str(error))
             return False
         self._service_trouble = ""
-        if service.lost_changes:
-            what = (
-                f"{service.lost_changes} changes of subscriptions are lost: who subscribed or unsubscribed lately has "
-                "to do so again"
-            )
+        if lost := service.lost_changes:
+            what = f"{lost} changes of subscriptions are lost: who subscribed or unsubscribed lately has to do so again"
             self.logs.durable.note_loss(damages.SUBSCRIPTIONS, what)
         return True
 
@@ -378,9 +362,8 @@ class Streamer:
         nothing has changed."""
         for name in (rule.ingress, rule.egress):
             if name not in self.ingresses:
-                raise UStatusError(
-                    UCode.NOT_FOUND, f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}"
-                )
+                what = f"there is no endpoint {name!r}; there are {', '.join(self.ingresses)}"
+                raise UStatusError(UCode.NOT_FOUND, what)
         self.rules.add(rule)
         try:
             await self._networks.sync()
@@ -417,11 +400,7 @@ class Streamer:
             f"uSubscription of {name} does not answer: its last known subscriptions serve"
             for name in self.interest.unhealthy
         ]
-        problems += [
-            f"the {'durable' if one.durable else 'volatile'} log refuses messages"
-            for one in self.logs
-            if not one.healthy
-        ]
+        problems += [f"the {one.name} log refuses messages" for one in self.logs if not one.healthy]
         problems += [_damage_problem(one) for one in self.logs if one.damage]
         if self.paused.trouble:
             problems.append(self.paused.trouble)

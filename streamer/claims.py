@@ -1,11 +1,9 @@
-"""Who holds what in the logs: for how long each endpoint has been away, and what waits for endpoints that are not
-configured.
+"""Who holds what in the logs: how long each endpoint has been away, and what waits for endpoints not configured.
 
     watch: away? --every WATCH_S--> absences --> pumps and cursors: hold retention by age until the limit
                                                  '-> problems: told before it ends
 
-Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage, or a wrong date, ends
-nobody's claim.
+Absence is counted while the streamer runs, by a clock that does not leap: a week in the garage ends nobody's claim.
 """
 
 from __future__ import annotations
@@ -75,20 +73,13 @@ class Claims:
                     waits.cursors[name] = cursor.seq
                     waits.absent_ms = max(waits.absent_ms, cursor.absent_ms)
             for waits in found.values():
-                self._keep(waits)
-
-    def _keep(self, waits: Unclaimed) -> None:
-        if waits.records or waits.topics:
-            self.unclaimed.append(waits)
-            log.error(
-                "records wait for an endpoint that is not configured",
-                endpoint=waits.endpoint,
-                records=waits.records,
-                parked_topics=waits.topics,
-            )
-            return
-        for name in waits.cursors:
-            waits.log.drop_cursor(name)
+                if waits.records or waits.topics:
+                    self.unclaimed.append(waits)
+                    counts = {"records": waits.records, "parked_topics": waits.topics}
+                    log.error("records wait for an endpoint that is not configured", endpoint=waits.endpoint, **counts)
+                else:
+                    for name in waits.cursors:
+                        one.drop_cursor(name)
 
     async def watch(self) -> None:
         """Count, until cancelled."""
@@ -99,9 +90,8 @@ class Claims:
             await asyncio.sleep(WATCH_S)
             now = loop.time()
             for endpoint in {pump.peer.name: pump.peer for pump in self._pumps}.values():
-                away[endpoint.name] = (
-                    0 if self._is_connected(endpoint) else away[endpoint.name] + int((now - seen) * 1000)
-                )
+                away_ms = away[endpoint.name] + int((now - seen) * 1000)
+                away[endpoint.name] = 0 if self._is_connected(endpoint) else away_ms
             seen = now
             if now - saved >= SAVE_S:
                 self.passed(int((now - saved) * 1000), away)
@@ -128,17 +118,14 @@ class Claims:
         for waits in self.unclaimed:
             parked = f" and {waits.topics} parked topics" if waits.topics else ""
             yield (
-                f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: "
-                "give an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer "
-                "cursors'; "
+                f"{waits.records} records{parked} wait for endpoint {waits.endpoint!r}, which is not configured: give "
+                "an endpoint that name, or stop the streamer and adopt or forget them with 'up-streamer cursors'; "
                 f"{self._end(waits.absent_ms)} them"
             )
 
     def _end(self, absent_ms: int) -> str:
         left_ms = self._limit_ms - absent_ms
-        return (
-            f"in {left_ms / 3_600_000:.1f} h retention by age may take" if left_ms > 0 else "retention by age may take"
-        )
+        return (f"in {left_ms / 3_600_000:.1f} h " if left_ms > 0 else "") + "retention by age may take"
 
 
 def _owner(name: str) -> str:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from ipaddress import ip_address
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from storage import logs
 from streamer import names
@@ -101,106 +103,77 @@ def patterns(texts: list[str]) -> list[UUri]:
 
 
 class _Section(BaseModel):
-    """The descriptions of its fields are the tables of docs/configuration.md (tools/config_reference.py)."""
+    """What stands below its fields becomes the tables of docs/configuration.md (tools/config_reference.py)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Incoherent(ValueError):
-    """What does not fit together though each part is right by itself: what is wrong, and the key to be changed, for
-    each."""
-
-    def __init__(self, mistakes: Sequence[tuple[str, Location]]) -> None:
-        super().__init__("; ".join(what for what, _ in mistakes))
-        self.mistakes = mistakes
 
 
 class StreamerSection(_Section):
     """Who this streamer is."""
 
-    authority: Authority | None = Field(
-        default=None,
-        description="the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead "
-        "letter topic `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names",
-    )
-    data_dir: Path = Field(
-        default=Path("up-streamer-data"), description="log, subscriptions, dead letters, remembered interest"
-    )
-    admin: Annotated[str, AfterValidator(_host_port)] | None = Field(
-        default=None,
-        description="`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; "
-        "port 0 is any free one",
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="what is logged, and all that is worse; the log goes to standard error"
-    )
-    log_format: Literal["text", "json"] = Field(
-        default="text",
-        description="of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds",
-    )
+    authority: Authority | None = None
+    """the device that the streamer runs on: its history service is `up://AUTHORITY/4/1/...`, its dead letter topic
+    `up://AUTHORITY/4/1/8001`. Without it, the first authority that an endpoint names"""
+    data_dir: Path = Path("up-streamer-data")
+    """log, subscriptions, dead letters, remembered interest"""
+    admin: Annotated[str, AfterValidator(_host_port)] | None = None
+    """`HOST:PORT` of `/metrics` (Prometheus), `/healthz`, `/readyz` and `/vehicles`; port 0 is any free one"""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """what is logged, and all that is worse; the log goes to standard error"""
+    log_format: Literal["text", "json"] = "text"
+    """of the log: for people, or one JSON object a line, its `timestamp` in UTC with milliseconds"""
 
 
 class AdminSection(_Section):
     """Who may ask at `streamer.admin`."""
 
-    cert_file: Path | None = Field(default=None, description="certificate of the port, PEM; with it, TLS only")
-    key_file: Path | None = Field(default=None, description="its key, PEM, without a passphrase")
-    token_file: Path | None = Field(
-        default=None, description="a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"
-    )
-    unprotected: bool = Field(
-        default=False,
-        description="lets `streamer.admin` listen beyond loopback without certificate or token: for a network that "
-        "nobody but the monitor is on",
-    )
+    cert_file: Path | None = None
+    """certificate of the port, PEM; with it, TLS only"""
+    key_file: Path | None = None
+    """its key, PEM, without a passphrase"""
+    token_file: Path | None = None
+    """a token; who asks shows it (`Authorization: Bearer TOKEN`) or is answered 401"""
+    unprotected: bool = False
+    """lets `streamer.admin` listen beyond loopback without certificate or token: for a network that nobody but the
+    monitor is on"""
 
 
 class EndpointSection(_Section):
     """One network and the authorities that live on it."""
 
-    name: str = Field(
-        pattern=NAME,
-        description="in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename "
-        "an endpoint, and its backlog waits under the old name: see below",
-    )
-    transport: str = Field(description="`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed")
-    authorities: list[AuthorityPattern] = Field(
-        min_length=1,
-        description='who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other '
-        "endpoint names (the fleet "
-        "side of a cloud gateway). An authority has one network",
-    )
-    suffix: Suffix | None = Field(
-        default=None,
-        description='of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our '
-        "names are unique as "
-        "they are. See [names.md](names.md)",
-    )
-    usubscription: Literal["embedded", "remote", "none"] | None = Field(
-        default=None,
-        description="`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each "
-        "named authority is "
-        'asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere',
-    )
-    settings: dict[str, Any] = Field(default={}, description="the transport's own, see there")
+    name: str = Field(pattern=NAME)
+    """in rules, metrics and messages, and the name under which the log keeps what waits for it. Rename an endpoint, and
+    its backlog waits under the old name: see below"""
+    transport: str
+    """`zenoh`, `mqtt5`, `dds`, `local`, or a plugin that is installed"""
+    authorities: list[AuthorityPattern] = Field(min_length=1)
+    """who lives there; `"*.vin123"` are all that end so, `"*"` is every authority that no other endpoint names (the
+    fleet side of a cloud gateway). An authority has one network"""
+    suffix: Suffix | None = None
+    """of an endpoint that leads off the vehicle: there our `ecu1` is `ecu1.SUFFIX`; `""` says that our names are unique
+    as they are. See [names.md](names.md)"""
+    usubscription: Literal["embedded", "remote", "none"] | None = None
+    """`embedded`: the service of the streamer's authority runs inside. `remote`: the service of each named authority is
+    asked. `none`: nobody is asked. Without it, `embedded` at home, `none` for `"*"`, `remote` elsewhere"""
+    settings: dict[str, Any] = {}
+    """the transport's own, see there"""
 
 
 class RuleSection(_Section):
     """Messages of `from` may go to `to`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(populate_by_name=True)
 
-    from_: str = Field(alias="from", description="name of the endpoint where messages come in")
-    to: str = Field(description="name of the endpoint where they may leave")
-    allow: list[Pattern] = Field(
-        default=[],
-        description="patterns; of publishes and notifications the source counts, of requests and responses the "
-        "method. None: all",
-    )
-    deny: list[Pattern] = Field(
-        default=[], description="patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"
-    )
-    delivery: Literal["standard"] = Field(default="standard", description="the only one so far")
+    from_: str = Field(alias="from")
+    """name of the endpoint where messages come in"""
+    to: str
+    """name of the endpoint where they may leave"""
+    allow: list[Pattern] = []
+    """patterns; of publishes and notifications the source counts, of requests and responses the method. None: all"""
+    deny: list[Pattern] = []
+    """patterns; stronger than `allow`. A denied request answers PERMISSION_DENIED"""
+    delivery: Literal["standard"] = "standard"
+    """the only one so far"""
 
 
 class AccessSection(_Section):
@@ -208,60 +181,35 @@ class AccessSection(_Section):
     unless an entry names it: then what matches `allow` (none given: what it would read without the entry) and not
     `deny`; the first entry that names it counts."""
 
-    endpoint: str | None = Field(default=None, description="callers on this endpoint; without it, on any")
-    callers: list[WidePattern] = Field(
-        default=[],
-        description="patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all",
-    )
-    allow: list[WidePattern] = Field(
-        default=[],
-        description="patterns of topics that these callers read, and no other ones, whatever the rules say. None: "
-        "what the rules say. "
-        "A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family",
-    )
-    deny: list[WidePattern] = Field(
-        default=[],
-        description="patterns of topics that they don't read; stronger than `allow`. The topic is as if "
-        "it weren't there",
-    )
+    endpoint: str | None = None
+    """callers on this endpoint; without it, on any"""
+    callers: list[WidePattern] = []
+    """patterns of callers, by authority (`*.vin123`, too) and uEntity; their resource is 0. None: all"""
+    allow: list[WidePattern] = []
+    """patterns of topics that these callers read, and no other ones, whatever the rules say. None: what the rules say.
+    A pattern without authority (`/FFFFFFFF/FF/FFFF`) stands for the caller's own, `//*.vin123/...` for a family"""
+    deny: list[WidePattern] = []
+    """patterns of topics that they don't read; stronger than `allow`. The topic is as if it weren't there"""
 
 
 class HistorySection(_Section):
     """What is kept, where, and how long."""
 
-    record: list[Pattern] = Field(
-        default=[], description="patterns of topics that are kept whether or not somebody subscribed"
-    )
-    volatile: list[Pattern] = Field(
-        default=[],
-        description="patterns of topics that are kept in memory only: for high rates on flash that must not wear. They "
-        "do not survive a restart",
-    )
-    retention_hours: float = Field(
-        default=168,
-        ge=HOURS_MIN,
-        le=HOURS_MAX,
-        allow_inf_nan=False,
-        description="older records are deleted, unless an endpoint has not had them yet",
-    )
-    retention_mib: int = Field(
-        default=1024,
-        ge=1,
-        le=MIB_MAX,
-        description="of the durable log on disk, all its files together; stronger than every cursor",
-    )
-    volatile_mib: int = Field(  # less would not hold what is under way between two networks
-        default=64, ge=8, le=MIB_MAX, description="of the volatile log in memory"
-    )
-    absent_hours: float = Field(
-        default=168,
-        gt=0,
-        le=HOURS_MAX,
-        allow_inf_nan=False,
-        description="for so long an endpoint that is away holds what it has not had against `retention_hours` (never "
-        "against `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` "
-        "when nine tenths are over",
-    )
+    record: list[Pattern] = []
+    """patterns of topics that are kept whether or not somebody subscribed"""
+    volatile: list[Pattern] = []
+    """patterns of topics that are kept in memory only: for high rates on flash that must not wear. They do not survive
+    a restart"""
+    retention_hours: float = Field(default=168, ge=HOURS_MIN, le=HOURS_MAX, allow_inf_nan=False)
+    """older records are deleted, unless an endpoint has not had them yet"""
+    retention_mib: int = Field(default=1024, ge=1, le=MIB_MAX)
+    """of the durable log on disk, all its files together; stronger than every cursor"""
+    volatile_mib: int = Field(default=64, ge=8, le=MIB_MAX)  # less would not hold what is under way between networks
+    """of the volatile log in memory"""
+    absent_hours: float = Field(default=168, gt=0, le=HOURS_MAX, allow_inf_nan=False)
+    """for so long an endpoint that is away holds what it has not had against `retention_hours` (never against
+    `retention_mib`). Counted, in all, while the streamer runs and the network is away; told by `/readyz` when nine
+    tenths are over"""
 
     @property
     def absent_ms(self) -> int:
@@ -271,89 +219,60 @@ class HistorySection(_Section):
 class USubscriptionSection(_Section):
     """Who is asked what somebody wants."""
 
-    static_file: Path | None = Field(
-        default=None,
-        description="topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services",
-    )
-    answers_for: list[AuthorityPattern] | None = Field(
-        default=None,
-        description="authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, "
-        "the families (`*.x`) at home",
-    )
-    reset: Literal["linked", "all", "off"] = Field(
-        default="linked",
-        description="what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority "
-        "ends what it shares with this one, and nothing of others. `all`: any uSubscription service ends everything, "
-        "as the specification has it; for networks on which nobody else can speak as entity 0. `off`: nothing. What is "
-        "not allowed is PERMISSION_DENIED. See [security.md](security.md)",
-    )
-    refresh_s: float = Field(
-        default=60,
-        ge=1,
-        description="how often a service is asked again, in seconds, though its notifications are followed",
-    )
+    static_file: Path | None = None
+    """topics and subscribers as JSON, in the format of the Rust streamer; in addition to the services"""
+    answers_for: list[AuthorityPattern] | None = None
+    """authorities that have no uSubscription of their own: the embedded one is theirs, too. Without it, the families
+    (`*.x`) at home"""
+    reset: Literal["linked", "all", "off"] = "linked"
+    """what a Reset of the embedded service ends. `linked`: a uSubscription service of another authority ends what it
+    shares with this one, and nothing of others. `all`: any uSubscription service ends everything, as the specification
+    has it; for networks on which nobody else can speak as entity 0. `off`: nothing. What is not allowed is
+    PERMISSION_DENIED. See [security.md](security.md)"""
+    refresh_s: float = Field(default=60, ge=1)
+    """how often a service is asked again, in seconds, though its notifications are followed"""
 
 
 class EgressSection(_Section):
     """How hard a peer is tried."""
 
-    retry_min_ms: int = Field(
-        default=50, ge=1, description="first pause after a failed send; each further one is longer, with jitter"
-    )
-    retry_max_ms: int = Field(default=10_000, ge=1, description="longest pause; a network that returns ends it")
-    messages_per_s: int | None = Field(
-        default=None,
-        ge=1,
-        description="to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of "
-        "one authority (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as "
-        "fast as it goes for others",
-    )
+    retry_min_ms: int = Field(default=50, ge=1)
+    """first pause after a failed send; each further one is longer, with jitter"""
+    retry_max_ms: int = Field(default=10_000, ge=1)
+    """longest pause; a network that returns ends it"""
+    messages_per_s: int | None = Field(default=None, ge=1)
+    """to one endpoint, so that a vehicle that is back after days keeps below what the cloud takes of one authority
+    (`limits.authority_messages_per_s`). Without it 4000 for an endpoint with a `suffix`, and as fast as it goes for
+    others"""
 
 
 class ExpressSection(_Section):
     """Requests and responses, in memory until they are sent or their ttl has run out."""
 
-    messages_max: int = Field(
-        default=4_096,
-        ge=1,
-        description="requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond "
-        "it RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half",
-    )
+    messages_max: int = Field(default=4_096, ge=1)
+    """requests and responses that wait for one endpoint, in bytes a 32nd of `limits.memory_mib`; beyond it
+    RESOURCE_EXHAUSTED. One caller has at most a quarter of it, the callers of one authority together a half"""
 
 
 class LimitsSection(_Section):
-    """How much there may be of everything: the memory that is given, and what one message and one authority may take of
-    it."""
+    """How much there may be of everything: the memory that is given, and what one message or authority may take."""
 
-    memory_mib: int = Field(
-        default=MEMORY_MIB,
-        ge=32,
-        le=MIB_MAX,
-        description="for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. "
-        "What fits: [security.md](security.md)",
-    )
-    message_bytes_max: int = Field(
-        default=MESSAGE_BYTES_MAX,
-        ge=1 << 16,
-        le=1 << 27,
-        description="of a payload; told to the network where its protocol can, counted as `too_large` elsewhere",
-    )
-    authority_messages_per_s: int = Field(
-        default=UNITS_PER_S,
-        ge=1,
-        description="what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some "
-        "seconds while the streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts "
-        "once more for each KiB. Authorities that an endpoint names have no such limit",
-    )
+    memory_mib: int = Field(default=MEMORY_MIB, ge=32, le=MIB_MAX)
+    """for topics, queues and replies, beside what an idle streamer takes; half of it is for topics. What fits:
+    [security.md](security.md)"""
+    message_bytes_max: int = Field(default=MESSAGE_BYTES_MAX, ge=1 << 16, le=1 << 27)
+    """of a payload; told to the network where its protocol can, counted as `too_large` elsewhere"""
+    authority_messages_per_s: int = Field(default=UNITS_PER_S, ge=1)
+    """what an authority that only a pattern names (a vehicle of a fleet) may send in the mean of some seconds while the
+    streamer has more to do than it can; the rest is dropped as `over_quota`. A message counts once more for each KiB.
+    Authorities that an endpoint names have no such limit"""
 
 
 class DispatchSection(_Section):
     """Who may stop and start dispatching."""
 
-    control: list[Pattern] = Field(
-        default=[],
-        description="patterns of callers that may Pause and Resume; the command line of this machine may always",
-    )
+    control: list[Pattern] = []
+    """patterns of callers that may Pause and Resume; the command line of this machine may always"""
 
 
 class Config(_Section):
@@ -371,9 +290,10 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _hangs_together(self) -> Self:
-        mistakes = [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]
-        if mistakes:
-            raise Incoherent(mistakes)
+        """Raises what is wrong though each part is right by itself, with the key to be changed for each mistake."""
+        if mistakes := [*self._mistakes_of_admin(), *self._mistakes_of_endpoints(), *self._mistakes_of_rules()]:
+            told = "; ".join(what for what, _ in mistakes)
+            raise PydanticCustomError("incoherent", "{told}", {"told": told, "mistakes": mistakes})
         return self
 
     def _mistakes_of_admin(self) -> Iterator[tuple[str, Location]]:
@@ -418,10 +338,8 @@ class Config(_Section):
             serves = f"usubscription = 'embedded' serves authority {self.authority!r}"
             for index, endpoint in enumerate(self.endpoint):
                 if endpoint.usubscription == "embedded" and endpoint is not self.home:
-                    yield (
-                        f"{serves}, so only endpoint {self.home.name!r} can have it",
-                        ("endpoint", index, "usubscription"),
-                    )
+                    what = f"{serves}, so only endpoint {self.home.name!r} can have it"
+                    yield what, ("endpoint", index, "usubscription")
             yield from self._mistakes_of_names()
 
     def _mistakes_of_names(self) -> Iterator[tuple[str, Location]]:
@@ -432,25 +350,24 @@ class Config(_Section):
             if endpoint.suffix and endpoint is self.home:
                 owns = f"endpoint {endpoint.name!r} has the streamer's own authority {self.authority!r}"
                 yield f"{owns}: a suffix is for the networks outside", place
-            elif endpoint.suffix and (found := names.mistakes(endpoint.suffix, inside, set(endpoint.authorities))):
-                yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {found[0]}", place
+            elif endpoint.suffix:
+                for why in islice(names.mistakes(endpoint.suffix, inside, set(endpoint.authorities)), 1):
+                    yield f"suffix {endpoint.suffix!r} of endpoint {endpoint.name!r}: {why}", place
         if self.usubscription.answers_for and self.usubscription_of(self.home) != "embedded":
             needs = f"usubscription.answers_for needs usubscription = 'embedded' at endpoint {self.home.name!r}"
             yield f"{needs}: nobody would answer", ("usubscription", "answers_for")
 
     def _mistakes_of_rules(self) -> Iterator[tuple[str, Location]]:
         names = sorted({endpoint.name for endpoint in self.endpoint})
+        used: list[tuple[str, Location, str | None]] = []
         for index, rule in enumerate(self.rule):
-            for key, name in (("from", rule.from_), ("to", rule.to)):
-                if name not in names:
-                    what = f"a rule names endpoint {name!r}, which there is not; known are {', '.join(names)}"
-                    yield what, ("rule", index, key)
+            used += [("a rule", ("rule", index, "from"), rule.from_), ("a rule", ("rule", index, "to"), rule.to)]
             if rule.from_ == rule.to:
                 yield f"a rule from {rule.from_!r} to itself would forward in a circle", ("rule", index, "to")
-        for index, entry in enumerate(self.access):
-            if entry.endpoint is not None and entry.endpoint not in names:
-                what = f"access names endpoint {entry.endpoint!r}, which there is not; known are {', '.join(names)}"
-                yield what, ("access", index, "endpoint")
+        used += [("access", ("access", index, "endpoint"), entry.endpoint) for index, entry in enumerate(self.access)]
+        for who, place, name in used:
+            if name not in (None, *names):
+                yield f"{who} names endpoint {name!r}, which there is not; known are {', '.join(names)}", place
 
     @property
     def authority(self) -> str:
@@ -461,8 +378,7 @@ class Config(_Section):
 
     @property
     def answers_for(self) -> frozenset[str]:
-        """For which authorities beside its own the embedded uSubscription answers: those of a family at home have no
-        other one."""
+        """Authorities beside its own for which the embedded uSubscription answers; a family at home has no other."""
         if self.usubscription_of(self.home) != "embedded":
             return frozenset()
         if self.usubscription.answers_for is not None:
@@ -492,8 +408,7 @@ class Config(_Section):
 
 
 def load(path: Path) -> Config:
-    """Read and check `path`, settings of the transports included. Raises UStatusError(INVALID_ARGUMENT) with one line
-    per mistake."""
+    """Read and check `path`, transports' settings, too. Raises UStatusError(INVALID_ARGUMENT), a line per mistake."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -509,13 +424,11 @@ def loads(text: str, name: str = "config") -> Config:
         raise invalid(_not_toml(text, name, str(error))) from None
     except RecursionError:
         raise invalid(f"{name}:1: this is not a configuration: its values are nested too deeply to be read") from None
-    mistakes: list[Mistake] = []
+    mistakes = list(_settings_mistakes(text, raw))
     try:
         config = Config.model_validate(raw)
     except ValidationError as error:
-        for one in error.errors(include_url=False):
-            mistakes += _explain(text, one["loc"], one)
-    mistakes += _settings_mistakes(text, raw)
+        mistakes += _explain(text, error)
     if mistakes:
         raise invalid("\n".join(f"{name}:{line}: {what}" for line, what in sorted(set(mistakes))))
     return config
@@ -528,42 +441,36 @@ def _not_toml(text: str, name: str, said: str) -> str:
     return f"{name}:{line}: this is not valid TOML: {said}"
 
 
-def _settings_mistakes(text: str, raw: dict[str, Any]) -> list[Mistake]:
+def _settings_mistakes(text: str, raw: dict[str, Any]) -> Iterator[Mistake]:
     """What the transports say of their settings; sections of another shape are told of elsewhere."""
-    mistakes: list[Mistake] = []
     endpoints = raw.get("endpoint")
     for index, endpoint in enumerate(endpoints if isinstance(endpoints, list) else []):
-        transport = endpoint.get("transport") if isinstance(endpoint, dict) else None
-        settings = endpoint.get("settings", {}) if isinstance(endpoint, dict) else None
-        if not isinstance(transport, str) or not isinstance(settings, dict):
+        match endpoint:
+            case {"transport": str(transport)} if isinstance(settings := endpoint.get("settings", {}), dict):
+                try:
+                    plugins.configure(transport, settings)
+                except UStatusError as error:
+                    line = line_of(text, ("endpoint", index, "transport"))
+                    yield line, f"endpoint {endpoint.get('name')!r}: {error.message}"
+                except ValidationError as error:
+                    yield from _explain(text, error, ("endpoint", index, "settings"))
+
+
+def _explain(text: str, mistakes: ValidationError, within: Location = ()) -> Iterator[Mistake]:
+    """Line, and `where: what`, of each mistake in what is `within` that table."""
+    for error in mistakes.errors(include_url=False):
+        location = (*within, *error["loc"])
+        where = ".".join(str(part) for part in location)
+        if error["type"] == "incoherent":
+            yield from ((line_of(text, at), what) for what, at in error["ctx"]["mistakes"])
             continue
-        where = ("endpoint", index, "settings")
-        try:
-            plugins.configure(transport, settings)
-        except UStatusError as error:
-            mistakes.append(
-                (line_of(text, ("endpoint", index, "transport")), f"endpoint {endpoint.get('name')!r}: {error.message}")
-            )
-        except ValidationError as error:
-            for one in error.errors(include_url=False):
-                mistakes += _explain(text, (*where, *one["loc"]), one)
-    return mistakes
-
-
-def _explain(text: str, location: Location, error: Any) -> list[Mistake]:
-    """Line, and `where: what`, of a mistake as pydantic tells it; several where it is the file as a whole that is
-    wrong."""
-    cause = error.get("ctx", {}).get("error")
-    if isinstance(cause, Incoherent):
-        return [(line_of(text, (*location, *at)), what) for what, at in cause.mistakes]
-    where = ".".join(str(part) for part in location)
-    if error["type"] == "extra_forbidden":
-        what = f"unknown key {location[-1]!r}"
-    else:
-        what = error["msg"].removeprefix("Value error, ")
-        if isinstance(error.get("input"), str | int | float | bool) and not logs.is_secret(where):
-            what += f" (got {error['input']!r})"
-    return [(line_of(text, location), f"{where + ': ' if where else ''}{what}")]
+        if error["type"] == "extra_forbidden":
+            what = f"unknown key {location[-1]!r}"
+        else:
+            what = error["msg"].removeprefix("Value error, ")
+            if isinstance(error["input"], str | int | float | bool) and not logs.is_secret(where):
+                what += f" (got {error['input']!r})"
+        yield line_of(text, location), f"{where + ': ' if where else ''}{what}"
 
 
 def line_of(text: str, location: Location) -> int:
@@ -584,9 +491,6 @@ def line_of(text: str, location: Location) -> int:
             here = (*table, *(part.strip("\"'") for part in entry[1].split(".")))
         else:
             continue
-        depth = 0
-        while depth < min(len(here), len(location)) and here[depth] == location[depth]:
-            depth += 1
-        if depth == len(here) and depth > best_depth:
-            best, best_depth = number, depth
+        if here == location[: len(here)] and len(here) > best_depth:
+            best, best_depth = number, len(here)
     return best

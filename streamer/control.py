@@ -68,10 +68,8 @@ class Control:
     def _check(self, request: UMessage) -> None:
         source = request.attributes.source
         if not any(uris.matches(pattern, source) for pattern in self._allowed):
-            raise UStatusError(
-                UCode.PERMISSION_DENIED,
-                f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it",
-            )
+            why = f"{uris.format(source)} may not stop or start dispatching: [dispatch] control does not name it"
+            raise UStatusError(UCode.PERMISSION_DENIED, why)
 
     async def _pause(self, request: UMessage) -> wire.PauseResponse:
         asked = UPayload.of(request).unpack(wire.PauseRequest)
@@ -93,8 +91,7 @@ class Control:
 
 
 class ControlSocket:
-    """Listens in `folder` while the streamer runs. A folder that can't hold a socket is told, and costs the command
-    line its way only."""
+    """Listens in `folder` while the streamer runs. If it can't hold a socket, only the command line is shut out."""
 
     def __init__(
         self,
@@ -113,11 +110,8 @@ class ControlSocket:
         try:
             self._server = await asyncio.start_unix_server(self._serve, sock=self._socket(), limit=LINE_BYTES_MAX)
         except OSError as error:
-            log.warning(
-                "the command line can't reach this streamer: no socket can be made",
-                folder=str(self._folder),
-                why=str(error),
-            )
+            what = "the command line can't reach this streamer: no socket can be made"
+            log.warning(what, folder=str(self._folder), why=str(error))
 
     async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
@@ -161,11 +155,8 @@ class ControlSocket:
     async def _do(self, line: bytes) -> dict[str, Any]:
         try:
             asked = json.loads(line)
-            what, topic, peer, consumer = (
-                asked["do"],
-                *(str(asked.get(key, "")) for key in ("topic", "peer", "consumer")),
-            )
-            count = int(asked.get("count", 0))
+            topic, peer, consumer = (str(asked.get(key, "")) for key in ("topic", "peer", "consumer"))
+            what, count = asked["do"], int(asked.get("count", 0))
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             raise invalid("expected one line of JSON with do, and topic and peer, or consumer, or count") from None
         ended = 0
@@ -201,16 +192,14 @@ Change = Callable[[list[Pause]], list[Pause]]
 def ask(folder: Path, do: str, topic: str = "", peer: str = "", own: str = "") -> list[Pause]:
     """Have the streamer with this data_dir do it, or do it to its file if it is stopped; what is paused then. Blocks.
 
-    `own`: the authority of a topic that has none. Raises UStatusError: what the streamer says; UNAVAILABLE if it runs
-    and does not answer.
+    `own`: the authority of a topic that has none. Raises what the streamer says; UNAVAILABLE if it does not answer.
     """
     answer = call(folder, {"do": do, "topic": topic, "peer": peer})
     return _ask_file(folder, do, topic, peer, own) if answer is None else [Pause(*one) for one in answer["paused"]]
 
 
 def vehicles(folder: Path, count: int) -> list[dict[str, Any]]:
-    """What the source authorities send to the streamer with this data_dir. Blocks. Raises UStatusError, also if no
-    streamer runs."""
+    """What the source authorities send to that streamer. Blocks. Raises UStatusError, also if no streamer runs."""
     answer = call(folder, {"do": "vehicles", "count": count})
     if answer is None:
         raise UStatusError(UCode.UNAVAILABLE, f"no streamer with data_dir {folder} runs: start it to see what is sent")

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import re
 import sqlite3
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from storage.disk import REAL_DISK, Disk
-from storage.faults import DamagedError, is_damage
+from storage.faults import DamagedError, is_damage, move_aside
 from storage.file import FileKind, SqliteFile, empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
 from storage.worker import Answerer
@@ -103,10 +104,17 @@ class Stored:
 Row = tuple[int, int, str, str, bytes]  # time, code, reason, endpoint, message
 
 
-def _make(db: sqlite3.Connection) -> None:
-    db.execute(
-        "create table letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
-        " endpoint text, message blob)"
+_TABLE: Final = (
+    "create table letter(number integer primary key autoincrement, time_ms integer, code integer, reason text,"
+    " endpoint text, message blob)"
+)
+
+
+def _is_nameless(db: sqlite3.Connection) -> bool:
+    """Version 0.1.0 named neither program nor version."""
+    columns = {name for _, name, *_ in db.execute("pragma table_info(letter)")}
+    return (
+        not pragma(db, "application_id") and {"number", "time_ms", "code", "reason", "endpoint", "message"} <= columns
     )
 
 
@@ -114,8 +122,8 @@ LETTERS: Final = FileKind(
     "dead letter store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"letter"}),
-    migrations={0: lambda db: None},  # version 0.1.0 named neither program nor version
+    migrations={0: lambda db: None},
+    is_ours=_is_nameless,
     advice=": check it, or move it away",
 )
 
@@ -133,42 +141,34 @@ class Store:
         self._file = SqliteFile(LETTERS, path, disk, (f"journal_size_limit = {WAL_BYTES_MAX}",))
         self._letters: Shares[int] | None = None  # their numbers, by source authority; None: to be counted
         try:
-            if read_only:
-                self._open_read_only()
-            else:
-                self._open()
+            self._open(read_only=read_only)
         except BaseException as error:
             self.close()
             if isinstance(error, sqlite3.Error | OSError | DamagedError):
                 raise LETTERS.not_opened(error, path) from None
             raise
 
-    @property
-    def _db(self) -> sqlite3.Connection:
-        return self._file.connect()
-
-    def _open_read_only(self) -> None:
-        """Not even a journal is made: it may be another user's."""
-        db = self._file.db = self._file.disk.connect(self.path, read_only=True)
-        if LETTERS.version_of(db, self.path) is None:
-            raise LETTERS.refusal(self.path, "nothing is in it")
-
-    def _open(self) -> None:
+    def _open(self, *, read_only: bool) -> None:
+        if read_only:  # not even a journal is made: it may be another user's
+            db = self._file.db = self._file.disk.connect(self.path, read_only=True)
+            if LETTERS.version_of(db, self.path) is None:
+                raise LETTERS.refusal(self.path, "nothing is in it")
+            return
         self._file.take()
         try:
             self._check()
         except (sqlite3.Error, DamagedError) as error:
             if not is_damage(error):
                 raise
-            self.moved_to = self._file.move_aside()
-            log.error(
-                "the dead letters are damaged: they were moved aside", moved_to=str(self.moved_to), reason=str(error)
-            )
+            self._file.reset()
+            self.moved_to = move_aside(self.path)
+            what = "the dead letters are damaged: they were moved aside"
+            log.error(what, moved_to=str(self.moved_to), reason=str(error))
             self._check()
 
     def _check(self) -> None:
         if not self._file.look():
-            self._file.make(_make)
+            self._file.make(lambda db: db.execute(_TABLE))
         db = self._file.connect()
         self._file.update(self._file.version)
         self._letters = _counted(db)
@@ -179,18 +179,20 @@ class Store:
 
     def write(self, letters: Sequence[Row]) -> None:
         """All of them, or a sqlite3.Error and none; where there is no room, the oldest of whoever has most go first."""
-        db = self._db
-        self._require_short_wal(db)
+        db = self._file.connect()
+        # who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long
+        if self._file.wal_bytes > WAL_HELD_BYTES_MAX and not empty_wal(db, wait_ms=0):
+            why = f"somebody has been reading {self.path} for so long that its write-ahead log is full"
+            raise sqlite3.OperationalError(why)
         try:
-            known = self._letters if self._letters is not None else _counted(db)
-            self._write(db, letters, known)
+            self._write(db, letters)
         except BaseException:
             self._letters = None
             self._file.reset()
             raise
-        self._letters = known
 
-    def _write(self, db: sqlite3.Connection, letters: Sequence[Row], known: Shares[int]) -> None:
+    def _write(self, db: sqlite3.Connection, letters: Sequence[Row]) -> None:
+        known = self._letters = _counted(db) if self._letters is None else self._letters
         (number,) = db.execute("select coalesce(max(seq), 0) from sqlite_sequence where name = 'letter'").fetchone()
         fresh = {number + place: letter for place, letter in enumerate(letters, 1)}
         for number, letter in fresh.items():
@@ -206,20 +208,11 @@ class Store:
                 [(number, *letter) for number, letter in fresh.items() if number not in gone],
             )
 
-    def _require_short_wal(self, db: sqlite3.Connection) -> None:
-        """Who reads the file for long keeps its write-ahead log from being emptied, and it would grow for as long."""
-        if self._file.wal_bytes > WAL_HELD_BYTES_MAX and not empty_wal(db, wait_ms=0):
-            raise sqlite3.OperationalError(
-                f"somebody has been reading {self.path} for so long that its write-ahead log is full"
-            )
-
     def read(self, newest: int = STORED_MAX) -> list[Stored]:
         """The newest letters, oldest first. Raises UStatusError(DATA_LOSS) if they are damaged."""
+        query = "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?"
         try:
-            rows = self._file.connected.execute(
-                "select number, time_ms, code, reason, endpoint, message from letter order by number desc limit ?",
-                (newest,),
-            ).fetchall()
+            rows = self._file.connect().execute(query, (newest,)).fetchall()
             return [
                 Stored(number, time_ms, code, reason, endpoint, UMessage.FromString(data))
                 for number, time_ms, code, reason, endpoint, data in reversed(rows)
@@ -268,8 +261,8 @@ class Letter(NamedTuple):
         return self.time_ms, self.code, self.reason, self.endpoint, self.message.SerializeToString()
 
     def published(self, *, whole: bool) -> DeadLetter:
-        message = decoded(self.message) if whole and not self.is_withheld else _without_payload(self.message)
-        reason = self.reason
+        is_whole, reason = whole and not self.is_withheld, self.reason
+        message = decoded(self.message) if is_whole else UMessage(attributes=self.message.attributes)
         if self.is_withheld:
             reason += " (its payload is denied, too, and is in the store only)"
         elif not whole:
@@ -282,10 +275,6 @@ class Letter(NamedTuple):
 def attributes_of(message: Carried) -> UAttributes:
     """To look at anything but the id; of an encoded message nothing is parsed for that."""
     return message.stamp.attributes if type(message) is EncodedMessage else message.attributes
-
-
-def _without_payload(message: Carried) -> UMessage:
-    return UMessage(attributes=message.attributes)
 
 
 def size_of(message: Carried) -> int:
@@ -328,16 +317,14 @@ class DeadLetters:
         self.lost = 0  # not stored: queue full, no store, disk refused, or a dead letter of a dead letter
         self.limited = 0  # counted only: too many of one kind within a minute
         self.damaged = 0  # stores that were moved aside
-        self.by_code: dict[str, int] = {}
+        self.by_code: Counter[str] = Counter()
         self._store: Store | None = None
         self._open_again_at = 0.0
         self._open()
 
     def __repr__(self) -> str:
-        return (
-            f"DeadLetters(total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}, "
-            f"trouble={self.trouble})"
-        )
+        counts = f"total={self.total}, lost={self.lost}, limited={self.limited}, queued={len(self._queue)}"
+        return f"DeadLetters({counts}, trouble={self.trouble})"
 
     def add(
         self, message: Carried, code: UCode.ValueType, reason: str, endpoint: str, *, is_withheld: bool = False
@@ -348,7 +335,7 @@ class DeadLetters:
         `is_withheld`: the rules deny it, so its payload is not published.
         """
         self.total += 1
-        self.by_code[code_name(code)] = self.by_code.get(code_name(code), 0) + 1
+        self.by_code[code_name(code)] += 1
         source = attributes_of(message).source
         if source == self._topic:
             self.lost += 1  # never a dead letter of a dead letter
@@ -359,25 +346,18 @@ class DeadLetters:
             self.limited += 1
             if self._limits_told_at + PERIOD_S <= self._monotonic():
                 self._limits_told_at = self._monotonic()
-                told = {
-                    "authority": source.authority_name,
-                    "code": code_name(code),
-                    "reason": kind,
-                    "counted_only": self.limited,
-                }
-                log.warning("too many dead letters within a minute: for the rest of it they are counted only", **told)
+                told = {"authority": source.authority_name, "code": code_name(code), "reason": kind}
+                what = "too many dead letters within a minute: for the rest of it they are counted only"
+                log.warning(what, **told, counted_only=self.limited)
             return
         reason = reason[:REASON_CHARACTERS_MAX]
         if not granted.whole or size > self._bytes_max:
-            reason += (
-                f" (without its payload of {size - attributes_of(message).ByteSize()} bytes: more than is kept of one "
-                "kind in a minute)"
-            )
-            message = _without_payload(message)
+            bytes = size - attributes_of(message).ByteSize()
+            reason += f" (without its payload of {bytes} bytes: more than is kept of one kind in a minute)"
+            message = UMessage(attributes=message.attributes)
             size = size_of(message)
-        self._queue.add(
-            source.authority_name, Letter(self._now_ms(), code, reason, endpoint, message, is_withheld), size
-        )
+        letter = Letter(self._now_ms(), code, reason, endpoint, message, is_withheld)
+        self._queue.add(source.authority_name, letter, size)
         while self._queue.is_over and len(self._queue) > 1:
             self._queue.give_way()
             self.lost += 1
@@ -398,10 +378,8 @@ class DeadLetters:
         while self._queue and len(batch) < BATCH_MAX and room > 0:
             batch.append(self._queue.take())
             room -= batch[-1][1]
-        rows = [letter.row() for letter, _ in batch]
-        if not await self._worker.ask(rows):
+        if not await self._worker.ask([letter.row() for letter, _ in batch]):
             self.lost += len(batch)
-        del rows
         for letter, size in batch:
             try:
                 await self._publish(self._topic, letter.published(whole=size <= self._published_bytes_max))

@@ -17,17 +17,18 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Final, NamedTuple, cast
 
 import structlog
 
-from history.chunk import Chunk
+from history.chunk import Chunk, Scan
 from history.log import Log, Passed
 from streamer.blocked import Aside, Item, Key, key_of
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
-from streamer.flow import LAG_RECORDS_MAX, Flow
+from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, Flow
 from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
@@ -38,7 +39,7 @@ from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
-from uprotocol.status import Settled, UStatusError, code_name, settle
+from uprotocol.status import UStatusError, code_name, settle
 from uprotocol.v1.ucode_pb2 import UCode
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
@@ -57,9 +58,6 @@ CONNECTED_WAIT_MS_MAX: Final = 500
 ABSENT_MS_MAX: Final = 7 * 24 * 3_600_000  # for so long an endpoint that is away holds retention by age
 
 log = structlog.get_logger()
-
-
-GapCallback = Callable[[Endpoint, Log, int, int], None]
 
 
 class Plan(NamedTuple):
@@ -81,7 +79,7 @@ class Back:
     """Parked topics that turned out to be wanted, read once more from the log up to `until`; then they are live
     again."""
 
-    targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it
+    targets: dict[int, tuple[Target, ...]]  # by stream: who has not had it; empty: nothing is read back
     after: dict[int, int]  # by stream: from where
     place: int
     until: int
@@ -98,16 +96,15 @@ class Pump:
         view: View,
         dead_letters: DeadLetters,
         backoff: Backoff,
-        flow: Flow | None = None,
-        now_ms: Callable[[], int] = uuids.now_ms,
+        flow: Flow,
+        paused: Paused,
         *,
-        paused: Paused | None = None,
         absent_ms_max: int = ABSENT_MS_MAX,
-        on_gap: GapCallback = lambda *_: None,
+        on_gap: Callable[[Endpoint, Log, int, int], None] = lambda *_: None,
         pace: Pace | None = None,
     ) -> None:
         self.peer, self.log = peer, source
-        self._view, self._dead_letters, self._backoff, self._now_ms = view, dead_letters, backoff, now_ms
+        self._view, self._dead_letters, self._backoff = view, dead_letters, backoff
         self.name = CURSOR_PREFIX + peer.name
         self._queue: PriorityQueue[Item] = PriorityQueue()
         self._plans: dict[int, Plan] = {}
@@ -116,9 +113,9 @@ class Pump:
         self.parking = Parking(source, peer.name, absent_ms_max)
         self._recheck: deque[int] = deque()  # parked topics to be looked at: the interest has changed
         self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
-        self._back: Back | None = None
-        self.aside: Aside | None = None  # streams that don't get through though others do; made with the first one
-        self._aside_backoff = backoff.sibling()
+        self._back = Back({}, {}, 0, 0)
+        # streams that don't get through though others do
+        self.aside = Aside(backoff.sibling(), lambda: asyncio.get_running_loop().time())
         # by stream and authority: when the next message of a thinned topic is due
         self._due_ms: dict[int, dict[str, int]] = {}
         self._sending: list[Item] = []
@@ -133,12 +130,10 @@ class Pump:
         self.absent_ms, self._absent_ms_max = 0, absent_ms_max
         self._letters_left = PASSED_LETTERS_MAX
         # loop time at which the peer last took something, or was given something after that
-        self.active_at = -math.inf
+        self._active_at = -math.inf
         self._failing = False  # the last batch was not taken whole
-        if flow is not None:
-            flow.follow(self)
-        if paused is not None:
-            paused.on_change(self.wake)
+        flow.follow(self.lag)
+        paused.on_change(self.wake)
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
         source.on_forgotten(self._forgotten)
@@ -153,13 +148,15 @@ class Pump:
         """Records of the log that this peer has not been through."""
         return self.log.newest_seq - self.cursor
 
-    @property
-    def lag(self) -> float:
-        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room.
+    def lag(self) -> float | None:
+        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room. None: the peer
+        takes nothing.
 
         Who is behind because we send slowly is no reason to hold up senders: its records are on disk.
         """
         log = self.log
+        if self._active_at < asyncio.get_running_loop().time() - ACTIVE_S:
+            return None
         if self._pace is not None and log.durable:
             return 0.0
         unread = log.newest_seq - self._read
@@ -171,8 +168,7 @@ class Pump:
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
         self._backoff.wake()
-        if self.aside is not None:
-            self.aside.wake()
+        self.aside.wake()
         self._wake.set()
 
     def begin(self) -> None:
@@ -209,37 +205,29 @@ class Pump:
             try:
                 at_the_end = await self._fill()
             except UStatusError as error:  # of the log
-                await self._wait_for_the_log(error)
+                if not self.trouble:
+                    log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
+                self.trouble = str(error)
+                await self._backoff.wait()
                 continue
             if self.trouble:
                 self.trouble = ""
                 self._backoff.reset()
-            if self._queue.messages or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
+            if self._queue or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
                 self._heed()  # what was paused since does not leave
                 await self._send()
                 continue
             self._confirm()
             if at_the_end or self.aside:
-                await self._sleep()
-
-    async def _sleep(self) -> None:
-        """Until there is something to do."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
-                await self._wake.wait()
-
-    async def _wait_for_the_log(self, error: UStatusError) -> None:
-        if not self.trouble:
-            log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
-        self.trouble = str(error)
-        await self._backoff.wait()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
+                        await self._wake.wait()
 
     # Reading ahead
 
     def _is_full(self) -> bool:
-        if self.aside is not None and self.aside.is_full:
-            return True
-        return self._queue.messages >= WINDOW_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
+        waiting = self._queue
+        return len(waiting) >= WINDOW_MESSAGES_MAX or waiting.bytes >= WINDOW_BYTES_MAX or self.aside.is_full
 
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""
@@ -247,22 +235,36 @@ class Pump:
             self._heed()
             if self._recheck:
                 await self._look_at_parked()
-            elif self._back is not None:
+            elif self._back.targets:
                 if not await self._read_back():
                     return False
             elif self._found:
                 if self._queue:
                     return False  # what was read before leaves first
-                self._turn_back()
+                after = {stream: self.parking[stream].after for stream in self._found if stream in self.parking}
+                targets = {stream: self._found[stream] for stream in after}
+                self._back = Back(targets, after, min(after.values(), default=0), self._read)
+                self._found = {}
             elif self._read >= self.log.newest_seq:
                 return True
             else:
-                chunks = self.log.tail(self._read)
-                covered = self.log.newest_seq
+                chunks, covered = self.log.tail(self._read), self.log.newest_seq
                 if chunks is None:
-                    chunks, covered = await self._scan()
-                if self._plans_version == self._view.version and not self._take_all(chunks, covered):
-                    return not self._queue and not self._is_full()
+                    if self._read < self.log.floor_seq:
+                        self._gap(self._read, self.log.floor_seq + 1)
+                        self._read = self.log.floor_seq
+                    found = await self._scan(self._read)
+                    chunks, covered = found.chunks, found.covered
+                    if self._plans_version != self._view.version:
+                        continue
+                for chunk in chunks:
+                    if chunk.last_seq <= self._read:  # told as passed by retention while it was read
+                        continue
+                    if self._is_full():
+                        return False
+                    if not self._take(chunk):
+                        return not self._queue
+                self._read = max(self._read, covered)
         return False
 
     def _heed(self) -> None:
@@ -272,55 +274,26 @@ class Pump:
             return
         self._plans.clear()
         self._plans_version = version
-        if self._paused is not None:
-            pauses = frozenset(self._paused)
-            if fresh := pauses - self._pauses_known:
-                self._hold_back(fresh)
-            self._pauses_known = pauses
+        pauses = frozenset(self._paused)
+        if fresh := pauses - self._pauses_known:
+            self._hold_back(fresh)
+        self._pauses_known = pauses
         self._recheck = deque(self.parking)
 
-    def _take_all(self, chunks: list[Chunk], covered: int) -> bool:
-        """False if the window is full, or if too many topics are parked already."""
-        for chunk in chunks:
-            if chunk.last_seq <= self._read:  # told as passed by retention while it was read
-                continue
-            if not self._plan_all(chunk.streams):
-                return False
-            self._take(chunk.after(self._read))
-            if self._is_full():
-                return False
-        self._read = max(self._read, covered)
-        return True
-
-    async def _scan(self) -> tuple[list[Chunk], int]:
-        """What follows the last record read and is not in memory any more, and up to where that is all."""
-        if self._read < self.log.floor_seq:
-            self._gap(self._read, self.log.floor_seq + 1)
-            self._read = self.log.floor_seq
-        found = await self.log.scan(self._read, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX)
+    async def _scan(self, place: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
+        """What follows `place` and is not in memory any more."""
+        found = await self.log.scan(
+            place, max_records=READ_MESSAGES_MAX, max_bytes=READ_BYTES_MAX, streams=streams, until=until
+        )
         for after, before in found.gaps:
             self._gap(after, before)
-        return found.chunks, found.covered
+        return found
 
     def _gap(self, after: int, before: int) -> None:
         self.gaps += before - after - 1
-        log.error(
-            "records were lost to retention or damage before the peer got them",
-            peer=self.peer.name,
-            after=after,
-            before=before,
-        )
+        what = "records were lost to retention or damage before the peer got them"
+        log.error(what, peer=self.peer.name, after=after, before=before)
         self._on_gap(self.peer, self.log, after, before)
-
-    def _plan_all(self, streams: list[int]) -> bool:
-        """Plan each stream of a chunk; False if more of them would have to be parked than may be."""
-        plans, distinct = self._plans, set(streams)
-        if len(plans) > PLANS_MAX:
-            plans.clear()  # here, before those of this chunk are made: all of them are needed at once
-        for stream in distinct.difference(plans):
-            plans[stream] = self._plan(stream)
-        parks = sum(plans[stream].park for stream in distinct)
-        return not parks or parks <= self.parking.room
 
     def _wanted(self, stream_id: int) -> tuple[tuple[Target, ...], bool]:
         """Who at the peer wants this stream, as far as is known, and whether somebody may yet turn up."""
@@ -342,11 +315,7 @@ class Pump:
             }
         if parked is not None:
             targets = tuple(target for target in targets if target.authority in parked.served)
-        elif (
-            is_open
-            and not self.peer.needs_sink
-            and any(target.period_ms is None and not target.since for target in targets)
-        ):
+        elif not self.peer.needs_sink and any(target.period_ms is None and not target.since for target in targets):
             is_open = False  # the peer's network gets each message anyway
         return self._plan_for(stream_id, targets, park=is_open and parked is None)
 
@@ -365,27 +334,42 @@ class Pump:
         as_is = not (copies or whole or thinned or park)
         return Plan(targets, since, as_is, copies, whole, park)
 
-    def _take(self, chunk: Chunk) -> None:
-        plans, taken = self._plans, list[Item]()
-        for item in _items(chunk):
-            seq, message, stream = item
-            plan = plans[stream]
-            if plan.park:
-                self.parking.park(stream, seq - 1, plan.targets)
-                plan = plans[stream] = self._plan(stream)
-            if seq <= plan.since or not plan.targets:
-                continue
-            if plan.as_is:
-                taken.append(item)
-            else:
-                taken += self._copies(plan, stream, seq, message)
-        self._queue.add(taken)
-        self._read = max(self._read, chunk.last_seq)
-        if self._flow is not None and self._flow.holds:
+    def _take(self, chunk: Chunk) -> bool:
+        """What is new in `chunk`, and wanted, to the queue. False if more of its topics would have to be parked than
+        may be."""
+        plans = self._plans
+        if len(plans) > PLANS_MAX:
+            plans.clear()  # here, before those of this chunk are made: all of them are needed at once
+        for stream in chunk.stream_set.difference(plans):
+            plans[stream] = self._plan(stream)
+        wanted = [plan for stream in chunk.stream_set if (plan := plans[stream]) is not SKIP]
+        parks = sum([plan.park for plan in wanted])
+        if parks and parks > self.parking.room:
+            return False
+        fresh = chunk.after(self._read)
+        if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
+            self._queue.add(list(_items(fresh)))
+        elif wanted:
+            self._queue.add([copy for item in _items(fresh) for copy in self._wanted_of(item)])
+        self._read = chunk.last_seq
+        if self._flow.holds:
             self._flow.moved()
+        return True
 
-    def _copies(self, plan: Plan, stream: int, seq: int, message: EncodedMessage) -> list[Item]:
+    def _wanted_of(self, item: Item) -> list[Item]:
+        """What of it leaves, by the plan for its stream; parks that first where it has to be."""
+        seq, _, stream = item
+        plan = self._plans[stream]
+        if plan.park:
+            self.parking.park(stream, seq - 1, plan.targets)
+            plan = self._plans[stream] = self._plan(stream)
+        if seq <= plan.since or not plan.targets:
+            return []
+        return [item] if plan.as_is else self._copies(plan, item)
+
+    def _copies(self, plan: Plan, item: Item) -> list[Item]:
         """The message as the peer is to see it, once or once per authority, thinned by the sample periods."""
+        seq, message, stream = item
         created = message.created_ms
         due = [
             place
@@ -425,7 +409,7 @@ class Pump:
             self._found.pop(stream, None)
             self.parking.serve(stream, (target for target in targets if target.authority not in parked.served))
             self._plans.pop(stream, None)
-            if not is_open and not self._is_read_back(stream):
+            if not is_open and stream not in self._back.targets:
                 self.parking.forget(stream)
         await asyncio.sleep(0)
 
@@ -437,48 +421,24 @@ class Pump:
             target for target in targets if target.authority not in parked.served and target.since < self._read
         )
 
-    def _is_read_back(self, stream: int) -> bool:
-        return self._back is not None and stream in self._back.targets
-
-    def _turn_back(self) -> None:
-        found, self._found = self._found, {}
-        after = {stream: parked.after for stream in found if (parked := self.parking.get(stream)) is not None}
-        targets = {stream: found[stream] for stream in after}
-        if after:
-            self._back = Back(targets, after, min(after.values()), self._read)
-
     async def _read_back(self) -> bool:
         """One step; False while what was read has to leave first."""
         back = self._back
-        assert back is not None
         if back.place < back.until:
-            found = await self.log.scan(
-                back.place,
-                max_records=READ_MESSAGES_MAX,
-                max_bytes=READ_BYTES_MAX,
-                streams=back.targets.keys(),
-                until=back.until,
-            )
-            for after, before in found.gaps:
-                self._gap(after, before)
-            for chunk in found.chunks:
-                self._take_back(back, chunk)
+            found = await self._scan(back.place, back.targets.keys(), back.until)
+            for item in chain.from_iterable(map(_items, found.chunks)):
+                if item[0] > back.after[item[2]]:
+                    self._queue.add(self._copies(self._plan_for(item[2], back.targets[item[2]], park=False), item))
             back.place = max(back.place, found.covered)
             return True
-        if self._queue or (self.aside and self.aside.has_any(back.targets)):
+        if self._queue or not self.aside.known_streams.isdisjoint(back.targets):
             return False  # the cursors of these topics stand until all of it was confirmed
-        self._back = None
-        for stream, targets in back.targets.items():
+        served, back.targets = back.targets, {}
+        for stream, targets in served.items():
             self.parking.serve(stream, targets)
             self._plans.pop(stream, None)
             self._recheck.append(stream)
         return True
-
-    def _take_back(self, back: Back, chunk: Chunk) -> None:
-        for seq, message, stream in _items(chunk):
-            if seq > back.after[stream]:
-                plan = self._plan_for(stream, back.targets[stream], park=False)
-                self._queue.add(self._copies(plan, stream, seq, message))
 
     # What is paused
 
@@ -488,63 +448,47 @@ class Pump:
 
         No batch is in flight here, so all that is not in these queues has left, or was never read.
         """
-        paused, peer = self._paused, self.peer
-        assert paused is not None
-        aside, back = self.aside, self._back
 
         def is_held(stream: int) -> bool:
             source = self.log.stream(stream).source
-            return any(paused.concerns(pause, peer, source) for pause in fresh)
+            return any(self._paused.concerns(pause, self.peer, source) for pause in fresh)
 
-        waiting = {item[2] for item in self._queue} | (aside.known_streams if aside is not None else set())
-        candidates = waiting.union(self.parking, back.targets if back is not None else ())
+        candidates = self.aside.known_streams.union((item[2] for item in self._queue), self.parking, self._back.targets)
         held = self._fitting({stream for stream in candidates if is_held(stream)})
         first: dict[int, int] = {}  # by stream
-        for item in self._take_out(held):
+        for item in self.aside.take_out(held) + self._queue.take_out(held):
             first[item[2]] = min(item[0], first.get(item[2], item[0]))
         for stream in held:
             after = self._had(stream)
             self.parking.hold(stream, min(after, first.get(stream, after + 1) - 1))
-            if back is not None:
-                back.targets.pop(stream, None)
-        if back is not None and not back.targets:
-            self._back = None
+            self._back.targets.pop(stream, None)
 
     def _had(self, stream_id: int) -> int:
         """Up to where everybody who wants this stream has had it, but for what was in the queues."""
-        parked, back, stream = self.parking.get(stream_id), self._back, self.log.stream(stream_id)
+        parked, stream = self.parking.get(stream_id), self.log.stream(stream_id)
         if parked is None:
             return self._read
         targets, is_open = self._mine(self._view.wanted(stream.source, stream.sink, self.log))
-        now = back.targets.get(stream_id, ()) if back is not None else ()
+        now = self._back.targets.get(stream_id, ())
         if is_open or any(target not in now for target in self._missing(parked, targets)):
             return parked.after  # somebody has had none of it: the others get it twice
-        return max(parked.after, back.place) if now and back is not None else self._read
+        return max(parked.after, self._back.place) if now else self._read
 
     def _fitting(self, held: set[int]) -> set[int]:
         """Those of `held` for which there are cursors: what was read of the others leaves, since else it would be
         lost."""
-        fresh = [stream for stream in held if self.parking.get(stream) is None]
-        beyond = fresh[max(self.parking.room, 0) :]
+        beyond = [stream for stream in held if stream not in self.parking][max(self.parking.room, 0) :]
         if beyond:
-            log.warning(
-                "too many topics are paused: what was read of some leaves all the same",
-                peer=self.peer.name,
-                topics=len(beyond),
-            )
+            what = "too many topics are paused: what was read of some leaves all the same"
+            log.warning(what, peer=self.peer.name, topics=len(beyond))
         return held.difference(beyond)
-
-    def _take_out(self, streams: set[int]) -> list[Item]:
-        taken = self.aside.take_out(streams) if self.aside is not None else []
-        return taken + self._queue.take_out(streams)
 
     # What the log forgets
 
     def _in_hand(self) -> set[int]:
         """The streams of what was read and has not left, and of what is parked."""
-        held = {item[2] for queue in (self._queue, self._sending) for item in queue}
-        back = self._back.targets if self._back is not None else ()
-        return held.union(self.parking, self._found, back, self.aside.known_streams if self.aside is not None else ())
+        held = {item[2] for item in chain(self._queue, self._sending)}
+        return held.union(self.parking, self._found, self._back.targets, self.aside.known_streams)
 
     def _forgotten(self, streams: frozenset[int]) -> None:
         for known in (self._plans, self._due_ms):
@@ -556,40 +500,27 @@ class Pump:
     def _passed(self, passed: Passed) -> None:
         """Retention has deleted records that this peer may not have had: told one by one while they are few, beyond
         that as one range."""
-        lost = told = 0
-        for chunk in passed.chunks:
-            for item in _items(chunk):
-                if not self._still_wants(item[2], item[0]):
-                    continue
-                lost += 1
-                if self._letters_left > 0:
-                    self._letters_left -= 1
-                    told += 1
-                    self._dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
+        items = chain.from_iterable(map(_items, passed.chunks))
+        lost = [item for item in items if self._still_wants(item[2], item[0])]
+        told = lost[: self._letters_left]
+        self._letters_left -= len(told)
+        for item in told:
+            self._dead(item, UCode.RESOURCE_EXHAUSTED, "the log had to delete it before the peer was back")
         last = passed.before - 1
         seen = max((chunk.last_seq for chunk in passed.chunks), default=passed.after)
-        if lost > told or last > max(seen, self._read):
+        if len(lost) > len(told) or last > max(seen, self._read):
             self._gap(max(passed.after, min(self.cursor, last)), passed.before)
-        for stream in [stream for stream in self.parking if self._parked_place(stream) < last]:
-            self.parking.move(stream, last)
-        if self._back is not None:
-            self._back.place = max(self._back.place, min(last, self._back.until))
+        for stream, parked in self.parking.items():
+            if parked.after < last:
+                self.parking.move(stream, last)
+        self._back.place = max(self._back.place, min(last, self._back.until))
         self._read = max(self._read, last)
         self._wake.set()
-
-    def _parked_place(self, stream: int) -> int:
-        parked = self.parking.get(stream)
-        return parked.after if parked is not None else 0
 
     def _still_wants(self, stream: int, seq: int) -> bool:
         parked = self.parking.get(stream)
         if parked is not None:
-            place = (
-                max(parked.after, self._back.place)
-                if self._back is not None and stream in self._back.targets
-                else parked.after
-            )
-            return seq > place
+            return seq > (max(parked.after, self._back.place) if stream in self._back.targets else parked.after)
         if seq <= self._read:
             return False  # it waits in memory, or has left
         targets, is_open = self._wanted(stream)
@@ -605,7 +536,7 @@ class Pump:
             return
         was_failing = self._failing
         if not was_failing:
-            self.active_at = asyncio.get_running_loop().time()
+            self._active_at = asyncio.get_running_loop().time()
         messages = [message for _, message, _ in batch]
         if self._pace is not None:
             await self._pace.spend(sum(units_of(len(message.payload)) for message in messages))
@@ -614,7 +545,9 @@ class Pump:
         for item, status in settled.refused:
             self._dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
-        stuck = _stuck(settled) if again else set()
+        stuck = set[Key]()  # the streams that failed though others got through
+        if settled.sent:
+            stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
         if again or self.aside:
             self._put_back(again, stuck)
         self._sending = []
@@ -625,41 +558,40 @@ class Pump:
         if self._failing:
             await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
         else:
-            self.active_at = asyncio.get_running_loop().time()
+            self._active_at = asyncio.get_running_loop().time()
             self._letters_left = PASSED_LETTERS_MAX
             if was_failing:
                 self._backoff.reset()
 
     def _put_back(self, again: list[Item], stuck: Set[Key] = frozenset()) -> None:
         """What has not got through: aside, where others have, else to the front of the queue."""
-        if stuck and self.aside is None:
-            self.aside = Aside(self._aside_backoff, asyncio.get_running_loop().time)
-        if self.aside is not None:
-            apart, rest = list[Item](), list[Item]()
-            for item in again:
-                key = key_of(item[1])
-                (apart if key in stuck or key in self.aside else rest).append(item)
-            self.aside.put_back(apart)
-            # the first that waits is the oldest, by which the cursor goes
-            again = sorted(rest + self.aside.release(), key=itemgetter(0))
-        self._queue.put_back(again)
+        apart, rest = list[Item](), list[Item]()
+        for item in again:
+            key = key_of(item[1])
+            (apart if key in stuck or key in self.aside else rest).append(item)
+        self.aside.put_back(apart)
+        # the first that waits is the oldest, by which the cursor goes
+        self._queue.put_back(sorted(rest + self.aside.release(), key=itemgetter(0)))
 
     def _next_batch(self) -> list[Item]:
         """Highest class first; what has expired becomes a dead letter instead."""
-        now = self._now_ms()
+        now = uuids.now_ms()
         batch: list[Item] = []
-        items = self.aside.due() if self.aside is not None else []
+        items = self.aside.due() if self.aside else []
         while True:
-            for item in items:
-                if item[1].stamp.ttl and item[1].is_expired(now):
-                    self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
-                else:
-                    batch.append(item)
+            batch += [item for item in items if not (item[1].stamp.ttl and self._is_expired(item, now))]
             items = self._queue.take(BATCH_MESSAGES_MAX - len(batch), WINDOW_BYTES_MAX)
             if not items:
                 return batch
             if self.aside:
                 items = [item for item in items if not self.aside.takes(item)]
+
+    def _is_expired(self, item: Item, now_ms: int) -> bool:
+        """If so, it is a dead letter now."""
+        expired = item[1].is_expired(now_ms)
+        if expired:
+            self._dead(item, UCode.DEADLINE_EXCEEDED, "its ttl ran out before the peer took it")
+        return expired
 
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
@@ -678,10 +610,3 @@ class Pump:
 def _items(chunk: Chunk) -> Iterator[Item]:
     """Ingress appends nothing but EncodedMessages, and what is read from disk is one, too."""
     return zip(chunk.seqs, cast(Sequence[EncodedMessage], chunk.messages), chunk.streams, strict=True)
-
-
-def _stuck(settled: Settled[Item]) -> set[Key]:
-    """The streams that failed though others got through."""
-    if not settled.sent:
-        return set()
-    return {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}

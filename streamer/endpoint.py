@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, Final, TypeVar, cast
 
 import structlog
 
@@ -62,10 +62,6 @@ class Endpoint:
         self.dropped: Counter[str] = Counter()
 
     @property
-    def is_wildcard(self) -> bool:
-        return uris.WILDCARD_AUTHORITY in self.authorities
-
-    @property
     def only_authority(self) -> str:
         """Its one authority, "" if it has several, or a pattern of them: then an address without authority means nobody
         knows whom."""
@@ -112,27 +108,19 @@ class Endpoint:
         Where the transport fails at a batch, each message is tried alone: one at which it fails though others pass is
         INTERNAL, for good.
         """
-        try:
-            return await self._send(messages)
-        except FaultError as fault:
-            if len(messages) == 1:
-                return [fault.status]
-        except UStatusError as error:
-            return [error.status] * len(messages)
-        return await self._send_one_by_one(messages)
-
-    async def _send(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
         if self.names is not None:
             messages = [self.names.leave(message) for message in messages]
         carried: Sequence[Any] = messages
         if Capability.ENCODED not in self.transport.capabilities:
             carried = [message.decoded() for message in messages]
-        statuses = await self._guarded(self.transport.send_batch, carried)
-        if len(statuses) != len(messages):
-            raise self._failed(f"{len(messages)} messages were answered by {len(statuses)} statuses")
-        return statuses
+        try:
+            return await self._guarded(self.transport.send_batch, carried, answers=len(carried))
+        except FaultError as fault:
+            return [fault.status] if len(carried) == 1 else await self._send_one_by_one(carried)
+        except UStatusError as error:
+            return [error.status] * len(carried)
 
-    async def _send_one_by_one(self, messages: Sequence[EncodedMessage]) -> list[UStatus]:
+    async def _send_one_by_one(self, messages: Sequence[Any]) -> list[UStatus]:
         statuses: list[UStatus] = []
         faulty: list[int] = []
         for number, message in enumerate(messages):
@@ -148,11 +136,11 @@ class Endpoint:
                 statuses[number] = UStatus(code=UCode.INTERNAL, message=statuses[number].message)
         return statuses
 
-    async def _send_alone(self, message: EncodedMessage) -> tuple[UStatus, bool]:
+    async def _send_alone(self, message: Any) -> tuple[UStatus, bool]:
         """Its status, and whether that is the transport's fault."""
         for _ in range(TRIES_ALONE):
             try:
-                (status,) = await self._send([message])
+                (status,) = await self._guarded(self.transport.send_batch, [message], answers=1)
                 return status, False
             except FaultError as fault:
                 answer = fault.status
@@ -160,7 +148,8 @@ class Endpoint:
                 return error.status, False
         return answer, True
 
-    async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    async def _guarded(self, call: Callable[..., Awaitable[T]], *arguments: Any, answers: int | None = None) -> T:
+        """`answers`: so many are expected."""
         try:
             result = await call(*arguments)
         except UStatusError:
@@ -168,6 +157,8 @@ class Endpoint:
             raise
         except Exception as error:
             raise self._failed(f"{call.__name__} raised {error!r}", error) from error
+        if answers is not None and (given := len(cast(Sized, result))) != answers:
+            raise self._failed(f"{answers} messages were answered by {given} statuses")
         self.fault = ""
         return result
 
@@ -175,13 +166,8 @@ class Endpoint:
         self.faults += 1
         self.fault = f"its transport has a fault: {why}"
         if self.faults & (self.faults - 1) == 0:  # the 1st, 2nd, 4th, ...: it may fail with every message
-            log.error(
-                "a transport has a fault; trying again",
-                endpoint=self.name,
-                faults=self.faults,
-                why=self.fault,
-                exc_info=error,
-            )
+            what = "a transport has a fault; trying again"
+            log.error(what, endpoint=self.name, faults=self.faults, why=self.fault, exc_info=error)
         return FaultError(UCode.UNAVAILABLE, self.fault)
 
     @property
@@ -213,12 +199,8 @@ class Endpoints:
         """What may go wrong with names, in plain sentences."""
         notes = [f"endpoint {endpoint.name}: {note}" for endpoint in self for note in endpoint.twins.notes()]
         for outside in self:
-            inside = {
-                authority
-                for other in self
-                if other is not outside and not other.suffix
-                for authority in other.authorities
-            }
+            others = [other for other in self if other is not outside and not other.suffix]
+            inside = {authority for other in others for authority in other.authorities}
             if outside.needs_sink and (names := untold(outside.suffix, inside)):
                 notes.append(
                     f"endpoint {outside.name}: it leads off the vehicle, where any vehicle may have our "
@@ -240,10 +222,7 @@ class Endpoints:
 
     def owner(self, authority: str) -> Endpoint | None:
         """The endpoint on whose network `authority` lives; None if there is none."""
-        try:
-            return self._owners[authority]
-        except KeyError:
-            pass
-        found = next((self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named), None)
-        self._owners[authority] = found
-        return found
+        if authority not in self._owners:
+            owners = (self._named[pattern] for pattern in uris.owners(authority) if pattern in self._named)
+            self._owners[authority] = next(owners, None)
+        return self._owners[authority]

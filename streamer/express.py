@@ -24,10 +24,11 @@ from typing import Final, NamedTuple
 from streamer.dead_letter import REASON_CHARACTERS_MAX, DeadLetters
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import HostedTransport
-from streamer.limits import CALLERS_SHARE, SENDERS_SHARE, Limits
+from streamer.limits import SENDERS_SHARE
 from streamer.priority_queue import PriorityQueue
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.communication.shares import CALLERS_SHARE, Full, Shares
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import error_response
 from uprotocol.pacing import Backoff
@@ -63,14 +64,13 @@ class Express:
         dead_letters: DeadLetters,
         *,
         messages_max: int,
+        bytes_max: int,
         backoff: Callable[[], Backoff],
-        bytes_max: int = Limits().express_bytes_max,
-        now_ms: Callable[[], int] = uuids.now_ms,
     ) -> None:
         """`messages_max`, `bytes_max`: of what waits for one endpoint; our answers have a quarter of that beside it."""
         self._endpoints, self._hosted, self._dead_letters = endpoints, hosted, dead_letters
-        self.messages_max, self.bytes_max, self._now_ms = messages_max, bytes_max, now_ms
-        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff(), now_ms) for endpoint in endpoints}
+        self.messages_max, self.bytes_max = messages_max, bytes_max
+        self.queues = {endpoint.name: ExpressQueue(endpoint, self, backoff()) for endpoint in endpoints}
         self._inside: set[asyncio.Future[None]] = set()
 
     def put(self, peer: Endpoint, message: EncodedMessage) -> None:
@@ -78,16 +78,14 @@ class Express:
 
         What is refused is not parsed: a batch of large ones would be there twice.
         """
-        size, accounts = message.ByteSize(), _accounts(message.stamp.attributes)
-        full = self.queues[peer.name].full_for(size, accounts)
-        if not full:
-            self.queues[peer.name].put(Entry(size, message, accounts))
+        entry = Entry(message.ByteSize(), message, _accounts(message.stamp.attributes))
+        full = self.queues[peer.name].put(entry)
+        if full is None:
             return
-        drop, limit = full
-        peer.dropped[drop] += 1
-        self.fail(
-            message, UCode.RESOURCE_EXHAUSTED, f"{limit} wait for endpoint {peer.name!r}, which is the limit", peer
-        )
+        limit = f"{full.limit} {'bytes' if full.is_of_bytes else 'messages'}"
+        whose = " of this caller or authority" if full.is_of_one else ""
+        peer.dropped["express_share" if full.is_of_one else "express_full"] += 1
+        self.fail(message, UCode.RESOURCE_EXHAUSTED, f"at most {limit}{whose} wait for endpoint {peer.name!r}", peer)
 
     def fail(
         self,
@@ -120,90 +118,58 @@ class Express:
         if origin is None:
             return
         encoded = EncodedMessage.of(response)
-        answer = Entry(encoded.ByteSize(), encoded, None)
-        if self.queues[origin.name].full_for(answer.size, None):
+        if self.queues[origin.name].put(Entry(encoded.ByteSize(), encoded, None)) is not None:
             origin.dropped["answers_full"] += 1  # they don't leave: whoever asked isn't listening now
-        else:
-            self.queues[origin.name].put(answer)
-
-
-class _Use:
-    """How much of a queue somebody has."""
-
-    __slots__ = ("bytes", "messages")
-
-    def __init__(self) -> None:
-        self.messages = self.bytes = 0
-
-    def __str__(self) -> str:
-        return f"{self.messages} messages of {self.bytes} bytes"
-
-    def add(self, sign: int, size: int) -> None:
-        self.messages += sign
-        self.bytes += sign * size
-
-    def is_full(self, messages_max: int, bytes_max: int, size: int) -> bool:
-        """True if there is no room for one more of `size` bytes; the first one always has room."""
-        return self.messages > 0 and (self.messages >= messages_max or self.bytes + size > bytes_max)
 
 
 class ExpressQueue:
     """The queue and the pump of one peer."""
 
-    def __init__(self, peer: Endpoint, express: Express, backoff: Backoff, now_ms: Callable[[], int]) -> None:
+    def __init__(self, peer: Endpoint, express: Express, backoff: Backoff) -> None:
         self.peer = peer
-        self._express, self._backoff, self._now_ms = express, backoff, now_ms
+        self._express, self._backoff = express, backoff
         self._queue: PriorityQueue[Entry] = PriorityQueue()
-        self._others, self._answers, self._uses = _Use(), _Use(), dict[Hashable, _Use]()
+        limits = express.messages_max, express.bytes_max
+        self._callers: Shares[Hashable] = Shares(*limits, CALLERS_SHARE)
+        self._senders: Shares[Hashable] = Shares(*limits, SENDERS_SHARE)  # the same messages, by authority
+        self._answers: Shares[None] = Shares(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, 1)
         self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
         """What waits, and what is being sent."""
-        return self._others.messages + self._answers.messages
+        return self._callers.pieces + self._answers.pieces
 
     def __repr__(self) -> str:
         return f"ExpressQueue({self.peer.name}, waiting={len(self)}, bytes={self.bytes})"
 
     @property
     def bytes(self) -> int:
-        return self._others.bytes + self._answers.bytes
+        return self._callers.bytes + self._answers.bytes
 
-    def full_for(self, size: int, accounts: tuple[Hashable, Hashable] | None) -> tuple[str, str] | None:
-        """Why there is no room for such an entry (a drop reason, and the limit in words); None if there is."""
-        express = self._express
+    def put(self, entry: Entry) -> Full | None:
+        """The limit that leaves no room for it; None: it waits now."""
+        size, _, accounts = entry
         if accounts is None:
-            is_full = self._answers.is_full(ANSWERS_MAX, express.bytes_max // CALLERS_SHARE, size)
-            return ("answers_full", f"{self._answers} of ours") if is_full else None
-        if self._others.is_full(express.messages_max, express.bytes_max, size):
-            return "express_full", str(self._others)
-        for account, share in zip(accounts, (CALLERS_SHARE, SENDERS_SHARE), strict=True):
-            use = self._uses.get(account)
-            if use is not None and use.is_full(express.messages_max // share, express.bytes_max // share, size):
-                return "express_share", f"{use} of this {'caller' if share == CALLERS_SHARE else 'authority'}"
-        return None
-
-    def put(self, entry: Entry) -> None:
-        self._queue.add([entry])
-        self._count(entry, 1)
-        self._arrived.set()
+            full = self._answers.full(None, size)
+        else:
+            full = self._callers.full(accounts[0], size) or self._senders.full(accounts[1], size)
+        if full is None:
+            self._queue.add([entry])
+            self._count(entry, 1)
+            self._arrived.set()
+        return full
 
     def _count(self, entry: Entry, sign: int) -> None:
         if entry.accounts is None:
-            self._answers.add(sign, entry.size)
-            return
-        self._others.add(sign, entry.size)
-        for account in entry.accounts:
-            use = self._uses.get(account)
-            if use is None:
-                use = self._uses[account] = _Use()
-            use.add(sign, entry.size)
-            if not use.messages:
-                del self._uses[account]
+            self._answers.add(None, sign, sign * entry.size)
+        else:
+            self._callers.add(entry.accounts[0], sign, sign * entry.size)
+            self._senders.add(entry.accounts[1], sign, sign * entry.size)
 
     def _take(self) -> list[Entry]:
         """The next batch, highest class first; what has expired is failed instead."""
         batch: list[Entry] = []
-        now = self._now_ms()
+        now = uuids.now_ms()
         for entry in self._queue.take(BATCH_MAX, BATCH_BYTES_MAX):
             if entry.message.is_expired(now):
                 self._end(entry, UCode.DEADLINE_EXCEEDED, f"its ttl ran out before endpoint {self.peer.name!r} took it")
@@ -243,4 +209,4 @@ class ExpressQueue:
     def _soonest_expiry_ms(self) -> int | None:
         """How long until something that waits expires: its originator is told then, not later."""
         ends = [end for entry in self._queue if (end := entry.message.expires_ms) is not None]
-        return max(min(ends) - self._now_ms() + 1, 0) if ends else None
+        return max(min(ends) - uuids.now_ms() + 1, 0) if ends else None

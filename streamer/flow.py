@@ -22,7 +22,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from history.log import Log
 from uprotocol.encoded import EncodedMessage
@@ -42,20 +42,8 @@ PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 REDELIVERY_S: Final = 5.0
 
 
-class Follower(Protocol):
-    """A pump (streamer.egress.Pump)."""
-
-    @property
-    def lag(self) -> float:
-        """How far it is behind: 1 is as far as senders may be ahead of it."""
-        ...
-
-    @property
-    def active_at(self) -> float:
-        """Loop time at which its peer last took something."""
-        ...
-
-
+Lag = Callable[[], float | None]
+"""How far a pump is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
 Offer = Callable[["asyncio.Future[int]"], None]
 """Appends what has waited for its turn, and settles that future when the log has answered."""
 
@@ -64,7 +52,7 @@ class Flow:
     """Pumps call `moved`; appenders append through it."""
 
     def __init__(self, patience_s: float | None = None) -> None:
-        self._followers: list[Follower] = []
+        self._followers: list[Lag] = []
         self._patience_s = patience_s
         self._credit = 0  # records until the next hold
         self.holds = False  # senders wait: who reads on calls `moved`
@@ -73,14 +61,13 @@ class Flow:
         self._serving: asyncio.Task[None] | None = None
         self._opened = asyncio.Event()  # it was open when a follower had read on
 
-    def follow(self, follower: Follower) -> None:
-        """It reads the log."""
-        self._followers.append(follower)
+    def follow(self, lag: Lag) -> None:
+        """A pump reads the log."""
+        self._followers.append(lag)
 
     @property
     def is_open(self) -> bool:
-        since = asyncio.get_running_loop().time() - ACTIVE_S
-        lags = [follower.lag for follower in self._followers if follower.active_at >= since]
+        lags = [lag for follower in self._followers if (lag := follower()) is not None]
         return not lags or min(lags) < 1
 
     def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
@@ -166,14 +153,17 @@ class Appender:
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
-        if self._awaiting_redelivery is not None and self._is_ahead(batch):
+        if self._is_ahead(batch):
             what = "what the log has refused before this comes again first"
             self._refuse(batch, answer, UStatusError(UCode.UNAVAILABLE, what))
         elif self._holds and (self._held or self._refusing_since is not None or not self._log.healthy):
             self._hold(streams, batch, answer)
         else:
             taken = self._log.append(streams, batch)
-            taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
+            if taken.done() and taken.exception() is None:  # by a volatile log
+                answer.set_result(taken.result())
+            else:
+                taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
 
     def _settle(
         self,
@@ -183,9 +173,7 @@ class Appender:
         taken: asyncio.Future[int],
     ) -> None:
         error = None if taken.cancelled() else taken.exception()
-        if answer.done():
-            return
-        if taken.cancelled():
+        if taken.cancelled() or answer.done():
             answer.cancel()
         elif error is None:
             answer.set_result(taken.result())
@@ -204,7 +192,8 @@ class Appender:
 
     def _is_ahead(self, batch: Sequence[EncodedMessage]) -> bool:
         """True if `batch` would overtake what the log has refused and the network has not yet delivered again."""
-        assert self._awaiting_redelivery is not None
+        if self._awaiting_redelivery is None:
+            return False
         id, until = self._awaiting_redelivery
         if asyncio.get_running_loop().time() < until and all(message.id_key != id for message in batch):
             return True
@@ -238,7 +227,11 @@ class Appender:
                     if error.code in PASSING and loop.time() - self._refusing_since < HOLD_S:
                         await asyncio.sleep(RETRY_S)
                         continue
-                    self._give_up(error)
+                    # on all that is held: whatever is among it came first. The log has still to take something before
+                    # it is trusted again
+                    held, self._held = self._held, deque()
+                    for _, batch, answer in held:
+                        self._refuse(batch, answer, error)
                 else:
                     self._refusing_since = None
                     self._held.popleft()
@@ -246,10 +239,3 @@ class Appender:
                         answer.set_result(seq)
         finally:
             self._retrying = None
-
-    def _give_up(self, error: UStatusError) -> None:
-        """On all that is held: whatever is among it came first. The log has still to take something before it is
-        trusted again."""
-        held, self._held = self._held, deque()
-        for _, batch, answer in held:
-            self._refuse(batch, answer, error)

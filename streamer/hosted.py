@@ -25,9 +25,9 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
+from uprotocol.encoded import EncodedListener, EncodedMessage
 from uprotocol.status import FINAL, OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
-from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -39,12 +39,8 @@ log = structlog.get_logger()
 
 _NOBODY: Final[Mapping[Hashable, tuple[UUri, UListener]]] = {}
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
-
-
-def is_inside() -> bool:
-    """True while a hosted service handles what another one in this process has sent: nobody on a network can claim
-    that."""
-    return _inside.get()
+is_inside: Final[Callable[[], bool]] = _inside.get
+"""True while a hosted service handles what another one in this process has sent: nobody on a network can claim that."""
 
 
 def _key(sink: UUri) -> tuple[int, int, int]:
@@ -64,17 +60,14 @@ class HostedTransport(UTransport):
         # by the key of the sink -> by source filter and identity
         self._listeners: dict[tuple[int, int, int], dict[Hashable, tuple[UUri, UListener]]] = {}
         self._entities: dict[int, None] = {}  # those that have a listener, in the order in which they came
-        self._ingress: UBatchListener | None = None
+        self._ingress: EncodedListener | None = None
         self._on_entities_changed: Callable[[], Awaitable[None]] | None = None
         self.unserved = Unserved(self)
 
-    def lead_to(self, ingress: UBatchListener) -> None:
-        """What services send begins the ordinary walk there (streamer.ingress); before that nothing can be sent."""
-        self._ingress = ingress
-
-    def on_entities_changed(self, callback: Callable[[], Awaitable[None]]) -> None:
-        """It is awaited whenever `sinks` has changed, before the registration is done."""
-        self._on_entities_changed = callback
+    def lead_to(self, ingress: EncodedListener, on_entities_changed: Callable[[], Awaitable[None]]) -> None:
+        """What services send begins the ordinary walk at `ingress`; before that nothing can be sent.
+        `on_entities_changed` is awaited whenever `sinks` has changed, before the registration is done."""
+        self._ingress, self._on_entities_changed = ingress, on_entities_changed
 
     def __repr__(self) -> str:
         return f"HostedTransport({self.authority}, entities={[f'{entity:X}' for entity in self._entities]})"
@@ -99,11 +92,16 @@ class HostedTransport(UTransport):
         completes when all have taken their share."""
         shares: dict[int, tuple[UListener, list[UMessage]]] = {}
         for message in messages:
-            listeners = self._wanting(message.attributes)
+            attributes = message.attributes
+            entity, version, resource = _key(attributes.sink)
+            found = self._listeners.get((entity, version, resource), _NOBODY)
+            whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
+            wanting = (*found.values(), *whole.values())
+            listeners = [one for wanted, one in wanting if uris.matches(wanted, attributes.source)]
             for listener in listeners:
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
-            if not listeners and message.attributes.type == attrs.REQUEST:
-                self.unserved.answer(message.attributes)
+            if not listeners:
+                self.unserved.answer(attributes)
         # told anew each time: whoever calls may itself have been called from somewhere else
         token = _inside.set(inside)
         try:
@@ -111,13 +109,6 @@ class HostedTransport(UTransport):
         finally:
             _inside.reset(token)
         return all_of(pending) if pending else None
-
-    def _wanting(self, attributes: UAttributes) -> list[UListener]:
-        entity, version, resource = _key(attributes.sink)
-        found = self._listeners.get((entity, version, resource), _NOBODY)
-        whole = self._listeners.get((entity, uris.WILDCARD_VERSION, uris.WILDCARD_RESOURCE), _NOBODY)
-        source = attributes.source
-        return [one for wanted, one in (*found.values(), *whole.values()) if uris.matches(wanted, source)]
 
     @property
     def connected(self) -> bool:
@@ -138,9 +129,8 @@ class HostedTransport(UTransport):
         stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
         for message in messages:
             attributes = message.attributes
-            destination = (
-                attributes.sink.authority_name if attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH) else None
-            )
+            is_ordered = attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH)
+            destination = attributes.sink.authority_name if is_ordered else None
             if destination in stopped:
                 statuses.append(stopped[destination])
                 continue
@@ -167,7 +157,7 @@ class HostedTransport(UTransport):
                 await network.send(message)
                 return
             assert self._ingress is not None, "who sends has been led to the networks"
-            taken = self._ingress.on_receive_batch([message])
+            taken = self._ingress.on_receive_encoded([EncodedMessage.of(message)])
             if not attributes.HasField("sink"):
                 await self._home.send(message)
         if taken is not None:

@@ -57,10 +57,8 @@ class HttpPort:
         try:
             self._server = await loop.create_server(lambda: Line(http(), tls, self._lines), host, port)
         except OSError as error:
-            raise UStatusError(
-                UCode.UNAVAILABLE,
-                f"the admin port {host}:{port} can't be opened: {error.strerror}; is another streamer running?",
-            ) from None
+            why = f"the admin port {host}:{port} can't be opened: {error.strerror}; is another streamer running?"
+            raise UStatusError(UCode.UNAVAILABLE, why) from None
         opened: int = self._server.sockets[0].getsockname()[1]
         return opened
 
@@ -146,10 +144,8 @@ def _tls(guard: AdminSection) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(guard.cert_file, guard.key_file, password="")  # none: else it asks the terminal
     except (OSError, ValueError) as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"admin.cert_file {guard.cert_file} and admin.key_file {guard.key_file} can't be used: {error}",
-        ) from None
+        why = f"admin.cert_file {guard.cert_file} and admin.key_file {guard.key_file} can't be used: {error}"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return context
 
 
@@ -157,14 +153,12 @@ def _token(guard: AdminSection) -> bytes | None:
     if guard.token_file is None:
         return None
     try:
-        token = guard.token_file.read_bytes().strip()
+        token, why = guard.token_file.read_bytes().strip(), "it is empty"
     except OSError as error:
-        why = error.strerror
-    else:
-        if token:
-            return token
-        why = "it is empty"
-    raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+        token, why = b"", str(error.strerror)
+    if not token:
+        raise UStatusError(UCode.FAILED_PRECONDITION, f"admin.token_file {guard.token_file} can't be used: {why}")
+    return token
 
 
 def _shows(request: web.Request, token: bytes) -> bool:

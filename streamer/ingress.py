@@ -8,7 +8,6 @@ arrived batch -> known address? -> own authority? -> taken before? -+-> log (one
 from __future__ import annotations
 
 import asyncio
-import enum
 import functools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
 from streamer.names import may_carry_addresses
 from streamer.rules import Rules
 from streamer.view import Version, View
+from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
@@ -43,23 +43,15 @@ WINDOW_IDS_MAX: Final = 131_072
 log = structlog.get_logger()
 
 
-class Destination(enum.Enum):
-    LOG = enum.auto()
-    EXPRESS = enum.auto()
-    HOSTED = enum.auto()
-    NOWHERE = enum.auto()
-
-
 @dataclass(slots=True)
 class Verdict:
-    """Where messages of one address (type, source, sink) go."""
+    """Where messages of one address (type, source, sink) go: into a log, to a peer at once, inside; or nowhere."""
 
-    version: Version
-    destination: Destination
     log: Log | None = None
     stream: int = 0
     peer: Endpoint | None = None
-    reason: str = ""  # of NOWHERE; empty: none of our business, not counted
+    is_hosted: bool = False
+    reason: str = ""  # why nowhere; empty: none of our business, not counted
     source: bytes = b""  # encoded, as it is called inside
     is_answer: bool = False  # a response
     # gives a message the addresses that it has inside; None: it has them
@@ -98,7 +90,7 @@ class Logs:
 
     def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
         self.durable, self.volatile = durable, volatile
-        self._volatile, self._record = tuple(volatile_patterns), tuple(record)
+        self._volatile, self.record = tuple(volatile_patterns), tuple(record)
 
     def __iter__(self) -> Iterator[Log]:
         return iter((self.durable, self.volatile))
@@ -107,16 +99,12 @@ class Logs:
         return self.volatile if any(uris.matches(pattern, source) for pattern in self._volatile) else self.durable
 
     def is_recorded(self, source: UUri) -> bool:
-        return any(uris.matches(pattern, source) for pattern in self._record)
+        return any(uris.matches(pattern, source) for pattern in self.record)
 
     def names(self, source: UUri) -> bool:
         """True if it is configured to be recorded by itself, for whichever authority, and not just as one of many."""
         key = uris.key(source)[1:]
-        return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self._record)
-
-    @property
-    def record(self) -> Sequence[UUri]:
-        return self._record
+        return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
 
 Filter = tuple[UUri, UUri | None]
@@ -146,6 +134,7 @@ class Ingress(EncodedListener):
         # of its network; services inside use those of the gateway itself
         self._names = None if trusted else endpoint.names
         self._verdicts: Cache[bytes, Verdict] = Cache(VERDICTS_MAX)
+        self._verdicts_version: Version | None = None
         self._tell_full_at = 0.0  # loop time
         # by what the network calls them: nothing of theirs is read until the next turn
         self._refused: dict[str, Account] = {}
@@ -172,14 +161,16 @@ class Ingress(EncodedListener):
         committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         endpoint.received += len(messages)
-        version = dispatch.view.version
+        if dispatch.view.version != self._verdicts_version:
+            verdicts.clear()
+            self._verdicts_version = dispatch.view.version
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
             verdict = verdicts.get(message.stamp.address)
-            if verdict is None or verdict.version != version:
-                verdict = self._judge(message, version)
+            if verdict is None:
+                verdict = self._judge(message)
             account, size = verdict.account, len(message.payload)
             account.messages += 1
             account.bytes += size
@@ -189,7 +180,8 @@ class Ingress(EncodedListener):
                 continue
             if verdict.inside is not None:
                 message = verdict.inside(message)
-            if verdict.destination is Destination.NOWHERE:
+            log, peer = verdict.log, verdict.peer
+            if log is None and peer is None and not verdict.is_hosted:
                 self._drop(verdict, message)
                 continue
             if not take(message.id_key + verdict.source):
@@ -197,19 +189,16 @@ class Ingress(EncodedListener):
                 continue
             if verdict.is_answer:
                 endpoint.twins.answered(message.attributes)
-            if verdict.log is not None:
-                append = appends.get(verdict.log)
+            if log is not None:
+                append = appends.get(log)
                 if append is None:
-                    append = appends[verdict.log] = ([], [])
+                    append = appends[log] = ([], [])
                 append[0].append(verdict.stream)
                 append[1].append(message)
-            elif verdict.destination is Destination.HOSTED:
-                taken = dispatch.hosted.deliver([message.decoded()])
-                if taken is not None:
-                    pending.append(taken)
-            else:
-                assert verdict.peer is not None
-                dispatch.express.put(verdict.peer, message)
+            elif peer is not None:
+                dispatch.express.put(peer, message)
+            elif (taken := dispatch.hosted.deliver([message.decoded()])) is not None:
+                pending.append(taken)
         for target, (streams, batch) in appends.items():
             future = self._appenders[target].append(streams, batch)
             pending.append(future)
@@ -222,7 +211,7 @@ class Ingress(EncodedListener):
             pending.extend(self._in_flight.difference(pending))
         if not pending:
             return None
-        return pending[0] if len(pending) == 1 else _all(pending)
+        return pending[0] if len(pending) == 1 else all_of(pending)
 
     def _not_taken(self, batch: Sequence[EncodedMessage]) -> None:
         """By the log: it is not acknowledged, and whoever can will send it again."""
@@ -293,14 +282,18 @@ class Ingress(EncodedListener):
             if (verdict.stream in streams and verdict.log is log) or verdict.found_no_room:
                 del self._verdicts[address]
 
-    def _judge(self, message: EncodedMessage, version: Version) -> Verdict:
+    def _judge(self, message: EncodedMessage) -> Verdict:
         attributes = message.stamp.attributes  # not decoded: the message is kept for as long as the tail of the log
-        source, sink = self._inside(attributes)
+        source = self._inward(attributes.source)
+        sink = self._inward(attributes.sink) if attributes.HasField("sink") else None
         try:
-            verdict = self._decide(attributes, source, sink, version)
+            verdict = self._decide(attributes, source, sink)
         except TopicsFullError as error:  # the others must not suffer
-            self._tell_full(error)
-            verdict = Verdict(version, Destination.NOWHERE, reason=error.reason, found_no_room=True)
+            now = asyncio.get_running_loop().time()
+            if now >= self._tell_full_at:  # with a flood of topics a line each would cost more than all else
+                self._tell_full_at = now + TELL_FULL_S
+                log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
+            verdict = Verdict(reason=error.reason, found_no_room=True)
         verdict.is_answer = attributes.type == attrs.RESPONSE and not self._trusted
         verdict.source = source.SerializeToString()
         verdict.account = self._dispatch.ledger.account(
@@ -318,65 +311,47 @@ class Ingress(EncodedListener):
         self._verdicts[message.stamp.address] = verdict
         return verdict
 
-    def _tell_full(self, error: TopicsFullError) -> None:
-        """Once a minute: with a flood of topics a line each would cost more than all else."""
-        now = asyncio.get_running_loop().time()
-        if now >= self._tell_full_at:
-            self._tell_full_at = now + TELL_FULL_S
-            log.warning("dropped: no room for one more topic", endpoint=self.endpoint.name, error=str(error))
+    def _inward(self, address: UUri) -> UUri:
+        """As it is called inside: with authority, and by the names of this gateway."""
+        inside = UUri()
+        inside.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
+        if self._names is not None:
+            inside.authority_name = self._names.inward(inside.authority_name)
+        return inside
 
-    def _inside(self, attributes: UAttributes) -> tuple[UUri, UUri | None]:
-        """Source and sink as they are called inside: with authority, and by the names of this gateway."""
-        addresses = [attributes.source, *([attributes.sink] if attributes.HasField("sink") else [])]
-        inside = []
-        for address in addresses:
-            copy = UUri()
-            copy.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
-            if self._names is not None:
-                copy.authority_name = self._names.inward(copy.authority_name)
-            inside.append(copy)
-        return inside[0], inside[1] if len(inside) > 1 else None
-
-    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None, version: Version) -> Verdict:
+    def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Verdict:
         if not source.authority_name or (sink is not None and not sink.authority_name):
-            return Verdict(version, Destination.NOWHERE, reason="no_authority")
+            return Verdict(reason="no_authority")
         names = self._names
         if names is not None and sink is not None and names.is_inside(attributes.sink.authority_name):
-            return Verdict(
-                version, Destination.NOWHERE, reason="inside_name"
-            )  # every vehicle has one: it may mean any of them
+            return Verdict(reason="inside_name")  # every vehicle has one: it may mean any of them
         if not self._trusted and self._dispatch.endpoints.owner(source.authority_name) is not self.endpoint:
-            log.warning(
-                "dropped: the source's authority is not of this network",
-                endpoint=self.endpoint.name,
-                source=uris.format(source),
-            )
-            return Verdict(version, Destination.NOWHERE, reason="spoofed")
-        if sink is not None:
-            return self._decide_addressed(attributes.type, source, sink, version)
-        return self._decide_published(source, version)
+            what = "dropped: the source's authority is not of this network"
+            log.warning(what, endpoint=self.endpoint.name, source=uris.format(source))
+            return Verdict(reason="spoofed")
+        return self._decide_published(source) if sink is None else self._decide_sent(attributes.type, source, sink)
 
-    def _decide_addressed(self, type: int, source: UUri, sink: UUri, version: Version) -> Verdict:
+    def _decide_sent(self, type: int, source: UUri, sink: UUri) -> Verdict:
         if self._dispatch.hosted.owns(sink):
-            return Verdict(version, Destination.HOSTED)
+            return Verdict(is_hosted=True)
         peer = self._dispatch.endpoints.owner(sink.authority_name)
         if peer is None or peer is self.endpoint:
-            return Verdict(version, Destination.NOWHERE)  # traffic within one network
+            return Verdict()  # traffic within one network
         rule = self._dispatch.rules.between(self.endpoint.name, peer.name)
         address = sink if type == attrs.REQUEST else source
         if not self._trusted and (rule is None or not rule.allows(address)):
-            return Verdict(version, Destination.NOWHERE, reason="denied")
+            return Verdict(reason="denied")
         if type in (attrs.REQUEST, attrs.RESPONSE):
-            return Verdict(version, Destination.EXPRESS, peer=peer)
+            return Verdict(peer=peer)
         target = self._dispatch.logs.of(source)
-        return Verdict(version, Destination.LOG, log=target, stream=target.stream_id(source, sink))
+        return Verdict(target, target.stream_id(source, sink))
 
-    def _decide_published(self, source: UUri, version: Version) -> Verdict:
+    def _decide_published(self, source: UUri) -> Verdict:
         target = self._dispatch.logs.of(source)
         if self._dispatch.view.decide(source, None, target) or self._dispatch.logs.is_recorded(source):
             is_named = self._dispatch.view.names(source) or self._dispatch.logs.names(source)
-            return Verdict(version, Destination.LOG, log=target, stream=target.stream_id(source, None, wanted=is_named))
-        return Verdict(version, Destination.NOWHERE)  # nobody wants it
+            return Verdict(target, target.stream_id(source, None, wanted=is_named))
+        return Verdict()  # nobody wants it
 
     # What to listen to
 
@@ -425,10 +400,7 @@ class Ingress(EncodedListener):
             if self._dispatch.view.leaves(self.endpoint, topic):
                 sources.append(topic)
         for source in sources:
-            if not any(
-                other is not source and uris.key(other) != uris.key(source) and uris.matches(other, source)
-                for other in wide
-            ):
+            if not any(uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
                 wanted[uris.key(source), None] = (source, None)
         return wanted
 
@@ -439,20 +411,13 @@ class Ingress(EncodedListener):
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
         """`pattern`, limited to the authorities that live here."""
-        if pattern.authority_name == uris.WILDCARD_AUTHORITY and any(map(uris.is_pattern, self.endpoint.authorities)):
-            return [pattern]
-        authorities = (
-            self.endpoint.authorities if pattern.authority_name == uris.WILDCARD_AUTHORITY else [pattern.authority_name]
-        )
+        authorities = frozenset([pattern.authority_name])
+        if pattern.authority_name == uris.WILDCARD_AUTHORITY:
+            authorities = self.endpoint.authorities
+            if any(map(uris.is_pattern, authorities)):
+                return [pattern]
         return [
             uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
             for authority in authorities
             if self._dispatch.endpoints.owner(authority) is self.endpoint
         ]
-
-
-async def _all(pending: list[Awaitable[Any]]) -> None:
-    results = await asyncio.gather(*pending, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result

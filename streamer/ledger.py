@@ -17,6 +17,7 @@ import heapq
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Final
 
 import structlog
@@ -28,8 +29,7 @@ UNLIMITED: Final = sys.maxsize
 TURN_S: Final = 0.25  # between two looks at the clock: a flood is noticed before people notice it
 SLICES: Final = 40  # each account is looked at once in so many turns, ten seconds
 BEHIND: Final = 0.8  # of its time the thread is busy: beyond that what arrives begins to wait
-# the streamer counts as behind for so long after it was: a flood that is dropped makes it idle at once
-RELAXED_S: Final = 5.0
+RELAXED_S: Final = 5.0  # it counts as behind for so long afterwards: a flood that is dropped makes it idle at once
 TOP: Final = 20  # authorities with metrics of their own
 TOLD_S: Final = 60.0  # between two lines about one authority
 OTHERS: Final = "others"
@@ -81,8 +81,7 @@ class Account:
         }
 
 
-def _by_rate(account: Account) -> tuple[float, int]:
-    return account.rate, account.messages
+_by_rate: Final = attrgetter("rate", "messages")
 
 
 class Pressure:
@@ -92,7 +91,7 @@ class Pressure:
         self._busy_s = busy_s
         self._last: tuple[float, float] | None = None
         self._until = 0.0
-        self.share = 0.0
+        self.share = 0.0  # of its time, lately, in which it ran or waited for a processor; 1 is all of it
 
     def look(self, now: float) -> None:
         """`now` is loop time, seconds."""
@@ -108,8 +107,7 @@ class Pressure:
 
 
 class Ledger:
-    """All accounts, at most `accounts_max`; those that were quiet for longest make room, and what they had goes to the
-    others'."""
+    """All accounts, at most `accounts_max`; the quietest make room, and what they had goes to the others'."""
 
     def __init__(
         self,
@@ -121,31 +119,23 @@ class Ledger:
         now_ms: Callable[[], int],
         pressure: Pressure,
     ) -> None:
-        """`is_named(authority, endpoint)`: that endpoint names it, and not just a pattern. `now`: loop time,
-        seconds."""
+        """`is_named(authority, endpoint)`: it names it, not just a pattern. `now`: loop time, seconds."""
         assert accounts_max > 1, "an account makes room for another one"
         self._accounts_max, self._units_per_s, self._is_named = accounts_max, units_per_s, is_named
         self._now, self._now_ms = now, now_ms
         self._burst = int(units_per_s * BURST_S)
-        # who claims a foreign name somewhere costs its owner elsewhere nothing
-        self._accounts: dict[tuple[str, str], Account] = {}
-        self._pressure = pressure
+        self._accounts: dict[tuple[str, str], Account] = {}  # a foreign name costs its owner elsewhere nothing
+        self.pressure = pressure
         self._place = 0  # where the next slice begins
         self._snapshot: list[Account] = []
-        self._top: list[Account] = []
+        self.top: list[Account] = []  # those that sent most of late, some seconds ago; among equals, most in all
         self._rising: list[Account] = []  # the top of the slices so far
-        # all that is not, or was not then, at the top; never falls
-        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)
+        self.others = Account(OTHERS, "", UNLIMITED, False, 0.0)  # what is, or was then, not at the top; never falls
         self._evicted_callbacks: list[Callable[[], None]] = []
         self._turn_callbacks: list[Callable[[], None]] = []
 
     def __repr__(self) -> str:
-        return f"Ledger(accounts={len(self._accounts)}, busy={self._pressure.share:.2f})"
-
-    @property
-    def busy(self) -> float:
-        """The share of its time in which the loop's thread ran, or waited for a processor, lately; 1 is all of it."""
-        return self._pressure.share
+        return f"Ledger(accounts={len(self._accounts)}, busy={self.pressure.share:.2f})"
 
     def __len__(self) -> int:
         return len(self._accounts)
@@ -178,7 +168,7 @@ class Ledger:
             del self._accounts[one.authority, one.endpoint]
             self._settle(one)
         self._snapshot, self._place = [], 0
-        self._top = [one for one in self._top if (one.authority, one.endpoint) in self._accounts]
+        self.top = [one for one in self.top if (one.authority, one.endpoint) in self._accounts]
         self._rising = []
         for callback in self._evicted_callbacks:
             callback()
@@ -192,19 +182,14 @@ class Ledger:
         if self._refill(account, now) >= 0:
             return False
         account.left = max(account.left, -1 - self._units_per_s)  # who was far beyond it is not held for it for minutes
-        if not self._pressure.is_on(now) and now >= account.held_until:
+        if not self.pressure.is_on(now) and now >= account.held_until:
             return False
         account.held_until = now + RELAXED_S  # to drop a flood is little work: it must not come back for that
         account.dropped += 1
         if now - account.told >= TOLD_S or account.dropped == 1:
             account.told = now
-            log.warning(
-                "dropped: an authority sends more than its quota",
-                endpoint=account.endpoint,
-                authority=account.authority,
-                dropped=account.dropped,
-                quota_per_s=self._units_per_s,
-            )
+            whose = {"endpoint": account.endpoint, "authority": account.authority, "dropped": account.dropped}
+            log.warning("dropped: an authority sends more than its quota", **whose, quota_per_s=self._units_per_s)
         return True
 
     def _refill(self, account: Account, now: float) -> int:
@@ -228,7 +213,7 @@ class Ledger:
         while True:
             await asyncio.sleep(TURN_S)
             now = self._now()
-            self._pressure.look(now)
+            self.pressure.look(now)
             for callback in self._turn_callbacks:
                 callback()
             self.sample(now)
@@ -236,7 +221,7 @@ class Ledger:
     def sample(self, now: float) -> None:
         """Look at the next slice: rates, who is among the top, and what all others have sent since the last time."""
         if self._place >= len(self._snapshot):
-            self._top, self._rising = self._rising, []
+            self.top, self._rising = self._rising, []
             self._snapshot, self._place = list(self), 0
         end = self._place + max(1, -(-len(self._snapshot) // SLICES))
         part = self._snapshot[self._place : end]
@@ -256,24 +241,19 @@ class Ledger:
         """What it had since the last time is the others', unless it has metrics of its own."""
         messages, size, dropped = account.settled
         account.settled = (account.messages, account.bytes, account.dropped)
-        if account not in self._top:
+        if account not in self.top:
             self.others.messages += account.messages - messages
             self.others.bytes += account.bytes - size
             self.others.dropped += account.dropped - dropped
 
-    @property
-    def top(self) -> list[Account]:
-        """Those that sent most of late, as of some seconds ago; among equals those that have sent most."""
-        return self._top
-
     def by_rate(self, count: int) -> list[Account]:
-        """The same of any number; looks at all of them."""
+        """As `top`, of any number; looks at all of them."""
         return heapq.nlargest(count, self, key=_by_rate)
 
     def notes(self) -> list[str]:
         """Whose messages were dropped within the last minute, in plain sentences."""
         now = self._now()
-        late = [one for one in self._top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
+        late = [one for one in self.top if one.dropped and one.left < 0 and now - one.refilled < TOLD_S]
         over = heapq.nlargest(5, late, key=lambda account: account.dropped)
         return [
             f"authority {one.authority} on endpoint {one.endpoint} sends more than {self._units_per_s} messages (or "

@@ -12,11 +12,9 @@ from uprotocol.transport import MESSAGE_BYTES_MAX
 
 MEMORY_MIB: Final = 512  # beside the some 100 MiB that an idle streamer takes
 TOPIC_BYTES: Final = 1_024  # what a topic costs in memory with its caches; measured, see docs/security.md
-# one caller has at most a quarter of what all have: three others must be able to work beside it
-CALLERS_SHARE: Final = 4
+CALLERS_SHARE: Final = 4  # one caller has at most a quarter of what all have: three others work beside it
 VOLATILE_SHARE: Final = 4  # ... the volatile log has a quarter of the topics: few topics with high rates belong there
-# what a subscription to a topic of its own costs in memory, interest and index; measured likewise
-SUBSCRIPTION_BYTES: Final = 2_048
+SUBSCRIPTION_BYTES: Final = 2_048  # a subscription to a topic of its own, with interest and index; measured
 SENDERS_SHARE: Final = 2  # ... and the callers of one authority together a half: their numbers may be made up
 AUTHORITIES_SHARE: Final = 8  # ... and one authority an eighth of the topics
 
@@ -44,8 +42,7 @@ class Limits:
 
     @property
     def volatile_topics_max(self) -> int:
-        """Of `topics_max`, those of the volatile log, where topics are configured for it; the durable one has the
-        others."""
+        """Of `topics_max`, those of the volatile log, where topics are configured for it; the others are durable."""
         return max(1, self.topics_max // VOLATILE_SHARE)
 
     @property

@@ -113,7 +113,7 @@ def _of_peers(streamer: Streamer) -> Iterator[Value]:
         yield "retries", label, pump.retries
         yield "gap_records", label, pump.gaps
         yield "parked_topics", label, len(pump.parking)
-        yield "stuck_streams", label, pump.aside.streams if pump.aside is not None else 0
+        yield "stuck_streams", label, len(pump.aside)
         yield "absent_seconds", label, pump.absent_ms / 1000
     for waits in streamer.claims.unclaimed:
         yield "unclaimed_records", (waits.endpoint, waits.log.name), waits.records
@@ -139,8 +139,7 @@ def _of_logs(streamer: Streamer) -> Iterator[Value]:
 
 
 def _of_authorities(streamer: Streamer) -> Iterator[Value]:
-    """Of those that send most, and of all others together: a fleet has more of them than a time series database
-    takes."""
+    """Of those that send most, and of all others together: a fleet is more than a time series database takes."""
     ledger = streamer.ledger
     for account in (*ledger.top, ledger.others):
         label = (account.endpoint, account.authority)
@@ -150,7 +149,7 @@ def _of_authorities(streamer: Streamer) -> Iterator[Value]:
         if account is not ledger.others:
             yield "authority_topics", label, streamer.topics_of(account.authority)
     yield "authorities", (), len(ledger)
-    yield "busy", (), ledger.busy
+    yield "busy", (), ledger.pressure.share
 
 
 def _of_services(streamer: Streamer) -> Iterator[Value]:

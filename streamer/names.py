@@ -54,19 +54,15 @@ def _described(service: ServiceDescriptor) -> Iterator[tuple[Key, type[Message]]
         yield (entity, major, topic.id, False), GetMessageClass(service.file.message_types_by_name[topic.message])
 
 
-_V4_METHODS: Final[dict[int, tuple[type[Message], type[Message]]]] = {  # the specification describes no service here
-    1: (v4.SubscribeRequest, v4.SubscribeResponse),
-    2: (v4.UnsubscribeRequest, v4.UnsubscribeResponse),
-    3: (v4.FetchSubscriptionsRequest, v4.FetchSubscriptionsResponse),
-}
 CARRIED: Final[dict[Key, type[Message]]] = {
     **dict(_described(ustreamer_pb2.DESCRIPTOR.services_by_name["uStreamer"])),
     **dict(_described(v3.DESCRIPTOR.services_by_name["uSubscription"])),
-    **{
-        (0, 4, number, is_response): types[is_response]
-        for number, types in _V4_METHODS.items()
-        for is_response in (False, True)
-    },
+    (0, 4, 1, False): v4.SubscribeRequest,  # the specification describes no service of version 4
+    (0, 4, 1, True): v4.SubscribeResponse,
+    (0, 4, 2, False): v4.UnsubscribeRequest,
+    (0, 4, 2, True): v4.UnsubscribeResponse,
+    (0, 4, 3, False): v4.FetchSubscriptionsRequest,
+    (0, 4, 3, True): v4.FetchSubscriptionsResponse,
     (0, 4, 0x8000, False): v4.Subscription,
 }
 """What the core services carry, all of which may have addresses in it."""
@@ -189,18 +185,13 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
         message.authority_name = name
         return changed
     if isinstance(message, UMessage):
-        renamed = _inner(message, rename, depth)
-        changed = renamed is not message
-        if changed:
-            message.CopyFrom(renamed)
-        return changed
+        return _rename_inner(message, rename, depth)
     changed = False
     if isinstance(message, ustreamer_pb2.RecordBatch):
         for place, record in enumerate(message.message):
             inner = UMessage.FromString(record)
-            renamed = _inner(inner, rename, depth)
-            if renamed is not inner:
-                message.message[place] = renamed.SerializeToString()
+            if _rename_inner(inner, rename, depth):
+                message.message[place] = inner.SerializeToString()
                 changed = True
         return changed
     for field, value in message.ListFields():
@@ -212,25 +203,20 @@ def _rename_all(message: Message, rename: Rename, depth: int) -> bool:
     return changed
 
 
-def _inner(message: UMessage, rename: Rename, depth: int) -> UMessage:
-    """A message within a payload: itself, or a copy with other names."""
-    attributes = message.attributes
-    payload = _payload(attributes, message.payload, rename, depth + 1)
-    readdressed = _readdressed(attributes, rename)
-    if readdressed is None and payload == message.payload:
-        return message
-    copy = UMessage()
-    copy.CopyFrom(message)
-    if payload != message.payload:
-        copy.payload = payload
+def _rename_inner(message: UMessage, rename: Rename, depth: int) -> bool:
+    """A message within a payload; True if it has changed."""
+    payload = _payload(message.attributes, message.payload, rename, depth + 1)
+    readdressed = _readdressed(message.attributes, rename)
+    is_carrier = payload != message.payload
+    if is_carrier:
+        message.payload = payload
     if readdressed is not None:
-        readdressed.put(copy.attributes)
-    return copy
+        readdressed.put(message.attributes)
+    return is_carrier or readdressed is not None
 
 
 class Twins:
-    """Two hosts that go by one name, told by two answers to one request: nobody else on a network says who sent
-    what."""
+    """Two hosts that go by one name, told by two answers to one request: nothing else on a network tells."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` in seconds."""
@@ -250,14 +236,12 @@ class Twins:
                 self._old, self._young = self._young, {}
         elif first != answer:
             self.answers += 1
-            self._twice(attributes.source.authority_name)
-
-    def _twice(self, authority: str) -> None:
-        if authority not in self.heard:
-            log.warning("two hosts go by one name: a request was answered twice", authority=authority)
-            if len(self.heard) >= TWINS_MAX:
-                del self.heard[next(iter(self.heard))]
-        self.heard[authority] = self._clock()
+            authority = attributes.source.authority_name
+            if authority not in self.heard:
+                log.warning("two hosts go by one name: a request was answered twice", authority=authority)
+                if len(self.heard) >= TWINS_MAX:
+                    del self.heard[next(iter(self.heard))]
+            self.heard[authority] = self._clock()
 
     def notes(self) -> list[str]:
         """One sentence for each that was heard within the hour."""
@@ -273,24 +257,18 @@ def untold(suffix: str | None, inside: Iterable[str]) -> list[str]:
     return sorted(name for name in inside if "." not in name and ":" not in name and not uris.is_pattern(name))
 
 
-def mistakes(suffix: str, inside: set[str], outside: set[str]) -> list[str]:
+def mistakes(suffix: str, inside: set[str], outside: set[str]) -> Iterator[str]:
     """Why `suffix` can't be put behind the names `inside` on a network where `outside` live."""
-    found = []
-    for name in sorted(inside):
-        if name == uris.WILDCARD_AUTHORITY:
-            continue
+    for name in sorted(inside - {uris.WILDCARD_AUTHORITY}):
         if name.endswith(f".{suffix}"):
-            found.append(f"authority {name!r} ends in .{suffix} already: name it without, or leave the suffix away")
+            yield f"authority {name!r} ends in .{suffix} already: name it without, or leave the suffix away"
         elif f"{name}.{suffix}" in outside:
-            found.append(
-                f"authority {name!r} is called {name}.{suffix!s} there, and that is somebody else's name on "
-                "that network"
-            )
+            called = f"authority {name!r} is called {name}.{suffix!s} there"
+            yield f"{called}, and that is somebody else's name on that network"
         elif len(name) + len(suffix) + 1 > uris.AUTHORITY_LENGTH_MAX:
-            found.append(f"authority {name!r} and its suffix are longer than {uris.AUTHORITY_LENGTH_MAX} characters")
+            yield f"authority {name!r} and its suffix are longer than {uris.AUTHORITY_LENGTH_MAX} characters"
         elif name.startswith("["):
-            found.append(f"authority {name!r} is an IP address, which takes no suffix: give the host a name")
-    families = [pattern for pattern in uris.owners(f"x.{suffix}") if uris.is_family(pattern) and pattern in outside]
-    return found + [
-        f"{pattern} belongs to that network, and our own names end in .{suffix} there" for pattern in families
-    ]
+            yield f"authority {name!r} is an IP address, which takes no suffix: give the host a name"
+    for pattern in uris.owners(f"x.{suffix}"):
+        if uris.is_family(pattern) and pattern in outside:
+            yield f"{pattern} belongs to that network, and our own names end in .{suffix} there"

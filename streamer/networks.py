@@ -67,18 +67,12 @@ class Networks:
         while True:
             try:
                 await endpoint.open()
-            except UStatusError as error:
-                self._troubles[endpoint.name] = str(error)
-                log.error(
-                    "an endpoint can't be opened; trying again",
-                    endpoint=endpoint.name,
-                    error=str(error),
-                    attempt=backoff,
-                )
-                tried.set()
-                await backoff.wait()
-            else:
                 break
+            except UStatusError as error:
+                why = self._troubles[endpoint.name] = str(error)
+            log.error("an endpoint can't be opened; trying again", endpoint=endpoint.name, error=why, attempt=backoff)
+            tried.set()
+            await backoff.wait()
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
         tried.set()

@@ -1,5 +1,4 @@
-"""What the service manager is told (systemd's Type=notify), if one started us: that we are ready, how we are, that we
-still turn.
+"""What the service manager is told (systemd's Type=notify), if one started us: ready, how we are, that we still turn.
 
 NOTIFY_SOCKET -> a datagram for each change
 WATCHDOG_USEC -> a beat from the event loop; one that hangs falls silent, and is restarted
@@ -23,12 +22,12 @@ STARTING: Final = f"EXTEND_TIMEOUT_USEC={int(START_BEAT_S * BEATS_TO_BE_LATE * 1
 
 
 class ServiceManager:
-    """Use as `async with`: it beats meanwhile. `environment` is emptied of what was for us, so that no child answers in
-    our name."""
+    """Use as `async with`: it beats meanwhile. Takes what was for us from `environment`, so that no child answers."""
 
     def __init__(self, environment: MutableMapping[str, str] = os.environ) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
-        interval_us = _number(environment.pop("WATCHDOG_USEC", ""))
+        interval = environment.pop("WATCHDOG_USEC", "")
+        interval_us = int(interval) if interval.isascii() and interval.isdecimal() else 0
         watched = environment.pop("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._interval_s = interval_us / 1_000_000 / BEATS_TO_BE_LATE if watched and interval_us else 0.0
@@ -81,7 +80,3 @@ class ServiceManager:
         if self._socket is not None:
             with contextlib.suppress(OSError):  # it is gone, or its queue is full
                 self._socket.sendto("\n".join(lines).encode(), self._address)
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdecimal() else 0

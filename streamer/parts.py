@@ -1,6 +1,6 @@
 """The parts that the configuration describes by itself. Nothing runs yet; app.py ties them together.
 
-Config -> transports_of -> endpoints_of -> usubscription_of -> interest_sources_of
+Config -> endpoints_of -> usubscription_of -> interest_sources_of
        -> logs_of: the files, opened, and the ids lately taken
 """
 
@@ -25,7 +25,6 @@ from streamer.rules import Rule
 from transports import plugin as plugins
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
@@ -41,13 +40,9 @@ RECENT_IDS: Final = 65_536  # read back from the log at start, so that what a ne
 log = structlog.get_logger()
 
 
-def transports_of(config: Config) -> dict[str, UTransport]:
-    """One for each endpoint by name; nothing is opened."""
-    return {one.name: _transport(config, one) for one in config.endpoint}
-
-
 def endpoints_of(config: Config, transports: dict[str, UTransport] | None = None) -> Endpoints:
-    made = transports if transports is not None else transports_of(config)
+    """With these transports, or made with them; nothing is opened."""
+    made = transports or {one.name: _transport(config, one) for one in config.endpoint}
     return Endpoints(Endpoint(one.name, one.authorities, made[one.name], one.suffix) for one in config.endpoint)
 
 
@@ -171,11 +166,7 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
     )
     try:
         volatile = await Log.open(
-            None,
-            name="volatile",
-            retention_bytes=history.volatile_mib << 20,
-            streams_max=volatile_topics,
-            **shared,
+            None, name="volatile", retention_bytes=history.volatile_mib << 20, streams_max=volatile_topics, **shared
         )
         window = IdWindow()
         for stream, id in await durable.recent_ids(RECENT_IDS):
@@ -188,10 +179,6 @@ async def logs_of(config: Config, runtime: Runtime) -> tuple[Logs, IdWindow]:
         raise
 
 
-def backoff_of(config: Config, runtime: Runtime) -> Backoff:
-    return Backoff(config.egress.retry_min_ms, config.egress.retry_max_ms, runtime.rng)
-
-
 def limits_of(config: Config) -> Limits:
     return Limits(config.limits.memory_mib << 20, config.limits.message_bytes_max)
 
@@ -201,7 +188,5 @@ def rule_of(section: RuleSection) -> Rule:
 
 
 def entry_of(section: AccessSection) -> Entry:
-    callers, allow, deny = (
-        [Pattern.parse(text) for text in texts] for texts in (section.callers, section.allow, section.deny)
-    )
-    return Entry(section.endpoint or "", callers, allow, deny)
+    parsed = ([*map(Pattern.parse, texts)] for texts in (section.callers, section.allow, section.deny))
+    return Entry(section.endpoint or "", *parsed)

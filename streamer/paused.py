@@ -46,10 +46,8 @@ def read(path: Path) -> list[Pause]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again",
-        ) from None
+        why = f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return found[:PAUSES_MAX]
 
 
@@ -58,9 +56,8 @@ def write(path: Path, pauses: Iterable[Pause], disk: Disk = REAL_DISK) -> None:
     try:
         disk.replace_text(path, json.dumps(sorted(pauses), indent=0) + "\n")
     except OSError as error:
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"nothing has changed, because {path} can't be written: {error.strerror}"
-        ) from None
+        why = f"nothing has changed, because {path} can't be written: {error.strerror}"
+        raise UStatusError(UCode.UNAVAILABLE, why) from None
 
 
 def pattern_of(topic: UUri, own: str) -> UUri:
@@ -78,15 +75,13 @@ def added(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
     """Raises RESOURCE_EXHAUSTED."""
     those = set(pauses) | {Pause(uris.format(topic), peer)}
     if len(those) > PAUSES_MAX:
-        raise UStatusError(
-            UCode.RESOURCE_EXHAUSTED, f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
-        )
+        why = f"{PAUSES_MAX} pauses are in force, which is the limit: pause a wider pattern"
+        raise UStatusError(UCode.RESOURCE_EXHAUSTED, why)
     return sorted(those)
 
 
 def removed(pauses: Iterable[Pause], topic: UUri, peer: str) -> list[Pause]:
-    """Without those toward `peer` that `topic` is, or covers. Raises NOT_FOUND if there is none, naming what holds the
-    topic."""
+    """Without those toward `peer` that `topic` is, or covers. None: raises NOT_FOUND, naming what holds the topic."""
     before = sorted(pauses)
     after = [one for one in before if one.peer != peer or not uris.matches(topic, uris.parse(one.topic))]
     if len(after) == len(before):

@@ -18,55 +18,58 @@ T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
 
 
 class PriorityQueue(Generic[T]):
-    """Items are tuples with the message in the middle. `messages` wait, with `bytes` of payload."""
+    """Items are tuples with the message in the middle; they have `bytes` of payload."""
 
     def __init__(self) -> None:
-        self._classes: list[deque[T]] = [deque() for _ in UPriority.values()]
-        self.messages = self.bytes = 0
+        self._classes: list[deque[T]] = [deque() for _ in UPriority.values()]  # the lowest first
+        self._count = self.bytes = 0
 
     def __len__(self) -> int:
-        return self.messages
+        return self._count
 
     def __iter__(self) -> Iterator[T]:
-        return chain.from_iterable(self._classes)
+        return chain.from_iterable(reversed(self._classes))
 
     def add(self, items: Sequence[T]) -> None:
-        classes, size = self._classes, 0
-        for item in items:
-            message = item[1]
-            classes[message.stamp.priority].append(item)
-            size += len(message.payload)
-        self.messages += len(items)
-        self.bytes += size
+        priorities = {item[1].stamp.priority for item in items}
+        if len(priorities) == 1:  # as most batches are
+            self._classes[priorities.pop()].extend(items)
+        else:
+            for item in items:
+                self._classes[item[1].stamp.priority].append(item)
+        self._count += len(items)
+        self.bytes += _payload_bytes(items)
 
     def put_back(self, items: Sequence[T]) -> None:
         """They were taken in this order, and have not got through."""
         for item in reversed(items):
             self._classes[item[1].stamp.priority].appendleft(item)
-        self._count(items, 1)
+        self._count += len(items)
+        self.bytes += _payload_bytes(items)
 
     def take(self, messages_max: int, bytes_max: int) -> list[T]:
         """The next ones; the last may exceed `bytes_max`."""
-        batch: list[T] = []
-        size = 0
+        if self._count <= messages_max and self.bytes <= bytes_max:  # all, which is the common case
+            batch, self._count, self.bytes = list(self), 0, 0
+            for queue in self._classes:
+                queue.clear()
+            return batch
+        batch, size = [], 0
         for queue in reversed(self._classes):
             while queue and len(batch) < messages_max and size < bytes_max:
                 item = queue.popleft()
                 batch.append(item)
                 size += len(item[1].payload)
-        self.messages -= len(batch)
+        self._count -= len(batch)
         self.bytes -= size
         return batch
 
     def take_out(self, streams: Container[Any]) -> list[T]:
         """All those whose last part is one of `streams`."""
-        taken: list[T] = []
-        for place, queue in enumerate(self._classes):
-            found = [item for item in queue if item[2] in streams]
-            if found:
-                self._classes[place] = deque(item for item in queue if item[2] not in streams)
-                taken += found
-        self._count(taken, -1)
+        taken = [item for item in self if item[2] in streams]
+        self._classes = [deque(item for item in queue if item[2] not in streams) for queue in self._classes]
+        self._count -= len(taken)
+        self.bytes -= _payload_bytes(taken)
         return taken
 
     @property
@@ -74,7 +77,6 @@ class PriorityQueue(Generic[T]):
         """The oldest of each class."""
         return [queue[0] for queue in self._classes if queue]
 
-    def _count(self, items: Iterable[T], sign: int) -> None:
-        for item in items:
-            self.messages += sign
-            self.bytes += sign * len(item[1].payload)
+
+def _payload_bytes(items: Iterable[tuple[Any, EncodedMessage, Any]]) -> int:
+    return sum([len(item[1].payload) for item in items])

@@ -10,7 +10,7 @@ So one owner alone may fill all the room, and a flood of one takes nothing from 
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Final, Generic, NamedTuple, TypeVar
 
@@ -22,20 +22,13 @@ ALL: Final = 8  # kinds that may be told as much as one may: names of somebody's
 T = TypeVar("T")
 
 
-class _Items(Generic[T]):
-    __slots__ = ("bytes", "items")
-
-    def __init__(self) -> None:
-        self.items: deque[tuple[T, int]] = deque()
-        self.bytes = 0
-
-
 class Shares(Generic[T]):
     """Items of many owners, bounded in number and in bytes; the caller lets some go while `is_over`."""
 
     def __init__(self, count_max: int, bytes_max: int) -> None:
         self._count_max, self._bytes_max = count_max, bytes_max
-        self._owners: OrderedDict[str, _Items[T]] = OrderedDict()  # whose turn is next comes first
+        self._owners: OrderedDict[str, deque[tuple[T, int]]] = OrderedDict()  # whose turn is next comes first
+        self._bytes: Counter[str] = Counter()  # by owner
         self._heaviest: list[tuple[float, str]] = []  # a heap; each owner has an entry that is not less than its weight
         self.count = self.bytes = 0
 
@@ -51,50 +44,43 @@ class Shares(Generic[T]):
         return self.count > self._count_max or self.bytes > self._bytes_max
 
     def add(self, owner: str, item: T, size: int) -> None:
-        mine = self._owners.get(owner)
-        if mine is None:
-            mine = self._owners[owner] = _Items()
-        mine.items.append((item, size))
-        mine.bytes += size
+        self._owners.setdefault(owner, deque()).append((item, size))
+        self._bytes[owner] += size
         self.count += 1
         self.bytes += size
-        heapq.heappush(self._heaviest, (-self._weight(mine), owner))
+        heapq.heappush(self._heaviest, (-self._weight(owner), owner))
         if len(self._heaviest) > 2 * len(self._owners) + STALE_MAX:
-            self._heaviest = [(-self._weight(one), name) for name, one in self._owners.items()]
+            self._heaviest = [(-self._weight(name), name) for name in self._owners]
             heapq.heapify(self._heaviest)
 
     def give_way(self) -> T:
         """The oldest item of whoever has most; it is gone."""
         while True:
             weight, owner = self._heaviest[0]
-            mine = self._owners.get(owner)
-            if mine is not None and -self._weight(mine) == weight:
-                return self._pop(owner, mine)
-            if mine is None:
+            if owner not in self._owners:
                 heapq.heappop(self._heaviest)
+            elif -self._weight(owner) == weight:
+                return self._pop(owner)[0]
             else:
-                heapq.heapreplace(self._heaviest, (-self._weight(mine), owner))
+                heapq.heapreplace(self._heaviest, (-self._weight(owner), owner))
 
     def take(self) -> tuple[T, int]:
         """The oldest item of the next owner, and its size; it is gone."""
-        owner, mine = next(iter(self._owners.items()))
-        size = mine.items[0][1]
-        item = self._pop(owner, mine)
-        if owner in self._owners:
-            self._owners.move_to_end(owner)
-        return item, size
+        owner = next(iter(self._owners))
+        self._owners.move_to_end(owner)
+        return self._pop(owner)
 
-    def _pop(self, owner: str, mine: _Items[T]) -> T:
-        item, size = mine.items.popleft()
-        mine.bytes -= size
+    def _pop(self, owner: str) -> tuple[T, int]:
+        item, size = self._owners[owner].popleft()
+        self._bytes[owner] -= size
         self.count -= 1
         self.bytes -= size
-        if not mine.items:
-            del self._owners[owner]
-        return item
+        if not self._owners[owner]:
+            del self._owners[owner], self._bytes[owner]
+        return item, size
 
-    def _weight(self, mine: _Items[T]) -> float:
-        return max(mine.bytes / self._bytes_max, len(mine.items) / self._count_max)
+    def _weight(self, owner: str) -> float:
+        return max(self._bytes[owner] / self._bytes_max, len(self._owners[owner]) / self._count_max)
 
 
 class Granted(NamedTuple):

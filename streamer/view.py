@@ -59,7 +59,7 @@ class View:
     """Pure. `logs` gives the positions of subscriptions (usubscription_client.table.Positions) their order."""
 
     def __init__(
-        self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused | None = None
+        self, endpoints: Endpoints, rules: Rules, interest: Interest, logs: Iterable[Log], paused: Paused
     ) -> None:
         self._endpoints, self._rules, self._interest, self._paused = endpoints, rules, interest, paused
         self._places = {log: place for place, log in enumerate(logs)}
@@ -67,7 +67,7 @@ class View:
     @property
     def version(self) -> Version:
         """Changes whenever an answer of `decide` may."""
-        return (self._rules.version, self._interest.version, self._paused.version if self._paused is not None else 0)
+        return (self._rules.version, self._interest.version, self._paused.version)
 
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         """Who gets what comes from `source` (and goes to `sink`) and is kept in `log`."""
@@ -88,7 +88,6 @@ class View:
 
     def _held(self, decision: Decision, source: UUri) -> Decision:
         """Without the targets to whom it is paused; their peers are open."""
-        assert self._paused is not None
         legs, open = [], {peer.name: peer for peer in decision.open}
         for peer, targets in decision.legs:
             going = tuple(target for target in targets if not self._paused.holds(peer, target.authority, source))

@@ -1,6 +1,7 @@
 """The tables of settings in the documentation, made from the models that read them.
 
-Field(description=...) of Config and each transport's model --> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
+fields of Config and of each transport's model, and what their docstrings or Field(description=...) say
+    --> <!-- settings: MODULE:MODEL --> ... <!-- end --> in docs
 
 python tools/config_reference.py            write
 python tools/config_reference.py --check    exit 1 if a table is stale, a model has none, or a field has no description
@@ -10,10 +11,14 @@ One table stands where its marker stands; a model within a transport's model (`t
 
 from __future__ import annotations
 
+import ast
 import importlib
+import inspect
+import itertools
 import json
 import re
 import sys
+import textwrap
 import tomllib
 import types
 from collections.abc import Iterator
@@ -93,21 +98,40 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
 def table(of: type[BaseModel], prefix: str = "") -> str:
     """A line for each field. Raises Undocumented for one that has no description."""
     lines = ""
+    told = docstrings(of)
     inherited = [name for base in of.__bases__ for name in getattr(base, "model_fields", ())]  # they come last
     for name, field in sorted(of.model_fields.items(), key=lambda one: one[0] in inherited):
         key = prefix + (field.alias or name)
-        if not field.description:
+        description = field.description or told.get(name)
+        if not description:
             raise Undocumented(
-                f"{name_of(of)}: the field {name!r} needs a description: Field(description=..., ...), "
-                "short, with its unit"
+                f"{name_of(of)}: the field {name!r} needs a description: Field(description=..., ...), or a docstring "
+                "below it; short, with its unit"
             )
         within = models_in(field.annotation)
         value = "table" if within else values(field)
-        cells = (f"`{key}`", value, default(field, within=bool(within)), field.description)
+        cells = (f"`{key}`", value, default(field, within=bool(within)), description)
         lines += "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
         for inner in within:
             lines += table(inner, f"{key}.")
     return lines
+
+
+def docstrings(of: type[BaseModel]) -> dict[str, str]:
+    """The text below each field. Read here and not by pydantic (use_attribute_docstrings), which would do it at each
+    start of a process."""
+    found: dict[str, str] = {}
+    for model in reversed([one for one in of.__mro__ if one is not BaseModel and issubclass(one, BaseModel)]):
+        try:
+            source = inspect.getsource(model)
+        except (OSError, TypeError):
+            continue  # made by code
+        [definition] = ast.parse(textwrap.dedent(source)).body
+        assert isinstance(definition, ast.ClassDef), "a model is a class"
+        for field, text in itertools.pairwise(definition.body):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr):
+                found[field.target.id] = " ".join(str(ast.literal_eval(text.value)).split())
+    return found
 
 
 def values(field: FieldInfo) -> str:

@@ -161,8 +161,14 @@ class Arrivals(Generic[T]):
         if size_bytes > self._item_bytes_max:
             return self._refuse(size_bytes)
         if len(self._items) + self._pending_messages >= self._messages_max or self._bytes >= self._bytes_max:
-            self._wait_for_room()
-        self._add(item, size_bytes)
+            with self._room:
+                while not self._stopped and self.is_full:
+                    self._waiting = True  # each time: whoever made room has taken it back
+                    self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
+        if not self._stopped:
+            if size_bytes > SMALL_BYTES:
+                self._weigh(item, size_bytes)
+            self._items.append(item)
         if not self._awake and not self._closed:
             self._awake = True
             try:
@@ -187,15 +193,19 @@ class Arrivals(Generic[T]):
             finally:
                 again.cancel()
                 self._waiters.discard(room)
-        self._add(item, size_bytes)
-        self._wake()
+        if not self._stopped:
+            if size_bytes > SMALL_BYTES:
+                self._weigh(item, size_bytes)
+            self._items.append(item)
+            self._wake()
         return True
 
     def put_now(self, items: Sequence[T], sizes: Iterable[int] = ()) -> None:
         """On the loop, all of them, though it may be full: for a network that holds back when it is told `pressed`."""
         if not self._stopped and items:
             for item, size_bytes in zip(items, sizes, strict=False):
-                self._weigh(item, size_bytes)
+                if size_bytes > SMALL_BYTES:
+                    self._weigh(item, size_bytes)
             self._items.extend(items)
             self._press()
             self._wake()
@@ -212,25 +222,12 @@ class Arrivals(Generic[T]):
         log.warning("dropped what is too large", bytes=size_bytes, bytes_max=self._item_bytes_max)
         return False
 
-    def _add(self, item: T, size_bytes: int) -> None:
-        if not self._stopped:
-            if size_bytes > SMALL_BYTES:
-                self._weigh(item, size_bytes)
-            self._items.append(item)
-
     def _weigh(self, item: T, size_bytes: int) -> None:
-        if size_bytes > SMALL_BYTES:
-            with self._room:
-                self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
-                self._bytes += size_bytes
+        with self._room:
+            self._sizes[id(item)] = self._sizes.get(id(item), 0) + size_bytes
+            self._bytes += size_bytes
 
     # Room, and pressure.
-
-    def _wait_for_room(self) -> None:
-        with self._room:
-            while not self._stopped and self.is_full:
-                self._waiting = True  # each time: whoever made room has taken it back
-                self._room.wait(HELD_S)  # and not longer: nobody tells that the oldest batch is held by now
 
     def _release(self) -> None:
         """Whoever waits for room may look again."""
@@ -241,14 +238,12 @@ class Arrivals(Generic[T]):
             _wake(room)
 
     def _press(self) -> None:
-        if self._pressed is None:
-            return
         messages = self.waiting + self._elsewhere
         if self.is_pressed:
             is_pressed = messages > self._messages_max // 2 or self._bytes > self._bytes_max // 2
         else:
             is_pressed = messages >= self._messages_max or self._bytes >= self._bytes_max
-        if is_pressed != self.is_pressed:
+        if self._pressed is not None and is_pressed != self.is_pressed:
             self.is_pressed = is_pressed
             self._pressed(is_pressed)
 
@@ -276,16 +271,10 @@ class Arrivals(Generic[T]):
             self._busy = self._gathers and self._span_messages >= BUSY_PER_S * span
             self._span_start, self._span_messages = now, 0
         self._awake = False  # first: what arrives from here on wakes us again
-        if self._closed or self._paused or not items:
+        if self._closed or self._paused or not items or self._pending_messages >= self._pending_max:
             return
-        if self._pending_messages < self._pending_max:
-            batch = [items.popleft() for _ in range(min(len(items), self._batch_max))]
-            self._span_messages += len(batch)
-            self._hand_over(batch, now)
-            if items and self._pending_messages < self._pending_max:
-                self._wake()
-
-    def _hand_over(self, batch: list[T], now: float) -> None:
+        batch = [items.popleft() for _ in range(min(len(items), self._batch_max))]
+        self._span_messages += len(batch)
         raised = None
         try:
             result = self._deliver(batch)
@@ -294,18 +283,17 @@ class Arrivals(Generic[T]):
             result, raised = None, error
         if result is None and not self._pending:
             self._finish(batch, raised)
-            return
-        taking: asyncio.Future[None]
-        if result is None:
-            taking = self._loop.create_future()
-            taking.set_result(None)
         else:
-            taking = asyncio.ensure_future(result)  # type: ignore[assignment, arg-type, unused-ignore]
-        if not self._pending:
-            self._oldest_at = now
-        self._pending.append(_Batch(batch, taking, now, raised))
-        self._pending_messages += len(batch)
-        taking.add_done_callback(self._settle)
+            if not self._pending:
+                self._oldest_at = now
+            taking = self._loop.create_future() if result is None else asyncio.ensure_future(result)
+            if result is None:
+                taking.set_result(None)
+            self._pending.append(_Batch(batch, taking, now, raised))
+            self._pending_messages += len(batch)
+            taking.add_done_callback(self._settle)
+        if items and self._pending_messages < self._pending_max:
+            self._wake()
 
     def _settle(self, done: asyncio.Future[None]) -> None:
         if not done.cancelled():
@@ -328,7 +316,8 @@ class Arrivals(Generic[T]):
             self._wake()
 
     def _finish(self, batch: list[T], error: BaseException | None) -> None:
-        self._backoff.reset()
+        if self._redeliver:
+            self._backoff.reset()
         if self._sizes:
             with self._room:
                 self._bytes -= sum(self._sizes.pop(id(item), 0) for item in batch)
@@ -338,7 +327,8 @@ class Arrivals(Generic[T]):
             log.error(
                 "a batch was not taken, and this network can't deliver it again", messages=len(batch), error=repr(error)
             )
-        self._press()
+        if self._pressed is not None:
+            self._press()
         if self._waiting and not self.is_full:
             self._release()
         if not self._pending and not self._items:

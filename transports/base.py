@@ -22,7 +22,8 @@ from transports.listeners import LISTENERS_MAX, LISTENERS_PER_FILTER_MAX, Filter
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
-from uprotocol.status import OK, UStatusError, code_name
+from uprotocol.status import OK as OK  # for who sends: what a message is answered
+from uprotocol.status import UStatusError, code_name
 from uprotocol.transport import ConnectionCallback, LocalUriProvider, UListener, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -52,8 +53,14 @@ class SendChecks:
     def refusal(self, message: UMessage, now_ms: int) -> UStatus | None:
         """None if it may leave; else INVALID_ARGUMENT, or DEADLINE_EXCEEDED for what has expired (A-14)."""
         attributes = message.attributes
+        sink = attributes.sink if attributes.HasField("sink") else None
+        source = attributes.source.SerializeToString()
+        route = attributes.type, source, sink.SerializeToString() if sink is not None else None
         try:
-            self._check_route(message)
+            if route not in self._valid_routes:
+                there = attributes.source if attributes.HasField("source") else None
+                attrs.validate_route(attributes.type, there, sink)
+                self._valid_routes[route] = True
             attrs.validate_rest(attributes)
             attrs.validate_payload(attributes, message.HasField("payload"))
         except UStatusError as error:
@@ -65,16 +72,6 @@ class SendChecks:
                 message=f"the message expired {late_ms} ms ago (ttl {attributes.ttl} ms): not sent",
             )
         return None
-
-    def _check_route(self, message: UMessage) -> None:
-        """Raises UStatusError for an address that no valid message of its type has."""
-        attributes = message.attributes
-        sink = attributes.sink if attributes.HasField("sink") else None
-        source = attributes.source.SerializeToString()
-        route = attributes.type, source, sink.SerializeToString() if sink is not None else None
-        if route not in self._valid_routes:
-            attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
-            self._valid_routes[route] = True
 
 
 def too_large(size: int, bytes_max: int) -> UStatus:
@@ -139,12 +136,10 @@ class TransportSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    listeners_max: int = Field(
-        default=LISTENERS_MAX, ge=1, description="listeners overall; beyond it RESOURCE_EXHAUSTED"
-    )
-    listeners_per_filter_max: int = Field(
-        default=LISTENERS_PER_FILTER_MAX, ge=1, description="listeners of one pair of filters"
-    )
+    listeners_max: int = Field(default=LISTENERS_MAX, ge=1)
+    """listeners overall; beyond it RESOURCE_EXHAUSTED"""
+    listeners_per_filter_max: int = Field(default=LISTENERS_PER_FILTER_MAX, ge=1)
+    """listeners of one pair of filters"""
 
 
 class TransportBase(UTransport):
@@ -225,17 +220,3 @@ class TransportBase(UTransport):
 
     async def unlisten(self, filter: Filter) -> None:
         """The network need not deliver it any more."""
-
-
-__all__ = [
-    "NOT_OPEN",
-    "NOT_TRIED",
-    "OK",
-    "SendChecks",
-    "TransportBase",
-    "TransportSettings",
-    "on_own_thread",
-    "stopped",
-    "tell",
-    "too_large",
-]

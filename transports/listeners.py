@@ -122,13 +122,11 @@ class ListenerTable:
         if any(known is listener for known in listeners):
             return None
         if self._size >= self._listeners_max:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{self._listeners_max} listeners are registered, which is the limit"
-            )
+            what = f"{self._listeners_max} listeners are registered, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         if len(listeners) >= self._per_filter_max:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{self._per_filter_max} listeners have this filter, which is the limit"
-            )
+            what = f"{self._per_filter_max} listeners have this filter, which is the limit"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         self._table[filter] = [*listeners, listener]
         self._size += 1
         self._forget()
@@ -140,10 +138,8 @@ class ListenerTable:
         listeners = self._table.get(filter, [])
         rest = [known for known in listeners if known is not listener]
         if len(rest) == len(listeners):
-            raise UStatusError(
-                UCode.NOT_FOUND,
-                f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already",
-            )
+            what = f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
+            raise UStatusError(UCode.NOT_FOUND, what)
         self._size -= 1
         self._forget()
         if rest:
@@ -175,11 +171,7 @@ class ListenerTable:
             if found is None:
                 continue
             for listener in _each_once(found) if only is None else _of(found, only):
-                share = shares.get(id(listener))
-                if share is None:
-                    shares[id(listener)] = (listener, [message])
-                else:
-                    share[1].append(message)
+                shares.setdefault(id(listener), (listener, []))[1].append(message)
         return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
     def deliver_encoded(
@@ -205,13 +197,8 @@ class ListenerTable:
         brought_by: list[Filter | None] = []
         known: _Known | None = None
         for place, (filter, payload, encoded) in enumerate(arrived):
-            if (
-                last is None
-                or known is None
-                or encoded != last_encoded
-                or payload != last_payload
-                or filter in brought_by
-            ):
+            is_again = encoded == last_encoded and payload == last_payload and filter not in brought_by
+            if last is None or known is None or not is_again:
                 last, last_encoded, last_payload, brought_by = None, encoded, payload, []
                 rest = suffix(encoded)
                 known = stamped.get(rest) if rest is not None else None
@@ -303,12 +290,9 @@ class ListenerTable:
         source = attributes.source.SerializeToString()
         if source not in self._told and len(self._told) < SOURCES_TOLD_MAX:
             self._told.add(source)
-            text, shown = uris.format(attributes.source), traceparent[:TRACEPARENT_SHOWN_MAX]
-            log.warning(
-                "taken without its traceparent, which is none of the W3C; told once for each source",
-                source=text,
-                traceparent=shown,
-            )
+            what = "taken without its traceparent, which is none of the W3C; told once for each source"
+            shown = traceparent[:TRACEPARENT_SHOWN_MAX]
+            log.warning(what, source=uris.format(attributes.source), traceparent=shown)
         return True
 
     def wants(self, message: UMessage) -> bool:
@@ -380,9 +364,8 @@ def _of(found: _Found, only: Filter) -> list[UListener]:
     return next((listeners for filter, listeners in found if filter is only), _NOBODY)
 
 
-async def all_of(pending: list[Awaitable[None]]) -> None:
-    """Completes when all of them have; raises as soon as one fails."""
-    await asyncio.gather(*pending)
-
-
-__all__ = ["Filter", "ListenerTable", "all_of"]
+async def all_of(pending: Sequence[Awaitable[Any]]) -> None:
+    """Completes when all of them have; raises what the first of them has raised that failed."""
+    for result in await asyncio.gather(*pending, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -87,7 +87,7 @@ class LocalNetwork:
         self.members: list[LocalTransport] = []
         self.sessions: dict[str, Session] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
-        self._cut: set[str] = set()  # authorities that have no network
+        self.cut_off: set[str] = set()  # authorities that have no network
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
@@ -121,17 +121,14 @@ class LocalNetwork:
 
     def cut(self, authority: str) -> None:
         """The member of that authority loses the network, or finds none when it joins, until `mend`."""
-        self._cut.add(authority)
+        self.cut_off.add(authority)
         for member in self._of(authority):
             member.disconnect()
 
     def mend(self, authority: str) -> None:
-        self._cut.discard(authority)
+        self.cut_off.discard(authority)
         for member in self._of(authority):
             member.reconnect()
-
-    def has_cut(self, authority: str) -> bool:
-        return authority in self._cut
 
     def inject(self, message: UMessage) -> None:
         """Put `message` on the wire as it is, valid or not, as a misbehaving member would."""
@@ -210,12 +207,10 @@ class LocalNetwork:
 
 
 class LocalConfig(TransportSettings):
-    network: str = Field(default="default", description="members of the same name, in this process, hear one another")
-    session: str | None = Field(
-        default=None,
-        min_length=1,
-        description="a name, for which the network keeps what its listeners want while it is away",
-    )
+    network: str = "default"
+    """members of the same name, in this process, hear one another"""
+    session: str | None = Field(default=None, min_length=1)
+    """a name, for which the network keeps what its listeners want while it is away"""
 
 
 class LocalTransport(TransportBase):
@@ -313,7 +308,7 @@ class LocalTransport(TransportBase):
             self._change(False)
 
     def reconnect(self) -> None:
-        if self.is_open and not self.connected and not self.network.has_cut(self.authority):
+        if self.is_open and not self.connected and self.authority not in self.network.cut_off:
             self._change(True)
             self.arrivals.resume()
 
@@ -352,11 +347,10 @@ class LocalTransport(TransportBase):
         wanted = Filter.of(source_filter, sink_filter, self.authority)
         now = self.checks.now_ms()
         for message in list(self._for_pull):
-            attributes = message.attributes
-            if attrs.is_expired(attributes, now):
+            if attrs.is_expired(message.attributes, now):
                 self.dropped["expired"] += 1
                 self._for_pull.remove(message)
-            elif wanted.matches(attributes.source, attributes.sink if attributes.HasField("sink") else None):
+            elif matches(wanted, message):
                 self._for_pull.remove(message)
                 return message
         raise UStatusError(

@@ -24,7 +24,6 @@ RESPONSE: Final = UMessageType.UMESSAGE_TYPE_RESPONSE
 NOTIFICATION: Final = UMessageType.UMESSAGE_TYPE_NOTIFICATION
 
 # by name, because an enum's attribute is looked up in Python at each use, and this is the hot path
-_CS1: Final = UPriority.UPRIORITY_CS1
 _CS4: Final = UPriority.UPRIORITY_CS4
 PRIORITY_DEFAULT: Final = int(UPriority.UPRIORITY_CS1)
 PRIORITY_MAX: Final = int(UPriority.UPRIORITY_CS6)

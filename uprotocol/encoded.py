@@ -117,14 +117,16 @@ class EncodedMessage:
 
     __slots__ = ("_decoded", "encoded", "payload", "stamp")
 
-    def __init__(self, encoded: bytes, payload: bytes, stamp: Stamp, decoded: UMessage | None = None) -> None:
-        """`decoded`, if it is to be kept: the same message."""
+    def __init__(self, encoded: bytes, payload: bytes, stamp: Stamp) -> None:
         self.encoded, self.payload, self.stamp = encoded, payload, stamp
-        self._decoded = decoded
+        self._decoded: UMessage | None = None
 
     @classmethod
-    def of(cls, message: UMessage) -> EncodedMessage:
-        """`message`, which must not change afterwards. Streams that share a suffix get the same stamp each time."""
+    def of(cls, message: UMessage, *, keep: bool = False) -> EncodedMessage:
+        """`message`, which must not change afterwards. Streams that share a suffix get the same stamp each time.
+
+        `keep` it with all that it has, also what only protobuf reads in it.
+        """
         attributes = message.attributes
         encoded = attributes.SerializeToString()
         is_plain = encoded.startswith(_BEGIN) and encoded[11:12] == b"\x11"
@@ -136,8 +138,10 @@ class EncodedMessage:
             stamp = Stamp(attributes, rest)
             if stamp.is_shared:
                 _STAMPS[rest] = stamp
-        is_plain = is_plain and message.HasField("payload") == (bool(payload) or stamp.payload_format != 0)
-        return cls(encoded, payload, stamp, None if is_plain else message)
+        made = cls(encoded, payload, stamp)
+        if keep or not is_plain or message.HasField("payload") != (bool(payload) or stamp.payload_format != 0):
+            made._decoded = message
+        return made
 
     def __repr__(self) -> str:
         return f"EncodedMessage(id={self.id_bytes.hex()}, payload={len(self.payload)} bytes)"
@@ -241,16 +245,12 @@ class Readdressed:
         """A copy of `message`, which keeps its id."""
         stamp = self._stamps.get(message.stamp)
         if stamp is None:
-            stamp = self._restamped(message.stamp)
+            attributes = message.stamp.attributes
+            self.put(attributes)
+            stamp = Stamp(attributes)
+            if stamp.is_shared:
+                self._stamps[message.stamp] = stamp
         return EncodedMessage(message.encoded[:_ID_SIZE] + stamp.suffix, message.payload, stamp)
-
-    def _restamped(self, stamp: Stamp) -> Stamp:
-        attributes = stamp.attributes
-        self.put(attributes)
-        made = Stamp(attributes)
-        if stamp.is_shared:
-            self._stamps[stamp] = made
-        return made
 
     def put(self, attributes: UAttributes) -> None:
         """The addresses into `attributes`."""
@@ -277,24 +277,18 @@ class Stamps:
         if 0 < end < len(data):
             payload_begin, payload_end = _field(data, end, _PAYLOAD)
             if payload_end != len(data):
-                return _kept(UMessage.FromString(data))
+                return EncodedMessage.of(UMessage.FromString(data), keep=True)
             payload = data[payload_begin:]
         stamp = self._known.get(encoded[_ID_SIZE:])
         if stamp is None or suffix(encoded) is None:
             message = UMessage.FromString(data)
             rest = shared_suffix(encoded, message.attributes)
             if rest is None:
-                return _kept(message)
+                return EncodedMessage.of(message, keep=True)
             stamp = self._known[rest] = Stamp(message.attributes, rest)
         if not payload and (end < len(data)) != (stamp.payload_format != 0):
-            return _kept(UMessage.FromString(data))  # an empty payload without a format
+            return EncodedMessage.of(UMessage.FromString(data), keep=True)  # an empty payload without a format
         return EncodedMessage(encoded, payload, stamp)
-
-
-def _kept(message: UMessage) -> EncodedMessage:
-    """`message` with all that it has, also what only protobuf reads in it."""
-    made = EncodedMessage.of(message)
-    return EncodedMessage(made.encoded, made.payload, made.stamp, message)
 
 
 def _field(data: bytes, at: int, tag: int) -> tuple[int, int]:

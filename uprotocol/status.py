@@ -5,7 +5,7 @@ world's error -> UStatusError(code, message) -> UStatus on the wire     (service
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from google.protobuf.any_pb2 import Any
@@ -51,8 +51,10 @@ class Settled(NamedTuple, Generic[T]):
     refused: list[tuple[T, UStatus]]  # never will be taken
 
 
-def settle(items: Iterable[T], statuses: Sequence[UStatus]) -> Settled[T]:
+def settle(items: Sequence[T], statuses: Sequence[UStatus]) -> Settled[T]:
     """Sort the `items` that were sent by what they were answered."""
+    if len(items) == len(statuses) == statuses.count(OK):
+        return Settled(list(items), [], [])
     settled: Settled[T] = Settled([], [], [])
     for item, status in zip(items, statuses, strict=True):
         if status is OK or not status.code:

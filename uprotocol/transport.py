@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol, Self, runtime_checkable
 
 from uprotocol import uri as uris
-from uprotocol.status import OK, UStatusError, invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -213,16 +213,9 @@ VALID_FILTER_PAIRS: Final = frozenset({(_T, None), (_W, None), (_T, _R), (_R, _M
 
 
 def _kind(uri: UUri) -> str:
-    resource = uri.resource_id
-    return (
-        _W
-        if resource == uris.WILDCARD_RESOURCE
-        else _R
-        if resource == 0
-        else _M
-        if resource <= uris.RESOURCE_METHOD_MAX
-        else _T
-    )
+    if uri.resource_id == uris.WILDCARD_RESOURCE:
+        return _W
+    return _R if uris.is_reply(uri) else _M if uris.is_method(uri) else _T
 
 
 def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
@@ -237,18 +230,3 @@ def validate_filters(source_filter: UUri, sink_filter: UUri | None) -> None:
             f"source filter {uris.format(source_filter)} with {sink} can match no message; "
             "allowed are (topic or FFFF, none), (topic, 0), (0, method), (method, 0), (FFFF, 0), (FFFF, FFFF)"
         )
-
-
-__all__ = [
-    "ENVELOPE_BYTES_MAX",
-    "MESSAGE_BYTES_MAX",
-    "OK",
-    "Capability",
-    "ConnectionCallback",
-    "LocalUriProvider",
-    "LossCallback",
-    "UBatchListener",
-    "UListener",
-    "UTransport",
-    "validate_filters",
-]

@@ -53,12 +53,6 @@ def pattern(
     return uri(authority, ue_id, version, resource)
 
 
-ANY: Final = UUri(
-    authority_name="*", ue_id=WILDCARD_ENTITY, ue_version_major=WILDCARD_VERSION, resource_id=WILDCARD_RESOURCE
-)
-"""`//*/FFFFFFFF/FF/FFFF`; shared, so never change it."""
-
-
 def parse(text: str) -> UUri:
     """The UUri that `text` writes: `up://authority/ue_id/version/resource`, with or without `up:` and authority.
 
@@ -71,7 +65,7 @@ def parse(text: str) -> UUri:
     authority = ""
     if rest.startswith("//"):
         authority, slash, path = rest[2:].partition("/")
-        authority = _lower_literal(authority)
+        authority = authority.lower() if authority.startswith("[") else authority
         rest = slash + path
     if not rest.startswith("/"):
         raise invalid(f"expected up://authority/ue_id/version/resource or /ue_id/version/resource, got {text!r}")
@@ -149,10 +143,6 @@ def is_ip_future(authority: str) -> bool:
     )
 
 
-def _lower_literal(authority: str) -> str:
-    return authority.lower() if authority.startswith("[") else authority
-
-
 def owners(authority: str) -> Iterator[str]:
     """Who may own `authority`, the nearest first: itself, `*.b.c` and `*.c` for a.b.c, `*`. Nobody owns "", which names
     no host."""
@@ -192,11 +182,7 @@ def matches(pattern: UUri, candidate: UUri) -> bool:
     version = pattern.ue_version_major
     if version != WILDCARD_VERSION and version != candidate.ue_version_major:
         return False
-    wanted = pattern.ue_id
-    return wanted == WILDCARD_ENTITY or _entity_matches(wanted, candidate.ue_id)
-
-
-def _entity_matches(wanted: int, given: int) -> bool:
+    wanted, given = pattern.ue_id, candidate.ue_id
     type_matches = wanted & 0xFFFF in (WILDCARD_ENTITY_TYPE, given & 0xFFFF)
     return type_matches and wanted >> 16 in (WILDCARD_ENTITY_INSTANCE, given >> 16)
 
@@ -237,3 +223,7 @@ def with_authority(uri: UUri, authority: str) -> UUri:
 def key(uri: UUri) -> tuple[str, int, int, int]:
     """A hashable identity."""
     return (uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+
+ANY: Final = pattern()
+"""`//*/FFFFFFFF/FF/FFFF`; shared, so never change it."""

@@ -4,7 +4,7 @@ service.py    joins the parts: a request's way from its arrival to what follows 
 requests.py   where requests come in and responses leave
 state.py      decides: what becomes of a subscription (pure)
 store.py      threads around database.py: one transaction per batch
-              reader.py, schema.py, tables.py, index.py, quota.py, handled.py: what those need
+              reader.py, schema.py, tables.py, quota.py, handled.py: what those need
 notifier.py   tells changes, in order; telling.py: their messages, and destinations that are away
 remote.py     the services of other authorities; audit.py: what do you have of ours?
 inspect.py    a look into a store from outside

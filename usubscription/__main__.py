@@ -1,5 +1,4 @@
-"""A uSubscription service as a process of its own: `python -m usubscription --authority cloud --store cloud.db
---transport zenoh`.
+"""A uSubscription service as a process: `python -m usubscription --authority cloud --store cloud.db --transport zenoh`.
 
 options, file -> ServiceConfig -> transport -> service -> one line on stdout: ready -> SIGTERM, SIGINT: stopped cleanly
 """
@@ -29,8 +28,7 @@ from uprotocol.transport import LocalUriProvider
 from usubscription.remote import AUDIT_MS, TIMEOUT_MS
 from usubscription.service import MayReset, USubscriptionService
 
-# between the store's threads and the loop: with Python's 5 ms a lookup waits for the writer
-SWITCH_INTERVAL_S: Final = 0.0002
+SWITCH_INTERVAL_S: Final = 0.0002  # between threads and loop: with Python's 5 ms a lookup waits for the writer
 GC_THRESHOLDS: Final = (50_000, 20, 50)  # requests hold no cycles: a search for them is a pause that a caller feels
 
 Ready = Callable[[dict[str, Any]], None]
@@ -41,26 +39,26 @@ class ServiceConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    authority: str = Field(description="whose topics and clients it keeps")
-    store: Path = Field(description="the SQLite file; made if it isn't there")
-    transport: str = Field(description="name of the transport plugin")
-    settings: dict[str, Any] = Field(default_factory=dict, description="the transport's own settings")
-    remote_majors: dict[str, int] = Field(
-        default_factory=dict,
-        description="version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that "
-        "opened the link",
-    )
-    remote_timeout_ms: int = Field(
-        default=TIMEOUT_MS, ge=1, description="of one remote command; the specification has 5 minutes"
-    )
-    reset: MayReset = Field(
-        default="linked",
-        description="what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares "
-        "with this one. "
-        "`all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED",
-    )
-    log_format: logs.Format = Field(default="text", description="of the log, on standard error: `text` or `json`")
-    audit_ms: int = Field(default=AUDIT_MS, ge=1, description="between questions for what remote services have of ours")
+    authority: str
+    """whose topics and clients it keeps"""
+    store: Path
+    """the SQLite file; made if it isn't there"""
+    transport: str
+    """name of the transport plugin"""
+    settings: dict[str, Any] = {}
+    """the transport's own settings"""
+    remote_majors: dict[str, int] = {}
+    """version to speak to a remote authority, such as `{ vehicle1 = 3 }`; else that of the client that opened the
+    link"""
+    remote_timeout_ms: int = Field(default=TIMEOUT_MS, ge=1)
+    """of one remote command; the specification has 5 minutes"""
+    reset: MayReset = "linked"
+    """what a Reset ends. `linked`: a uSubscription service of another authority ends what it shares with this one.
+    `all`: any uSubscription service ends everything. `off`: nothing. What is not allowed is PERMISSION_DENIED"""
+    log_format: logs.Format = "text"
+    """of the log, on standard error: `text` or `json`"""
+    audit_ms: int = Field(default=AUDIT_MS, ge=1)
+    """between questions for what remote services have of ours"""
 
 
 def load(path: Path) -> ServiceConfig:
@@ -83,11 +81,10 @@ def validate(content: dict[str, Any], where: str) -> ServiceConfig:
     return config
 
 
-async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None = None) -> None:
+async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready) -> None:
     """Serve until `stop` is set. Raises UStatusError if the store or the transport can't be opened.
 
-    With a damaged store it answers every request UNAVAILABLE, and `ready` is told so: {"ready": false, "trouble": what
-    to do}.
+    With a damaged store it answers everything UNAVAILABLE, and tells `ready`: {"ready": false, "trouble": what to do}.
     """
     local = LocalUriProvider(config.authority, ENTITY_TYPE, 4)
     transport = create(config.transport, config.settings, local)
@@ -103,25 +100,22 @@ async def serve(config: ServiceConfig, stop: asyncio.Event, ready: Ready | None 
         )
         await service.start()
         gc.collect()
-        # what is loaded stays: a full collection would look at all of it again, and stop every request for 30 ms
-        gc.freeze()
+        gc.freeze()  # what is loaded stays: a full collection would look at it again for 30 ms
         try:
-            if ready is not None:
-                state = {
-                    "ready": service.trouble is None,
-                    "service": "core.usubscription",
-                    "authority": config.authority,
-                }
-                trouble = {"trouble": service.trouble} if service.trouble is not None else {}
-                ready({**state, "transport": config.transport, **trouble})
+            state = {"ready": service.trouble is None, "service": "core.usubscription", "authority": config.authority}
+            trouble = {"trouble": service.trouble} if service.trouble is not None else {}
+            ready({**state, "transport": config.transport, **trouble})
             await stop.wait()
         finally:
             await service.stop()
 
 
-def run(config: ServiceConfig, ready: Ready | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; the process's exit code. Says on stdout when it is ready, and on stderr why it is
-    not."""
+def _print(state: dict[str, Any]) -> None:
+    print(json.dumps(state), flush=True)
+
+
+def run(config: ServiceConfig, ready: Ready = _print) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Says on stdout when it is ready, and on stderr why it is not."""
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     gc.set_threshold(*GC_THRESHOLDS)
 
@@ -130,7 +124,7 @@ def run(config: ServiceConfig, ready: Ready | None = None) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, stop.set)
-        await serve(config, stop, ready or _print)
+        await serve(config, stop, ready)
 
     try:
         asyncio.run(main())
@@ -140,15 +134,12 @@ def run(config: ServiceConfig, ready: Ready | None = None) -> int:
     return 0
 
 
-def _print(state: dict[str, Any]) -> None:
-    print(json.dumps(state), flush=True)
-
-
 def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     """Options over the file. Raises UStatusError, or SystemExit as argparse does."""
     parser = argparse.ArgumentParser(
         prog="python -m usubscription",
         description="A uSubscription service (versions 3 and 4).",
+        argument_default=argparse.SUPPRESS,
         epilog="Example: python -m usubscription --authority cloud --store cloud.db --transport mqtt5 --setting "
         "port=1883",
     )
@@ -157,34 +148,20 @@ def parse(arguments: Sequence[str] | None = None) -> ServiceConfig:
     parser.add_argument("--store", help="SQLite file")
     parser.add_argument("--transport", help="zenoh, mqtt5, dds, local, or another that is installed")
     parser.add_argument(
-        "--setting",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="of the transport; VALUE as JSON, or as text",
+        "--setting", action="append", metavar="KEY=VALUE", help="of the transport; VALUE as JSON, or as text"
     )
     parser.add_argument("--log-format", choices=get_args(logs.Format), help="of the log, on standard error")
-    options = parser.parse_args(arguments)
-    content: dict[str, Any] = {}
-    if options.config is not None:
-        content = load(options.config).model_dump(exclude_unset=True)
-    content.update(
-        {
-            key: value
-            for key in ("authority", "store", "transport", "log_format")
-            if (value := getattr(options, key)) is not None
-        }
-    )
+    options = vars(parser.parse_args(arguments))
+    content = load(options.pop("config")).model_dump(exclude_unset=True) if "config" in options else {}
     settings = dict(content.get("settings", {}))
-    for setting in options.setting:
+    for setting in options.pop("setting", ()):
         key, equals, value = setting.partition("=")
         if not equals:
             raise invalid(f"--setting takes KEY=VALUE, got {setting!r}")
         settings[key] = value
         with contextlib.suppress(ValueError):
             settings[key] = json.loads(value)
-    content["settings"] = settings
-    return validate(content, "options")
+    return validate({**content, **options, "settings": settings}, "options")
 
 
 def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfig], None] = lambda _: None) -> int:

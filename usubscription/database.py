@@ -22,33 +22,17 @@ from typing import Any, Final
 
 import structlog
 
-from storage import mark as marks
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.faults import DamagedError, is_full
 from storage.file import SqliteFile, transaction
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
-from usubscription import schema
+from usubscription import schema, state
 from usubscription.handled import Handled
 from usubscription.quota import UNIT_BYTES, Quota, caller, weight
 from usubscription.reader import Reader, StoredChange
-from usubscription.state import (
-    Change,
-    Ended,
-    Event,
-    Key,
-    Link,
-    Moved,
-    Orphaned,
-    Record,
-    Status,
-    Subscribe,
-    TimedOut,
-    Unsubscribe,
-    is_past,
-    step,
-)
+from usubscription.state import Change, Event, Key, Link, Status, Subscribe, Unsubscribe
 from usubscription.tables import UNSEEN, StoredRecords, Tables
 
 SUBSCRIPTIONS_MAX: Final = 5_000_000  # some 1 GB on disk; beyond it Subscribe answers RESOURCE_EXHAUSTED
@@ -164,7 +148,7 @@ class Database:
         self._majors = majors or {}
         self._file = SqliteFile(schema.STORE, self.path, disk, schema.PRAGMAS)
         self._tables = Tables(self._file, outbox_changes_max)
-        self._handled: Handled | None = None  # None: to be read
+        self._handled = Handled(self._tables)
         self._is_loaded = False  # what is counted in memory is what the file has
         self.refused: Counter[str] = Counter()  # by the limit that was reached
         # that were committed once: the file, or the end of its write-ahead log, was damaged or an older copy
@@ -187,7 +171,7 @@ class Database:
         """Raises UStatusError as schema.open_store and FileKind.not_opened do. A damaged file is left as it is."""
         try:
             db = schema.open_store(self._file, self.authority)
-            self._load(db)
+            self._load()
             self._heed_mark(db)
         except (sqlite3.Error, OSError, DamagedError) as error:
             self.close()
@@ -206,13 +190,13 @@ class Database:
 
     # -- what is counted in memory
 
-    def _load(self, db: sqlite3.Connection) -> None:
+    def _load(self) -> None:
         self._make_quotas()
-        self._load_quotas(db)
+        self._load_quotas()
         self._tables.load()
-        (last,) = db.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
+        (last,) = self._tables.execute("SELECT coalesce(max(generation), 0) FROM link").fetchone()
         self._generations = itertools.count(last + 1)
-        self._handled = None
+        self._handled.forget()
         self._is_loaded = True
 
     def _make_quotas(self) -> None:
@@ -220,28 +204,26 @@ class Database:
         self._for_topics = Quota("registrations for topics", REGISTRATIONS_MAX, self._own)
         self._for_all = Quota("registrations for everything", REGISTERED_FOR_ALL_MAX, self._own)
 
-    def _load_quotas(self, db: sqlite3.Connection) -> None:
+    def _load_quotas(self) -> None:
         """What is there stays, also where it is more than a share of today."""
-        stored = db.execute(
+        stored = self._tables.execute(
             """SELECT c.authority, c.ue_id, sum(1 + ifnull(length(s.details), 0) / ?)
                FROM subscription s JOIN uri c ON c.id = s.subscriber GROUP BY s.subscriber""",
             (UNIT_BYTES,),
         )
         for authority, ue_id, count in stored:
             self.subscriptions.add((authority, ue_id), count)
-        registered = db.execute(
-            "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
-        )
-        for authority, ue_id, topic in registered:
+        query = "SELECT c.authority, c.ue_id, r.topic FROM registration r JOIN uri c ON c.id = r.client"
+        for authority, ue_id, topic in self._tables.execute(query):
             (self._for_topics if topic else self._for_all).add((authority, ue_id), 1)
 
     def _heed_mark(self, db: sqlite3.Connection) -> None:
         """SQLite cuts a damaged write-ahead log in silence; the mark beside the file says how far we had come."""
-        marked: marks.Marked | None = None
+        marked: Marked | None = None
         tables, path = self._tables, str(self.path)
         try:
-            marked = marks.read(self.path, may_be_v1=False)
-        except (OSError, marks.BadMarkError) as error:
+            marked = read_mark(self.path, may_be_v1=False)
+        except (OSError, BadMarkError) as error:
             log.warning("the mark of the subscriptions can't be used, and begins anew", path=path, why=str(error))
         row = db.execute("SELECT value FROM meta WHERE key = 'id'").fetchone()
         if row is None:  # of an older program; or the name was lost with the write-ahead log, and then the mark has it
@@ -270,20 +252,15 @@ class Database:
         disk fails; then nothing of the batch is stored. DATA_LOSS: the file is damaged.
         """
         try:
-            return self._apply_all(self._db, events, now_ms)
+            db = self._file.connect()
+            if not self._is_loaded:
+                self._load()
+            return self._apply_all(db, events, now_ms)
         except sqlite3.Error as error:
             self._file.reset()
             # where it is not full, nobody knows whether the transaction is on disk all the same
             self._is_loaded = self._is_loaded and is_full(error, self.path)
             raise self._file.kind.fault(error, self.path, "used") from error
-
-    @property
-    def _db(self) -> sqlite3.Connection:
-        """The connection that writes, made anew after an error."""
-        db = self._file.connect()
-        if not self._is_loaded:
-            self._load(db)
-        return db
 
     def _apply_all(
         self, db: sqlite3.Connection, events: Iterable[StoreEvent], now_ms: int
@@ -295,13 +272,12 @@ class Database:
         try:
             with transaction(db):
                 outcomes = [self._apply(event, now_ms) for event in events]
-                if self._handled is not None:
-                    self._handled.store(db)
+                self._handled.store()
                 tables.finish()
         except BaseException:
             tables.number, tables.held = number, held
             tables.forget()
-            self._handled = None
+            self._handled.forget()
             for quota in self._quotas:
                 quota.rollback()
             raise
@@ -340,17 +316,16 @@ class Database:
         """Why it may not be stored. One that is there already, and takes no more room than it had, always may."""
         size = len(event.details)
         if size > DETAILS_BYTES_MAX:
-            return self._full(
-                "details", f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
-            )
-        why = self.subscriptions.room(caller(event.subscriber), weight(size))
-        if why is None or is_past(event.expires_ms, now_ms):
+            why = f"the details of a subscription take {size} bytes, and may take {DETAILS_BYTES_MAX}"
+            return self._full("details", why)
+        full = self.subscriptions.room(caller(event.subscriber), weight(size))
+        if full is None or state.is_past(event.expires_ms, now_ms):
             return None
         topic = self._tables.find(event.topic)
         known = StoredRecords(self._tables, topic).get(event.subscriber) if topic is not None else None
         if known is not None and weight(len(known.details)) >= weight(size):
             return None
-        return self._full("subscriptions", why)
+        return self._full("subscriptions", full)
 
     def _full(self, reason: str, why: str) -> UStatusError:
         self.refused[reason] += 1
@@ -359,51 +334,41 @@ class Database:
     def _command(self, command: Subscribe | Unsubscribe, request: bytes, now_ms: int) -> Outcome | UStatusError:
         """Networks deliver requests again, a late one behind its successors. Ids are compared for equality only: clocks
         go back."""
-        handled = self._known_commands()
-        about = handled.about(command.subscriber, command.topic)
-        if handled.is_past(request, about):
-            return UStatusError(
-                UCode.ABORTED,
-                "this request was handled before, and later ones about the topic since: it changes nothing",
-            )
+        about = Handled.about(command.subscriber, command.topic)
+        if self._handled.is_past(request, about):
+            why = "this request was handled before, and later ones about the topic since: it changes nothing"
+            return UStatusError(UCode.ABORTED, why)
         done = self._apply(command, now_ms)
         if isinstance(done, Outcome):
-            handled.add(request, about)
+            self._handled.add(request, about)
         return done
-
-    def _known_commands(self) -> Handled:
-        if self._handled is None:
-            self._handled = Handled(self._file.connected)
-        return self._handled
 
     def _step(self, event: Event, now_ms: int) -> Outcome:
         tables = self._tables
         remote = not uris.is_one_of(event.topic[0], self._own)
-        creates = isinstance(event, Subscribe | Orphaned)
+        creates = isinstance(event, Subscribe | state.Orphaned)
         topic = tables.id(event.topic) if creates else tables.find(event.topic)
         if topic is None:
             return Outcome()
-        link = tables.link(topic) if remote or isinstance(event, Moved) else Link()
+        link = tables.link(topic) if remote or isinstance(event, state.Moved) else Link()
         records = StoredRecords(tables, topic)
-        done = step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
+        done = state.step(event, records, link, remote=remote, now_ms=now_ms, generation=next(self._generations))
         if done.link.command is not None and done.link.generation != link.generation:
             done.link = done.link._replace(major=self._majors.get(event.topic[0], done.link.major))
         for subscriber, record in done.records.items():
-            self._keep(topic, subscriber, record, records.seen.get(subscriber))
+            known = records.seen.get(subscriber)
+            had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
+            self.subscriptions.add(caller(subscriber), has - had)
+            tables.keep(topic, subscriber, record, is_known=known is not None)
         outcome = Outcome(done.answer, self._tell(topic, done.changes))
         if done.link != link:
             tables.keep_link(topic, done.link)
             outcome.topic, outcome.link = event.topic, done.link
-        elif isinstance(event, TimedOut):
+        elif isinstance(event, state.TimedOut):
             outcome.topic, outcome.link = event.topic, link
         if done.link.state is Status.UNSUBSCRIBED and (not done.records or None in done.records.values()):
             tables.unused.add(topic)  # perhaps: the sweep looks
         return outcome
-
-    def _keep(self, topic: int, subscriber: Key, record: Record | None, known: Record | None) -> None:
-        had, has = (weight(len(one.details)) if one is not None else 0 for one in (known, record))
-        self.subscriptions.add(caller(subscriber), has - had)
-        self._tables.keep(topic, subscriber, record, is_known=known is not None)
 
     def _tell(self, topic: int, changes: Iterable[Change]) -> list[StoredChange]:
         if not changes:
@@ -422,7 +387,7 @@ class Database:
         """What it changes is in the outbox."""
         for topic, is_linked in self._tables.topics():
             if uris.is_one_of(topic[0], self._own) == is_linked:
-                self._step(Moved(topic), now_ms)
+                self._step(state.Moved(topic), now_ms)
         answers_for = " ".join(sorted(self._own))
         self._tables.execute("INSERT OR REPLACE INTO meta VALUES('answers_for', ?)", (answers_for,))
 
@@ -447,10 +412,7 @@ class Database:
     def _reset(self) -> Outcome:
         """Everything goes, then everybody who was subscribed or registered is told."""
         self._tables.reset()
-        if self._handled is not None:
-            self._handled.store(self._file.connected)
-            self._handled = None
-        self._tables.execute("UPDATE handled SET about = 0")
+        self._handled.reset()
         for quota in self._quotas:
             quota.clear()
         return Outcome(many_changes=True)
@@ -463,12 +425,12 @@ class Database:
         topics, subscribed, registered = self._tables.shared(authority)
         if not (topics or subscribed or registered):
             return _denied(f"nothing is shared with the uSubscription of {authority}, so it can reset nothing")
-        ended = [self._step(Ended(topic), now_ms) for topic in topics]
+        ended = [self._step(state.Ended(topic), now_ms) for topic in topics]
         ended += [self._step(Unsubscribe(topic, subscriber, V3), now_ms) for topic, subscriber in subscribed]
         outcome = Outcome(changes=[stored for one in ended for stored in one.changes])
         outcome.links = [(one.topic, one.link) for one in ended if one.topic is not None and one.link is not None]
         abouts = {Handled.about(stored.change.subscriber, stored.change.topic) for stored in outcome.changes}
-        self._known_commands().reset(self._file.connected, abouts)
+        self._handled.reset(abouts)
         told = {recipient for stored in outcome.changes for recipient in stored.recipients}
         for client, major, topic in registered:
             self._unregister(Unregister(client, major, topic))

@@ -33,9 +33,8 @@ class StoreView:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         if not self.path.is_file():
-            raise UStatusError(
-                UCode.NOT_FOUND, f"there is no store at {self.path}: name the file that the service was started with"
-            )
+            why = f"there is no store at {self.path}: name the file that the service was started with"
+            raise UStatusError(UCode.NOT_FOUND, why)
         self._reader = Reader(self.path, from_outside=True)
 
     def close(self) -> None:
@@ -68,10 +67,9 @@ class StoreView:
 
     def registrations(self) -> list[Entry]:
         """Who is told of changes; topic None: of all."""
-        found = self._reader.registrations()
         return [
             {"client": _text(client), "version": major, "topic": _text(topic) if topic else None}
-            for client, major, topic in found
+            for client, major, topic in self._reader.registrations()
         ]
 
     def summary(self) -> Entry:
@@ -102,10 +100,9 @@ class StoreView:
         version = self._reader.data_version()
         while not stop():
             sleep(WATCH_MS / 1000)
-            now = self._reader.data_version()
-            if now == version:
+            before, version = version, self._reader.data_version()
+            if version == before:
                 continue
-            version = now
             fresh = {(row.topic, row.subscriber): row for row in self._rows(topic, subscriber)}
             for key, row in known.items():
                 if key not in fresh:
@@ -121,8 +118,7 @@ class StoreView:
             uris.key(uris.with_authority(pattern, own)) if pattern is not None else None
             for pattern in (topic, subscriber)
         ]
-        rows, _ = self._reader.subscriptions(filters[0], filters[1], uuids.now_ms())
-        return rows
+        return self._reader.subscriptions(filters[0], filters[1], uuids.now_ms())[0]
 
 
 def _text(key: Key) -> str:

@@ -1,10 +1,12 @@
 """How much of something one caller, and one authority, may have of what there is for all. Pure.
 
-room(who, more) -> None, or whose share is full     add(who, more) -> counted     begin(), rollback(): what was not stored does not count
+room(who, more) -> None, or whose share is full
+add(who, more) -> counted     begin(), rollback(): what was not stored does not count
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from typing import Final, TypeVar
 
@@ -28,17 +30,14 @@ class Quota:
     """Counts `what` by caller and authority. The `own` authorities together leave the last share of a caller to the
     others."""
 
-    def __init__(
-        self, what: str, whole: int, own: Collection[str], *, authorities_share: int = AUTHORITIES_SHARE
-    ) -> None:
-        self._what, self._own = what, own
-        self.whole = whole
+    def __init__(self, what: str, whole: int, own: Collection[str]) -> None:
+        self._what, self._own, self.whole = what, own, whole
         self.caller_max = max(1, whole // CALLERS_SHARE)
-        self.authority_max = max(1, whole // authorities_share)
+        self.authority_max = max(1, whole // AUTHORITIES_SHARE)
         self.own_max = whole - whole // CALLERS_SHARE
         self.used = 0
-        self._callers: dict[Caller, int] = {}
-        self._authorities: dict[str, int] = {}
+        self._callers: Counter[Caller] = Counter()
+        self._authorities: Counter[str] = Counter()
         self._batch: list[tuple[Caller, int]] | None = None
 
     def __repr__(self) -> str:
@@ -50,12 +49,12 @@ class Quota:
         if self.used + more > self.whole:
             return f"{self.used} {self._what} are there, which is the limit"
         is_own = uris.is_one_of(authority, self._own)
-        its_max = self.own_max if is_own else self.authority_max
-        if self._authorities.get(authority, 0) + more > its_max:
-            return f"the uEntities of {authority} have {self._authorities.get(authority, 0)} {self._what}, and may have {its_max}"
+        its_max, has = self.own_max if is_own else self.authority_max, self._authorities[authority]
+        if has + more > its_max:
+            return f"the uEntities of {authority} have {has} {self._what}, and may have {its_max}"
         one_max = self.caller_max if is_own or who[1] == SERVICE else max(1, self.authority_max // CLIENTS_SHARE)
-        if self._callers.get(who, 0) + more > one_max:
-            return f"uEntity {who[1]:X} of {authority} has {self._callers.get(who, 0)} {self._what}, and may have {one_max}"
+        if (has := self._callers[who]) + more > one_max:
+            return f"uEntity {who[1]:X} of {authority} has {has} {self._what}, and may have {one_max}"
         return None
 
     def add(self, who: Caller, more: int) -> None:
@@ -86,12 +85,10 @@ class Quota:
         _count(self._authorities, who[0], more)
 
 
-def _count(counts: dict[K, int], key: K, more: int) -> None:
-    has = counts.get(key, 0) + more
-    if has:
-        counts[key] = has
-    else:
-        counts.pop(key, None)
+def _count(counts: Counter[K], key: K, more: int) -> None:
+    counts[key] += more
+    if not counts[key]:
+        del counts[key]
 
 
 def caller(key: tuple[str, int, int, int]) -> Caller:

@@ -27,6 +27,7 @@ class StoredChange(NamedTuple):
     recipients: tuple[tuple[Key, int], ...]
 
 
+URI_IS: Final = "authority = ? AND ue_id = ? AND version = ? AND resource = ?"
 _STATUSES: Final = tuple(Status)
 _ROWS: Final = """SELECT t.authority, t.ue_id, t.version, t.resource, c.authority, c.ue_id, c.version, c.resource,
     s.status, s.expires_ms, s.sample_period_ms, s.details, s.seq
@@ -60,9 +61,9 @@ class Reader:
         # one row for all of them: SQLite gives up Python's lock at each row, and while the writer works each return
         # waits for it
         (text,) = self._db.execute(
-            """SELECT json_group_array(json_array(authority, ue_id, version, resource)) FROM (
+            f"""SELECT json_group_array(json_array(authority, ue_id, version, resource)) FROM (
                SELECT c.authority, c.ue_id, c.version, c.resource FROM subscription s JOIN uri c ON c.id = s.subscriber
-               WHERE s.topic = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)
+               WHERE s.topic = (SELECT id FROM uri WHERE {URI_IS})
                AND (s.expires_ms IS NULL OR s.expires_ms >= ?) ORDER BY s.seq LIMIT ? OFFSET ?)""",
             (*topic, now_ms, limit + 1, offset),
         ).fetchone()
@@ -84,14 +85,9 @@ class Reader:
         self, topic: Key | None, subscriber: Key | None, now_ms: int, offset: int = 0, limit: int | None = None
     ) -> tuple[list[Row], bool]:
         """Those that match both patterns (None: any), in the order in which they came, and whether there are more."""
-        found = [
-            row
-            for _, row in self.each(
-                topic, subscriber, now_ms, offset=offset, limit=limit + 1 if limit is not None else -1
-            )
-        ]
-        more = limit is not None and len(found) > limit
-        return found[:limit] if more else found, more
+        asked = -1 if limit is None else limit + 1
+        found = [row for _, row in self.each(topic, subscriber, now_ms, offset=offset, limit=asked)]
+        return found[:limit], limit is not None and len(found) > limit
 
     def each(
         self,
@@ -144,20 +140,16 @@ class Reader:
         return [(row[0:4], row[4], row[5:9] if row[5] is not None else None) for row in rows]
 
     def outbox(self, after: int, limit: int) -> list[StoredChange]:
-        rows = self._db.execute(
-            "SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", (after, limit)
-        ).fetchall()
-        return self._changes(rows)
+        return self._changes("SELECT id, change FROM outbox WHERE id > ? ORDER BY id LIMIT ?", after, limit)
 
     def held(self, destination: str, limit: int) -> list[StoredChange]:
         """The oldest changes that wait for `destination`."""
-        rows = self._db.execute(
-            "SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?", (destination, limit)
-        )
-        return self._changes(rows.fetchall())
+        query = "SELECT number, change FROM held WHERE destination = ? ORDER BY number LIMIT ?"
+        return self._changes(query, destination, limit)
 
-    def _changes(self, rows: list[Any]) -> list[StoredChange]:
+    def _changes(self, query: str, *values: str | int) -> list[StoredChange]:
         """Raises DATA_LOSS: a bit that flipped in a text is no error to SQLite."""
+        rows = self._db.execute(query, values).fetchall()
         try:
             return [_read_change(number, text) for number, text in rows]
         except (ValueError, TypeError, AttributeError) as error:
@@ -199,32 +191,23 @@ class Reader:
 def _matches(alias: str, column: str, pattern: Key) -> tuple[str, list[Any]]:
     """dsn~uri-pattern-matching~2 in SQL: only the pattern's wildcards count."""
     authority, ue_id, version, resource = pattern
-    conditions: list[str] = []
-    values: list[Any] = []
-
-    def equal(expression: str, value: Any) -> None:
-        conditions.append(f"{expression} = ?")
-        values.append(value)
-
+    equal: dict[str, Any] = {}
     if authority != uris.WILDCARD_AUTHORITY:
-        equal(f"{alias}.authority", authority)
+        equal[f"{alias}.authority"] = authority
     wild_type, wild_instance = ue_id & 0xFFFF == uris.WILDCARD_ENTITY_TYPE, ue_id >> 16 == uris.WILDCARD_ENTITY_INSTANCE
     if not wild_type and not wild_instance:
-        equal(f"{alias}.ue_id", ue_id)
+        equal[f"{alias}.ue_id"] = ue_id
     elif not wild_type:
-        equal(f"({alias}.ue_id & 65535)", ue_id & 0xFFFF)
+        equal[f"({alias}.ue_id & 65535)"] = ue_id & 0xFFFF
     elif not wild_instance:
-        equal(f"({alias}.ue_id >> 16)", ue_id >> 16)
+        equal[f"({alias}.ue_id >> 16)"] = ue_id >> 16
     if version != uris.WILDCARD_VERSION:
-        equal(f"{alias}.version", version)
+        equal[f"{alias}.version"] = version
     if resource != uris.WILDCARD_RESOURCE:
-        equal(f"{alias}.resource", resource)
-    if len(conditions) == 4:  # one thing: so that the index of its subscriptions is used
-        return (
-            f"s.{column} = (SELECT id FROM uri WHERE authority = ? AND ue_id = ? AND version = ? AND resource = ?)",
-            values,
-        )
-    return " AND ".join(conditions) or "1", values
+        equal[f"{alias}.resource"] = resource
+    if len(equal) == 4:  # one thing: so that the index of its subscriptions is used
+        return f"s.{column} = (SELECT id FROM uri WHERE {URI_IS})", list(pattern)
+    return " AND ".join(f"{expression} = ?" for expression in equal) or "1", list(equal.values())
 
 
 def read_link(row: Sequence[Any]) -> Link:
@@ -235,21 +218,8 @@ _encode: Final = json.JSONEncoder(separators=(",", ":")).encode  # made once: js
 
 
 def write_change(change: Change, recipients: Sequence[tuple[Key, int]]) -> str:
-    topic, subscriber, status, major, expires_ms, period, details, bare, _, status_changed = change
-    return _encode(
-        [
-            topic,
-            subscriber,
-            int(status),
-            major,
-            expires_ms,
-            period,
-            details.hex(),
-            status_changed,
-            recipients,
-            int(bare),
-        ]
-    )
+    *head, details, bare, _, status_changed = change
+    return _encode([*head, details.hex(), status_changed, recipients, int(bare)])
 
 
 def _read_change(number: int, text: str) -> StoredChange:

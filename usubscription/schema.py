@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from storage.faults import DamagedError, is_full
-from storage.file import FileKind, SqliteFile, Step
+from storage.file import FileKind, SqliteFile, Step, tables_of
 
 SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x75507375  # "uPsu"
@@ -60,12 +60,10 @@ def executing(statements: Sequence[str]) -> Step:
 
 
 def _check(db: sqlite3.Connection) -> str:
-    (there,) = db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'subscription'").fetchone()
-    if not there:
+    if "subscription" not in tables_of(db):
         return ""
-    (odd,) = db.execute(
-        "SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)"
-    ).fetchone()
+    odd_ones = "SELECT count(*) FROM subscription WHERE status NOT IN (1, 2) OR major NOT IN (3, 4)"
+    (odd,) = db.execute(odd_ones).fetchone()
     return f"{odd} subscriptions have a state that there is not" if odd else ""
 
 
@@ -73,7 +71,6 @@ STORE: Final = FileKind(
     "uSubscription store",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    tables=frozenset({"meta", "uri", "subscription", "link", "registration", "outbox"}),
     migrations={1: executing(_ADDED_IN_2), 2: executing(_ADDED_IN_3)},
     whole_bytes_max=CHECKED_WHOLE_BYTES_MAX,
     check=_check,
@@ -98,9 +95,8 @@ def open_store(file: SqliteFile, authority: str) -> sqlite3.Connection:
     if row is None:
         raise DamagedError("it does not say whose it is")
     if row[0] != authority:
-        raise file.kind.refusal(
-            file.path, f"it belongs to authority {row[0]!r}, not {authority!r}: use that one's own store"
-        )
+        why = f"it belongs to authority {row[0]!r}, not {authority!r}: use that one's own store"
+        raise file.kind.refusal(file.path, why)
     try:
         # a read-only file shows here
         db.execute("INSERT OR REPLACE INTO meta VALUES('opened_by', ?)", (str(os.getpid()),))

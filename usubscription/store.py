@@ -1,6 +1,6 @@
 """Threads around the database: one writes, one reads, the loop never waits for a disk.
 
-submit(event) -> queue -> writer's thread: whatever has come, one transaction -> loop: committed(outcomes)
+submit(event) -> queue -> writer's thread: whatever has come, one transaction -> loop: Index, committed(outcomes)
                                                                                   answers, answered(outcomes)
 read(question) -> queue -> a reader's thread: whatever has come -> loop: the answers
 """
@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import sqlite3
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Final, Protocol, TypeVar
 
 import structlog
@@ -21,15 +22,17 @@ from storage.worker import WAITING_MAX, Answerer, Reply, give
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.database import Database, Outcome, StoreEvent
-from usubscription.index import Index
 from usubscription.reader import Reader
 from usubscription.schema import STORE
+from usubscription.state import Key, Status
 
 READ_BATCH_MAX: Final = 8  # of questions: each answer may be a page of 768 KiB, and they lie in memory together
 # from one commit to the next while requests keep coming: the more share a commit, the less each costs
 GATHER_MS: Final = 4
 # then others on the loop have their turn: a question that needs 0.1 ms must not wait for 256 answers
 ANSWERS_AT_ONCE: Final = 8
+
+SUBSCRIBERS_MAX: Final = 256  # of a topic that is answered from here: their answer takes 0.3 ms of the loop
 
 QUICK, LONG = "quick", "long"  # the lanes of questions: those about one topic don't wait behind a listing of everything
 
@@ -40,6 +43,53 @@ log = structlog.get_logger()
 
 class Command(Reply[Outcome], Protocol):
     tag: Any
+
+
+class Index:
+    """Who is subscribed to each topic, as committed: a dispatcher asks for it at every new topic, and must not wait for
+    the store's threads. The file stays the owner; this is its table folded by topic, some 120 bytes per subscription.
+
+    Lives on the loop, but for `load`, which comes first.
+    """
+
+    def __init__(self) -> None:
+        # -> subscriber -> expires_ms, in the order of first subscription (A-36)
+        self._topics: dict[Key, dict[Key, int | None]] = {}
+
+    def __repr__(self) -> str:
+        return f"Index({len(self._topics)} topics)"
+
+    def load(self, reader: Reader) -> None:
+        """Blocks; a million subscriptions take a second."""
+        topics = self._topics
+        for topic, subscriber, expires_ms in reader.pairs():
+            topics.setdefault(topic, {})[subscriber] = expires_ms
+
+    def apply(self, outcomes: Iterable[Outcome]) -> None:
+        """What was committed, in that order. Whoever comes, goes or gets another time is in a change; nothing else
+        counts here."""
+        for outcome in outcomes:
+            if outcome.many_changes:  # a reset
+                self._topics.clear()
+            for stored in outcome.changes:
+                topic, subscriber, status, _, expires_ms, *_ = stored.change
+                if status is not Status.UNSUBSCRIBED:
+                    self._topics.setdefault(topic, {})[subscriber] = expires_ms
+                elif (known := self._topics.get(topic)) is not None:
+                    known.pop(subscriber, None)
+                    if not known:
+                        del self._topics[topic]
+
+    def subscribers(self, topic: Key, now_ms: int, offset: int, limit: int) -> tuple[list[Key], bool] | None:
+        """As Reader.subscribers; None if there are so many that the store has to be asked."""
+        known = self._topics.get(topic)
+        if known is None:
+            return [], False
+        if len(known) > SUBSCRIBERS_MAX:
+            return None
+        found = (who for who, expires_ms in known.items() if expires_ms is None or expires_ms >= now_ms)
+        page = list(islice(found, offset, offset + limit + 1))
+        return page[:limit], len(page) > limit
 
 
 class Store:
@@ -103,24 +153,20 @@ class Store:
 
     def _seen(self, answers: Sequence[Any]) -> list[Any]:
         """What callers get of `answers`: damage is UNAVAILABLE to them."""
-        lost = next(
-            (answer for answer in answers if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS), None
-        )
-        if lost is None:
-            return list(answers)
-        self._damaged(lost)
-        away = UStatusError(UCode.UNAVAILABLE, lost.message)
-        return [
-            away if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS else answer
-            for answer in answers
-        ]
+        seen = list(answers)
+        for place, answer in enumerate(answers):
+            if isinstance(answer, UStatusError) and answer.code == UCode.DATA_LOSS:
+                self._damaged(answer)
+                seen[place] = UStatusError(UCode.UNAVAILABLE, answer.message)
+        return seen
 
-    def require(self) -> None:
-        """Raises UNAVAILABLE while the store can't be used."""
+    def require(self) -> Answerer[tuple[StoreEvent, Any], Outcome]:
+        """The writer. Raises UNAVAILABLE while the store can't be used."""
         if self.trouble is not None:
             raise UStatusError(UCode.UNAVAILABLE, self.trouble)
         if self._writer is None:
             raise UStatusError(UCode.UNAVAILABLE, "the uSubscription service is not running")
+        return self._writer
 
     def _written(self, batch: list[Any], answers: Sequence[Any]) -> None:
         self._batches.put_nowait((batch, self._seen(answers)))
@@ -135,11 +181,11 @@ class Store:
             self.index.load(self._reading[LONG])
         except BaseException as error:
             self._close()
+            fault: BaseException = error
             if isinstance(error, KeyError | ValueError):  # a bit that flipped in a row is no error to SQLite
-                damage = DamagedError(f"{error!r} while its subscriptions were read")
-                raise STORE.fault(damage, self.database.path, "read") from error
-            if isinstance(error, sqlite3.Error):
-                raise STORE.fault(error, self.database.path, "read") from error
+                fault = DamagedError(f"{error!r} while its subscriptions were read")
+            if isinstance(fault, sqlite3.Error | DamagedError):
+                raise STORE.fault(fault, self.database.path, "read") from error
             raise
 
     def _close(self) -> None:
@@ -162,15 +208,11 @@ class Store:
 
     def submit(self, event: StoreEvent, tag: Any = None) -> asyncio.Future[Outcome]:
         """Apply `event`; the future completes once it is on disk. `tag` comes back in the outcome."""
-        self.require()
-        assert self._writer is not None
-        return self._writer.ask((event, tag))
+        return self.require().ask((event, tag))
 
     def command(self, event: StoreEvent, asked: Command) -> None:
         """Apply `event`, and tell `asked` once it is on disk. Raises as `submit`."""
-        self.require()
-        assert self._writer is not None
-        self._writer.put((event, asked.tag), asked)
+        self.require().put((event, asked.tag), asked)
 
     def read(self, question: Callable[[Reader], A], *, lane: str = QUICK) -> asyncio.Future[A]:
         """`question(reader)` on a reader's thread; what may look at the whole store goes to the LONG one."""

@@ -12,18 +12,27 @@ from typing import Any, Final
 
 from storage.file import SqliteFile
 from usubscription.quota import UNIT_BYTES
-from usubscription.reader import StoredChange, read_link, write_change
+from usubscription.reader import URI_IS, StoredChange, read_link, write_change
 from usubscription.state import Change, Key, Link, Record, Status
 
 HELD_UNIT_CHARACTERS: Final = 2 * UNIT_BYTES  # details are two for each byte; a change is some 250 beside them
 HELD_WEIGHT: Final = f"1 + length(change) / {HELD_UNIT_CHARACTERS}"  # in SQL
-OUTBOX_ROWS_AT_ONCE: Final = 100  # of one INSERT; SQLite allows 16,000
+# of one INSERT; SQLite allows 16,000. Each statement gives up Python's lock, and has to wait for it again
+ROWS_AT_ONCE: Final = 100
 URIS_CACHED_MAX: Final = 131_072  # ids of recent URIs; the cache starts anew when it is full
 UNSEEN: Final[Key] = ("", 0, 0, 0)
 """The topic of a message that is about none: the end of a registration for everything."""
 
-_KEY: Final = "authority = ? AND ue_id = ? AND version = ? AND resource = ?"
 _RECORD: Final = "status, major, expires_ms, sample_period_ms, details, bare"
+
+_USES: Final = (
+    "subscription.topic",
+    "subscription.subscriber",
+    "link.topic",
+    "registration.topic",
+    "registration.client",
+)
+_UNUSED: Final = " AND ".join(f"NOT EXISTS(SELECT 1 FROM {use.split('.')[0]} WHERE {use} = ?1)" for use in _USES)
 
 Client = tuple[Key, int]
 """Who is told, and in which major version."""
@@ -44,7 +53,15 @@ class Tables:
         self.dropped = 0  # changes, where outbox or held were full
 
     def execute(self, sql: str, values: Sequence[Any] = ()) -> sqlite3.Cursor:
-        return self._file.connected.execute(sql, values)
+        return self._file.connect().execute(sql, values)
+
+    def insert(self, into: str, width: int, values: Sequence[Any]) -> int:
+        """Rows of `width` values each, in few statements; how many."""
+        row = f"({', '.join('?' * width)})"
+        for start in range(0, len(values), width * ROWS_AT_ONCE):
+            part = values[start : start + width * ROWS_AT_ONCE]
+            self.execute(f"INSERT INTO {into} VALUES {', '.join([row] * (len(part) // width))}", part)
+        return len(values) // width
 
     def load(self) -> None:
         """What is counted here, from what was committed."""
@@ -75,7 +92,7 @@ class Tables:
     def find(self, key: Key) -> int | None:
         known = self._ids.get(key)
         if known is None:
-            row = self.execute(f"SELECT id FROM uri WHERE {_KEY}", key).fetchone()
+            row = self.execute(f"SELECT id FROM uri WHERE {URI_IS}", key).fetchone()
             if row is None:
                 return None
             known = row[0]
@@ -108,14 +125,7 @@ class Tables:
     def _sweep(self) -> None:
         """Forget the URIs that nothing refers to any more, so that passing topics leave nothing behind."""
         for id in self.unused - {0}:
-            gone = self.execute(
-                """DELETE FROM uri WHERE id = ?1 AND NOT EXISTS(SELECT 1 FROM subscription WHERE topic = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM subscription WHERE subscriber = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM link WHERE topic = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM registration WHERE topic = ?1)
-                   AND NOT EXISTS(SELECT 1 FROM registration WHERE client = ?1)""",
-                (id,),
-            )
+            gone = self.execute(f"DELETE FROM uri WHERE id = ?1 AND {_UNUSED}", (id,))
             if gone.rowcount and (key := self._keys.pop(id, None)) is not None:
                 self._ids.pop(key, None)
         self.unused.clear()
@@ -224,39 +234,29 @@ class Tables:
         return StoredChange(self.number, change, tuple(recipients))
 
     def _store_changes(self) -> None:
-        """Those of the whole batch, in few statements: each statement gives up Python's lock, and has to wait for it
-        again."""
-        telling = self._telling
-        for start in range(0, len(telling), 2 * OUTBOX_ROWS_AT_ONCE):
-            part = telling[start : start + 2 * OUTBOX_ROWS_AT_ONCE]
-            self.execute(f"INSERT INTO outbox(id, change) VALUES {', '.join(['(?, ?)'] * (len(part) // 2))}", part)
-        if self.number % 1024 < len(telling) // 2:  # now and then
+        """Those of the whole batch."""
+        stored = self.insert("outbox(id, change)", 2, self._telling)
+        if self.number % 1024 < stored:  # now and then
             dropped = self.execute("DELETE FROM outbox WHERE id <= ?", (self.number - self._outbox_max,)).rowcount
             self.dropped += max(dropped, 0)
-        telling.clear()
+        self._telling.clear()
 
     def hold(self, changes: Iterable[tuple[str, int, Change, Sequence[Client]]]) -> None:
         """At the limit the destination that holds most loses its oldest."""
+        held = "SELECT 1 FROM held WHERE destination = ? AND number = ?"
         fresh = {
             (destination, number): write_change(change, recipients)
             for destination, number, change, recipients in changes
-            if not self._is_held(destination, number)
+            if self.execute(held, (destination, number)).fetchone() is None
         }
         rows = [(*key, text) for key, text in fresh.items()]
-        self._file.connected.executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
+        self._file.connect().executemany("INSERT INTO held VALUES(?, ?, ?)", rows)
         self.held += sum(1 + len(text) // HELD_UNIT_CHARACTERS for text in fresh.values())
-        oldest = (
-            "destination = ?1 AND number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
-        )
+        oldest = "number IN (SELECT number FROM held WHERE destination = ?1 ORDER BY number LIMIT ?2)"
+        heaviest = f"SELECT destination FROM held GROUP BY destination ORDER BY sum({HELD_WEIGHT}) DESC LIMIT 1"
         while self.held > self._outbox_max:
-            (longest,) = self.execute(
-                f"SELECT destination FROM held GROUP BY destination ORDER BY sum({HELD_WEIGHT}) DESC LIMIT 1"
-            ).fetchone()
-            self.dropped += self._let_go(oldest, (longest, max(1, self._outbox_max // 64)))
-
-    def _is_held(self, destination: str, number: int) -> bool:
-        found = self.execute("SELECT 1 FROM held WHERE destination = ? AND number = ?", (destination, number))
-        return found.fetchone() is not None
+            (longest,) = self.execute(heaviest).fetchone()
+            self.dropped += self._let_go(f"destination = ?1 AND {oldest}", (longest, max(1, self._outbox_max // 64)))
 
     def release(self, destination: str, number: int) -> None:
         self._let_go("destination = ? AND number <= ?", (destination, number))
@@ -277,7 +277,7 @@ class Tables:
         registered: dict[int, list[Client]] = {}
         for topic, client, major in self._registrations():
             registered.setdefault(topic, []).append((keys[client], major))
-        self._file.connected.executemany("INSERT INTO outbox(change) VALUES(?)", self._endings(keys, registered))
+        self._file.connect().executemany("INSERT INTO outbox(change) VALUES(?)", self._endings(keys, registered))
         for table in ("subscription", "link", "registration", "uri"):
             self.execute(f"DELETE FROM {table}")
         self.forget()

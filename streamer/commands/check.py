@@ -68,20 +68,17 @@ def check(config: ConfigFile, as_json: AsJson = False) -> None:
 def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> dict[str, object]:
     endpoints = [
         {
-            "name": one.name,
-            "transport": one.transport,
-            "authorities": one.authorities,
+            **one.model_dump(include={"name", "transport", "authorities"}),
             "usubscription": config.usubscription_of(one),
             "home": one.name == config.home.name,
         }
         for one in config.endpoint
     ]
-    rules = [{"from": rule.from_, "to": rule.to, "allow": rule.allow, "deny": rule.deny} for rule in config.rules]
     return {
         "ok": True,
         "authority": config.authority,
         "endpoints": endpoints,
-        "rules": rules,
+        "rules": [rule.model_dump(by_alias=True, exclude={"delivery"}) for rule in config.rules],
         "unclaimed": _unclaimed(config),
         "notes": notes,
         "paused": [one._asdict() for one in paused],
@@ -89,16 +86,14 @@ def _as_dict(config: Config, notes: list[str], paused: list[pauses.Pause]) -> di
 
 
 async def _make_transports(config: Config) -> dict[str, UTransport]:
-    """Each endpoint's transport, which does no I/O, and none is opened: a constructor may refuse what its settings'
-    model lets through."""
+    """Each endpoint's transport, not opened: a constructor may refuse what its settings' model lets through."""
     from streamer.parts import make_transport
 
     return {section.name: make_transport(config, section) for section in config.endpoint}
 
 
 def _unclaimed(config: Config) -> dict[str, int]:
-    """How many records wait in the streamer's log for endpoints that its file does not have; nothing where the log
-    can't be read now."""
+    """How many records wait for endpoints that the file does not have; nothing where the log can't be read now."""
     names = {endpoint.name for endpoint in config.endpoint}
     try:
         found = cursors.listed(config.streamer.data_dir / LOG_NAME)
@@ -112,8 +107,7 @@ def _unclaimed(config: Config) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something about a file, and the line of the configuration that names it. `fatal`: the streamer could not work
-    with it."""
+    """Something about a file, and the configuration's line that names it. `fatal`: the streamer could not work so."""
 
     line: int
     what: str
@@ -135,8 +129,7 @@ def findings(config: Config, text: str) -> list[Finding]:
 
 
 def _named(config: Config) -> Iterator[tuple[Location, Path]]:
-    """Every path, and where it stands. The models of the transports, foreign ones too, say by their types what is a
-    path."""
+    """Every path, and where it stands. The transports' models, foreign ones too, say by types what is a path."""
     yield ("streamer", "data_dir"), config.streamer.data_dir
     yield from _paths(config.admin, ("admin",))
     if config.usubscription.static_file is not None:

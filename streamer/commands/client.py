@@ -109,9 +109,7 @@ def call(
     network, uri, data = where.network(), uris.parse(method), payload.read()
     started = time.monotonic()
     answer = terminal.finish(_call(network, uri, data or UPayload(), CallOptions(timeout_ms=timeout_ms)))
-    shown = UMessage(payload=answer.data)
-    shown.attributes.payload_format = answer.format
-    value = payload_value(shown)
+    value = payload_value(answer)
     told = {
         "method": uris.format(uri),
         "payload_format": UPayloadFormat.Name(answer.format)[len("UPAYLOAD_FORMAT_") :],
@@ -129,27 +127,25 @@ def show(message: UMessage, as_json: bool) -> None:
     terminal.tell(as_json, as_dict(message) if as_json else {}, "" if as_json else as_line(message))
 
 
-def payload_value(message: UMessage) -> Any:
-    """The payload as JSON can say it: known messages and text as such, everything else as hex."""
-    payload, format = message.payload, message.attributes.payload_format
-    if not message.HasField("payload"):
-        return None
+def payload_value(payload: UPayload) -> Any:
+    """As JSON can say it: known messages and text as such, everything else as hex."""
+    data, format = payload.data, payload.format
     try:
         if format == UPayloadFormat.UPAYLOAD_FORMAT_TEXT:
-            return payload.decode()
+            return data.decode()
         if format == UPayloadFormat.UPAYLOAD_FORMAT_JSON:
-            return json.loads(payload)
+            return json.loads(data)
     except ValueError:
-        return payload.hex()
+        return data.hex()
     if format in (UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF, UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF_WRAPPED_IN_ANY):
         for type in (Sample, DeadLetter):
             try:
-                known = UPayload.of(message).unpack(type)
+                known = payload.unpack(type)
             except UStatusError:
                 continue
             if known.SerializeToString(deterministic=True) and (not isinstance(known, Sample) or known.path):
                 return MessageToDict(known, preserving_proto_field_name=True)
-    return payload.hex()
+    return data.hex()
 
 
 def as_dict(message: UMessage) -> dict[str, Any]:
@@ -170,12 +166,10 @@ def as_dict(message: UMessage) -> dict[str, Any]:
     if attributes.HasField("commstatus"):
         data["commstatus"] = code_name(attributes.commstatus)
     if message.HasField("payload"):
-        data["payload_format"] = (
-            UPayloadFormat.Name(attributes.payload_format)[len("UPAYLOAD_FORMAT_") :]
-            if attributes.payload_format in UPayloadFormat.values()
-            else attributes.payload_format
-        )
-        data["payload"] = payload_value(message)
+        format = attributes.payload_format
+        is_known = format in UPayloadFormat.values()
+        data["payload_format"] = UPayloadFormat.Name(format)[len("UPAYLOAD_FORMAT_") :] if is_known else format
+        data["payload"] = payload_value(UPayload.of(message))
     return data
 
 
@@ -214,8 +208,7 @@ async def _listen(
     count: int | None,
     subscribe: bool,
 ) -> None:
-    """Hand every message on `topics` to `each`, until `count` have come. With `subscribe` the network's uSubscription
-    is told."""
+    """Hand each message on `topics` to `each`, until `count` have come. `subscribe`: tell the uSubscription, too."""
     from usubscription_client.client import USubscriptionClient
 
     collector = Collector()

@@ -115,8 +115,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Consumer:
-    """The cursor of one consumer in the durable log, and whose its name is ("": nobody's, the next caller that uses it
-    gets it)."""
+    """The cursor of one consumer in the durable log, and whose its name is ("": the next caller's that uses it)."""
 
     consumer: str
     owner: str
@@ -167,10 +166,8 @@ def _rows(path: Path) -> tuple[list[Any], int, int]:
         finally:
             db.close()
     except sqlite3.Error as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION,
-            f"the cursors in {path} can't be read ({error}): a log of another version, or damaged",
-        ) from None
+        why = f"the cursors in {path} can't be read ({error}): a log of another version, or damaged"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return rows, newest or 0, oldest or 1
 
 
@@ -239,6 +236,5 @@ def _is_of(name: str, endpoint: str) -> bool:
 def _require(rows: Mapping[str, Any], endpoint: str) -> None:
     if CURSOR_PREFIX + endpoint not in rows:
         known = sorted(name.removeprefix(CURSOR_PREFIX) for name in rows if name.startswith(CURSOR_PREFIX))
-        raise UStatusError(
-            UCode.NOT_FOUND, f"there is no cursor of endpoint {endpoint!r}; there are {', '.join(known) or 'none'}"
-        )
+        why = f"there is no cursor of endpoint {endpoint!r}; there are {', '.join(known) or 'none'}"
+        raise UStatusError(UCode.NOT_FOUND, why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -12,8 +13,11 @@ import typer
 
 from storage import logs
 from streamer.commands import terminal
-from streamer.commands.options import AsJson, Where
+from streamer.commands.options import AsJson, Group, Where
 from uprotocol.status import invalid
+
+Data = Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")]
+Seed = Annotated[int, typer.Option(help="Of the simulated drive.")]
 
 PROGRESS_S: Final = 0.5  # between two lines about progress
 START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a time in another unit
@@ -21,8 +25,8 @@ START_MS_MAX: Final = 4_102_444_800_000  # the year 2100; more is most likely a 
 
 def replay(
     where: Where,
-    data: Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
+    data: Data = None,
+    seed: Seed = 1,
     seconds: Annotated[
         int, typer.Option(min=1, help="Length of the simulated drive; a row of samples per second.")
     ] = 600,
@@ -55,7 +59,7 @@ def replay(
     for line in drive.told():
         terminal.err.print(f"{data}: {line}", markup=False)
     begin_ms = int(time.time() * 1000) if start_ms is None else start_ms
-    samples = replays.samples_of(drive, None if all_signals else network.authority, begin_ms)
+    samples = (one for one in drive.samples(begin_ms) if all_signals or one.signal.publisher == network.authority)
     shown = 0.0
 
     def progress(published: int) -> None:
@@ -74,17 +78,23 @@ def replay(
     terminal.tell(as_json, {**told, "topics": dict(sorted(counts.items()))}, line)
 
 
-def demo(
-    data: Annotated[Path | None, typer.Option(help="A recorded drive (CSV); without it, a simulated one.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the simulated drive.")] = 1,
-    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600,
-    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000,
-    out_dir: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out"),
+@dataclass
+class Demo(Group):
+    """What is demonstrated."""
+
+    data: Data = None
+    seed: Seed = 1
+    seconds: Annotated[int, typer.Option(min=10, help="Length of the simulated drive.")] = 600
+    # of both publishers together: the longest of the recorded drives takes 40 s
+    rate: Annotated[float, typer.Option(min=1, help="Samples per second.")] = 5_000
+    out: Annotated[Path, typer.Option("--out", help="Where the plot goes.")] = Path("out")
     without_mqtt: Annotated[
         bool, typer.Option("--without-mqtt", help="No MQTT broker: the cloud is on Zenoh, too.")
-    ] = False,
-    keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False,
-) -> None:
+    ] = False
+    keep: Annotated[bool, typer.Option(help="Keep data and configurations.")] = False
+
+
+def demo(options: Demo) -> None:
     """A drive crosses three networks because somebody subscribed, and Spark writes it down.
 
     Example: [bold]up-streamer demo --data drive.csv[/]
@@ -92,7 +102,6 @@ def demo(
     from streamer.demo import demo as demos
 
     logs.configure()
-    options = demos.Options(data, seed, seconds, rate, out_dir, not without_mqtt, keep)
     outcome = terminal.finish(demos.Demo(options, terminal.err).run())
     demos.show(outcome, terminal.out)
     if not outcome.adds_up:

@@ -52,9 +52,8 @@ def paused(at: DataDir, as_json: AsJson = False) -> None:
 
 
 def _control(do: str, topic: str, peer: str, at: DataDir, as_json: bool) -> None:
-    folder = at.path
     own = configs.load(at.config).authority if at.config is not None else ""
-    found = control.ask(folder, do, topic, peer, own)
+    found = control.ask(at.path, do, topic, peer, own)
     for one in found:
         terminal.tell(as_json, one._asdict(), f"paused: {one.topic} to {one.peer}")
     if not found and not as_json:

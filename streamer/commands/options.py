@@ -1,7 +1,6 @@
 """What several commands ask for, each written once.
 
-A parameter of a command whose type is a Group stands for all of its fields: `add` spells them out for typer, and the
-command gets the group.
+A command's parameter of a Group type stands for all of its fields: `add` spells them out, the command gets the group.
 """
 
 from __future__ import annotations
@@ -88,22 +87,19 @@ class Payload(Group):
             raise invalid("say the payload once: one of --text, --json-payload, --hex and --file")
         if self.text is not None:
             return UPayload(self.text.encode(), UPayloadFormat.UPAYLOAD_FORMAT_TEXT)
-        if self.json_payload is not None:
-            try:
+        try:
+            if self.json_payload is not None:
                 json.loads(self.json_payload)
-            except ValueError as error:
-                raise invalid(f"--json-payload is not JSON: {error}") from None
-            return UPayload(self.json_payload.encode(), UPayloadFormat.UPAYLOAD_FORMAT_JSON)
-        if self.hex is not None:
-            try:
+                return UPayload(self.json_payload.encode(), UPayloadFormat.UPAYLOAD_FORMAT_JSON)
+            if self.hex is not None:
                 return UPayload(bytes.fromhex(self.hex), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
-            except ValueError as error:
-                raise invalid(f"--hex is not hexadecimal: {error}") from None
-        if self.file is not None:
-            try:
+            if self.file is not None:
                 return UPayload(self.file.read_bytes(), UPayloadFormat.UPAYLOAD_FORMAT_RAW)
-            except OSError as error:
-                raise invalid(f"can't read {self.file}: {error.strerror}") from None
+        except OSError as error:
+            raise invalid(f"can't read {self.file}: {error.strerror}") from None
+        except ValueError as error:
+            wrong = "--hex is not hexadecimal" if self.json_payload is None else "--json-payload is not JSON"
+            raise invalid(f"{wrong}: {error}") from None
         return None
 
 

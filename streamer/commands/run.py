@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import gc
 import signal
 import sys
@@ -22,8 +21,7 @@ from streamer.notify import ServiceManager
 if TYPE_CHECKING:
     from streamer.app import Streamer
 
-# messages hold no cycles: looking for them after every 700 new objects costs a tenth of the speed
-GC_THRESHOLDS: Final = (50_000, 20, 50)
+GC_THRESHOLDS: Final = (50_000, 20, 50)  # messages hold no cycles: Python's search after 700 objects costs a tenth
 
 
 def run(config: ConfigFile, as_json: AsJson = False) -> None:
@@ -70,17 +68,12 @@ def _note_hangup() -> None:
     )
 
 
-class LogFormat(enum.Enum):
-    TEXT = "text"
-    JSON = "json"
-
-
 def usubscription(
     authority: Annotated[str, typer.Option("--authority", "-a", help="Whose subscriptions and topics it keeps.")],
     transport: Annotated[str, typer.Option("--transport", "-t", help="Transport: zenoh, mqtt5, dds, ...")],
     store: Annotated[Path, typer.Option(help="The SQLite file; made if there is none.")],
     settings: Settings = None,
-    log_format: Annotated[LogFormat, typer.Option(help="Of the log, on standard error.")] = LogFormat.TEXT,
+    log_format: Annotated[logs.Format, typer.Option(help="Of the log, on standard error.")] = "text",
     as_json: AsJson = False,
 ) -> None:
     """Run a uSubscription service of its own, versions 3 and 4, until Ctrl-C or SIGTERM.
@@ -89,7 +82,7 @@ def usubscription(
     """
     from usubscription import __main__ as service
 
-    logs.configure("info", log_format.value)
+    logs.configure("info", log_format)
     given = {"authority": authority, "transport": transport, "store": store}
     config = service.validate({**given, "settings": network.parse_settings(settings or [])}, "options")
 

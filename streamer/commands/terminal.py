@@ -23,8 +23,7 @@ from uprotocol.status import UStatusError, code_name
 
 SWITCH_INTERVAL_S: Final = 0.001  # threads of the transports wait at most this long for the loop, and it for them
 EXIT_FAILED: Final = 1
-# of `run`: the file is wrong, and to start again would change nothing; systemd's unit knows it
-EXIT_CONFIG: Final = os.EX_CONFIG
+EXIT_CONFIG: Final = os.EX_CONFIG  # of `run`: the file is wrong, a new start changes nothing; systemd's unit knows
 EXIT_INTERRUPTED: Final = 130
 
 out, err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)

@@ -1,5 +1,4 @@
-"""The demo: a drive crosses three networks because somebody subscribed, and Spark writes it down. All is counted;
-nothing is left behind.
+"""The demo: a drive crosses three networks because somebody subscribed; Spark writes it down; all of it is counted.
 
     mcu1 (DDS) ------+                                 +--> cloud application (MQTT 5): only what it subscribed to
                      +--> gateway: one up-streamer ----+
@@ -21,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +30,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from streamer.commands import drives as commands
 from streamer.commands.network import Network
 from streamer.demo import drive as drives
 from streamer.demo import replay as replays
@@ -55,22 +55,8 @@ WANTED: Final = (  # what the cloud application subscribes to; everything else s
     "Vehicle.OBD.ThrottlePosition",
     "Vehicle.Powertrain.Transmission.CurrentGear",
 )
-RATE: Final = 5_000.0  # samples a second of both publishers together: the longest of the recorded drives takes 40 s
 SETTLE_TIMEOUT_S: Final = 120.0  # for everything published to arrive
 TRIGGER_MS: Final = 1_000  # between two micro-batches of Spark
-
-
-@dataclass
-class Options:
-    """What the command line says."""
-
-    data: Path | None = None
-    seed: int = 1
-    seconds: int = 600
-    rate: float = RATE
-    out: Path = Path("out")
-    with_mqtt: bool = True
-    keep: bool = False
 
 
 @dataclass
@@ -146,36 +132,26 @@ class Outcome:
 class Demo:
     """One performance, in a temporary folder."""
 
-    def __init__(self, options: Options, console: Console) -> None:
+    def __init__(self, options: commands.Demo, console: Console) -> None:
         self._options, self._console = options, console
         self._folder = Path(tempfile.mkdtemp(prefix="up-streamer-demo-"))
         self._stack = contextlib.AsyncExitStack()
         self._outcome = Outcome()
         self._children: list[Child] = []
-        self._zenoh = {"mode": "peer", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
-        self._dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
-        self._mqtt: dict[str, Any] = {}
+        dds = {"domain_id": 1 + os.getpid() % 200, "interface": "lo", "multicast": False, "peers": ["127.0.0.1"]}
+        zenoh, cloud = [f"tcp/127.0.0.1:{free_port()}"], [f"tcp/127.0.0.1:{free_port()}"]
+        self._on_dds = Network("dds", drives.MCU, dds)
+        self._on_zenoh = Network("zenoh", drives.VEHICLE, {"mode": "peer", "connect": zenoh})
+        self._cloud = Network("zenoh", CLOUD, {"mode": "client", "connect": cloud}, CLOUD_APP)  # the gateway is router
+        self._parquet = self._folder / "parquet"
         self._ids: dict[str, set[tuple[int, int]]] = {}
         self._last: dict[str, tuple[int, int]] = {}
-
-    @property
-    def _on_dds(self) -> Network:
-        return Network("dds", drives.MCU, self._dds)
-
-    @property
-    def _on_zenoh(self) -> Network:
-        return Network("zenoh", drives.VEHICLE, self._zenoh)
-
-    @property
-    def _cloud(self) -> Network:
-        if self._options.with_mqtt:
-            return Network("mqtt5", CLOUD, self._mqtt, CLOUD_APP)
-        return Network("zenoh", CLOUD, self._cloud_zenoh, CLOUD_APP)
 
     async def run(self) -> Outcome:
         try:
             async with self._stack:
-                await self._start_broker()
+                if not self._options.without_mqtt:
+                    await self._start_broker()
                 self._stack.push_async_callback(self._stop_children)
                 await self._perform()
         finally:
@@ -193,7 +169,9 @@ class Demo:
                 f"the folder for the plot, {self._options.out}, can't be made: {error.strerror}; say another with --out"
             ) from None
         drive = replays.load(self._options.data, self._options.seed, self._options.seconds)
-        self._tell_problems(drive)
+        self._outcome.problems = drive.problems_total
+        for line in drive.told(10):
+            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
         started = time.monotonic()
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=self._console) as progress:
@@ -220,25 +198,17 @@ class Demo:
         self._outcome.plot = self._options.out / "demo.png"
         await asyncio.to_thread(plot, self._parquet, self._outcome.plot)
 
-    def _tell_problems(self, drive: drives.Drive) -> None:
-        self._outcome.problems = drive.problems_total
-        for line in drive.told(10):
-            self._console.print(f"{self._options.data}: {line}", markup=False, style="yellow")
-
     async def _start_broker(self) -> None:
-        if not self._options.with_mqtt:
-            # the gateway joins them, as a router
-            self._cloud_zenoh = {"mode": "client", "connect": [f"tcp/127.0.0.1:{free_port()}"]}
-            return
+        """The cloud is on MQTT then."""
         from transports.mqtt5.broker import Broker
 
         try:
             broker = await self._stack.enter_async_context(Broker())
         except UStatusError as error:
-            raise UStatusError(
-                error.code, f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
-            ) from None
-        self._mqtt = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
+            why = f"{error.message}; --without-mqtt goes on without (make demo ARGS=--without-mqtt)"
+            raise UStatusError(error.code, why) from None
+        settings = {"host": broker.host, "port": broker.port, "mode": "in-vehicle"}
+        self._cloud = Network("mqtt5", CLOUD, settings, CLOUD_APP)
 
     async def _child(self, name: str, module: str, command: str, *more: str) -> Child:
         child = await Child.start(name, module, *command.split(), *more)
@@ -250,8 +220,7 @@ class Demo:
         await asyncio.gather(*(child.stop() for child in self._children))
 
     async def _start_services(self, progress: Progress, stage: TaskID) -> dict[str, Any]:
-        """The gateway first: it listens where the others connect. Then a uSubscription for each authority that it does
-        not serve."""
+        """The gateway first: others connect to it. Then a uSubscription for each authority that it doesn't serve."""
         config = self._folder / "gateway.toml"
         config.write_text(self._gateway_config())
         progress.update(stage, advance=1, description="starting the gateway")
@@ -271,8 +240,10 @@ class Demo:
         return await self._child(name, CLI, command, store, *_as_options(network))
 
     def _gateway_config(self) -> str:
-        listen = {"mode": "peer", "listen": self._zenoh["connect"]}
-        cloud = self._mqtt if self._options.with_mqtt else {"mode": "router", "listen": self._cloud_zenoh["connect"]}
+        listen = {"mode": "peer", "listen": self._on_zenoh.settings["connect"]}
+        cloud = self._cloud.settings
+        if self._options.without_mqtt:
+            cloud = {"mode": "router", "listen": cloud["connect"]}
         return f"""
 [streamer]
 authority = "{drives.VEHICLE}"
@@ -290,7 +261,7 @@ settings = {_toml(listen)}
 name = "mcu"
 transport = "dds"
 authorities = ["{drives.MCU}"]
-settings = {_toml(self._dds)}
+settings = {_toml(self._on_dds.settings)}
 
 [[endpoint]]
 name = "cloud"
@@ -305,8 +276,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
     # The cloud application
 
     async def _subscribe(self, topics: Sequence[UUri]) -> USubscriptionClient:
-        """Hear everything that comes out of the vehicle, so that too much is noticed; subscribe to some; wait until all
-        stand."""
+        """Hear all that leaves the vehicle, so that too much is noticed; subscribe to some; wait until all stand."""
         transport = await self._stack.enter_async_context(self._cloud.open())
         for authority in (drives.VEHICLE, drives.MCU):
             await transport.register_listener(uris.pattern(authority, drives.PUBLISHER_UE_ID), self)
@@ -314,26 +284,24 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
         await client.open()
         self._stack.push_async_callback(client.close)
         pending = {uris.format(topic) for topic in topics}
-        changed = asyncio.Event()
+        complete = asyncio.Event()
 
-        def hear(change: Any) -> None:
-            if change.status == Status.SUBSCRIBED:
-                pending.discard(uris.format(change.topic))
-                changed.set()
-
-        client.on_change(hear)
-        for topic in topics:
-            if await client.subscribe(topic) == Status.SUBSCRIBED:
+        def note(topic: UUri, status: Status) -> None:
+            if status == Status.SUBSCRIBED:
                 pending.discard(uris.format(topic))
+            if not pending:
+                complete.set()
+
+        client.on_change(lambda change: note(change.topic, change.status))
+        for topic in topics:
+            note(topic, await client.subscribe(topic))
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                while pending:
-                    changed.clear()
-                    await changed.wait()
+                if pending:
+                    await complete.wait()
         except TimeoutError:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
-            ) from None
+            why = f"not SUBSCRIBED after {START_TIMEOUT_S:.0f} s: {', '.join(sorted(pending))}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
         return client
 
     def on_receive(self, message: UMessage) -> None:
@@ -361,7 +329,7 @@ record = ["//{drives.VEHICLE}/{drives.PUBLISHER_UE_ID:X}/FF/FFFF", "//{drives.MC
             f"""
 [source]
 transport = "zenoh"
-transport_config = {_toml(self._zenoh)}
+transport_config = {_toml(self._on_zenoh.settings)}
 authority = "{drives.VEHICLE}"
 local_authority = "{drives.VEHICLE}"
 topics = "{topics}"
@@ -378,27 +346,19 @@ processing_time_ms = {TRIGGER_MS}
         self._parquet.mkdir(parents=True, exist_ok=True)
         return await self._child("the Spark job", "spark_ingest", "--config", str(config))
 
-    @property
-    def _parquet(self) -> Path:
-        return self._folder / "parquet"
-
     def _read_parquet(self) -> None:
         """Count what Spark has committed: every row, and the distinct ids of each topic."""
         from spark_ingest.parquet import read
 
         table = read(self._parquet, ["topic", "message_id"])
         topics, ids = table.column("topic").to_pylist(), table.column("message_id").to_pylist()
-        distinct: dict[str, set[str]] = {}
-        for topic, id in zip(topics, ids, strict=True):
-            distinct.setdefault(topic, set()).add(id)
         self._outcome.rows = Counter(topics)
-        self._outcome.parquet = Counter({topic: len(those) for topic, those in distinct.items()})
+        self._outcome.parquet = Counter(topic for topic, _ in set(zip(topics, ids, strict=True)))
 
     # The drive
 
     async def _replay(self, drive: drives.Drive, progress: Progress) -> None:
-        """Both publishers at once, each with its share of the rate, so that they drive through the same time
-        together."""
+        """Both publishers at once, each with its share of the rate: they drive through the same time together."""
         start_ms = uuids.now_ms()
         options = self._options
         simulated = ["--seed", str(options.seed), "--seconds", str(options.seconds)]
@@ -413,11 +373,15 @@ processing_time_ms = {TRIGGER_MS}
             command = f"replay --json --start-ms {start_ms} --rate {options.rate * share / shares.total():.3f}"
             name = f"the publisher of {network.authority}"
             children.append(await self._child(name, CLI, command, *source, *_as_options(network)))
-        done = dict.fromkeys(children, 0)
-        async for child, said in _sayings(children):
-            progress.update(replaying, advance=said["published"] - done[child])
-            done[child] = said["published"]
-            self._outcome.published.update(said.get("topics", {}))
+
+        async def follow(child: Child) -> None:
+            said: dict[str, Any] = {"published": 0}
+            while not said.get("done"):
+                before, said = said["published"], await child.say("published")
+                progress.update(replaying, advance=said["published"] - before)
+            self._outcome.published.update(said["topics"])
+
+        await asyncio.gather(*map(follow, children))
 
     async def _settle(self, ingest: Child, progress: Progress) -> None:
         """Wait until everything has arrived, or nothing more comes. Raises ABORTED if the Spark job has ended."""
@@ -451,23 +415,6 @@ processing_time_ms = {TRIGGER_MS}
             self._outcome.dropped[f"{given['endpoint']}: {given['reason']}"] = int(float(value))
 
 
-async def _sayings(children: Sequence[Child]) -> AsyncIterator[tuple[Child, dict[str, Any]]]:
-    """What several processes say about `published`, until each has said `done`."""
-    waiting = {asyncio.create_task(child.say("published")): child for child in children}
-    try:
-        while waiting:
-            finished, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in finished:
-                child = waiting.pop(task)
-                said = task.result()
-                yield child, said
-                if not said.get("done"):
-                    waiting[asyncio.create_task(child.say("published"))] = child
-    finally:
-        for task in waiting:
-            task.cancel()
-
-
 def _get(port: int, path: str) -> str:
     """What the gateway's admin port says, whatever the status."""
     try:
@@ -483,9 +430,8 @@ async def _until_ready(port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while missing := json.loads(await asyncio.to_thread(_get, port, "/readyz"))["problems"]:
         if time.monotonic() > deadline:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
-            )
+            why = f"the gateway is not ready after {START_TIMEOUT_S:.0f} s: {'; '.join(missing)}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why)
         await asyncio.sleep(0.1)
 
 
@@ -515,13 +461,10 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(table)
     console.print(
         f"subscribed to {len(outcome.wanted)} of {len(outcome.published)} topics; forwarded though not subscribed "
-        f"{outcome.unsubscribed}, "
-        f"out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
+        f"{outcome.unsubscribed}, out of order {outcome.cloud_disorder}, unreadable cells {outcome.problems}"
     )
     if outcome.dropped:
-        console.print(
-            "dropped at the gateway: "
-            + ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items()))
-        )
+        drops = ", ".join(f"{where} {count}" for where, count in sorted(outcome.dropped.items()))
+        console.print(f"dropped at the gateway: {drops}")
     if outcome.plot is not None:
         console.print(f"plot: {outcome.plot}")

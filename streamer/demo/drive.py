@@ -46,7 +46,7 @@ DERIVED_RESOURCES: Final = 0x6000
 Value = float | str | bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Signal:
     """What is measured, and the topic that it is published on: the same in every drive."""
 
@@ -54,7 +54,7 @@ class Signal:
     publisher: str  # authority
     resource: int
 
-    @property
+    @functools.cached_property
     def topic(self) -> UUri:
         return uris.uri(self.publisher, PUBLISHER_UE_ID, PUBLISHER_VERSION, self.resource)
 
@@ -72,8 +72,7 @@ class Sample(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something in the file that could not be read; everything else was. `row` is the line number, the header's is
-    1."""
+    """Something in the file that could not be read; all else was. `row` is the line number, the header's is 1."""
 
     row: int
     reason: str
@@ -134,10 +133,6 @@ class Drive:
     problems: tuple[Problem, ...] = ()  # the first PROBLEMS_TOLD_MAX
     problems_total: int = 0
 
-    @functools.cached_property
-    def sample_count(self) -> int:
-        return sum(len(row) - row.count(None) for row in self.rows)
-
     def told(self, at_most: int = PROBLEMS_TOLD_MAX) -> Iterator[str]:
         """A line for each problem, and one for how many more there are."""
         shown = self.problems[:at_most]
@@ -155,8 +150,7 @@ class Drive:
 
 
 def message(sample: Sample) -> UMessage:
-    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction, so it isn't
-    validated again."""
+    """`sample` as a publish with an upstreamer.v1.Sample in plain protobuf. Valid by construction."""
     signal, time_ms, value = sample
     payload = ustreamer_pb2.Sample(path=signal.path)
     payload.time.seconds, payload.time.nanos = time_ms // 1000, time_ms % 1000 * 1_000_000
@@ -166,17 +160,11 @@ def message(sample: Sample) -> UMessage:
         payload.string_value = value
     else:
         payload.double_value = value
-    attributes = UAttributes(id=uuids.new(), type=PUBLISH, source=_topic(signal), payload_format=PROTOBUF)
+    attributes = UAttributes(id=uuids.new(), type=PUBLISH, source=signal.topic, payload_format=PROTOBUF)
     return UMessage(attributes=attributes, payload=payload.SerializeToString())
 
 
-@functools.lru_cache(maxsize=2 * COLUMNS_MAX)
-def _topic(signal: Signal) -> UUri:
-    return signal.topic
-
-
-# --- recorded
-# ---------------------------------------------------------------------------------------------------------------------
+# Recorded
 
 
 def read(text: str) -> Drive:
@@ -230,11 +218,8 @@ def _header(names: list[str], number: int, problems: list[Problem]) -> list[tupl
         path = _path(name)
         if path is None:
             if name:
-                problems.append(
-                    Problem(
-                        number, f"column {column + 1} has the name {name!r}, of which no path can be made: left out"
-                    )
-                )
+                what = f"column {column + 1} has the name {name!r}, of which no path can be made: left out"
+                problems.append(Problem(number, what))
             continue
         taken[path] = taken.get(path, 0) + 1
         if taken[path] > 1:
@@ -257,14 +242,12 @@ def _path(name: str) -> str | None:
     known = _COLUMNS.get("_".join(words).upper())
     if known is not None or not words:
         return known
-    return "Vehicle.OBD." + "".join(
-        word[0].upper() + (word[1:].lower() if word.isupper() else word[1:]) for word in words
-    )
+    camel = (word[0].upper() + (word[1:].lower() if word.isupper() else word[1:]) for word in words)
+    return "Vehicle.OBD." + "".join(camel)
 
 
 def _derived(path: str, taken: Iterable[int]) -> Signal:
-    """A signal that the table lacks. Its topic comes from its name, so that it doesn't depend on the columns around
-    it."""
+    """A signal that the table lacks. Its topic comes from its name, whatever the columns around it."""
     digest = zlib.crc32(path.encode())
     resource = digest % DERIVED_RESOURCES
     while DERIVED_RESOURCE_MIN + resource in taken:
@@ -283,15 +266,13 @@ def _column(
     for place, (value, cell) in enumerate(zip(values, cells, strict=True)):
         if value is not None:
             continue
-        if numeric or not cell or len(cell) > TEXT_LENGTH_MAX:
-            what = (
-                "is empty"
-                if not cell
-                else f"is not a number: {cell[:40]!r}"
-                if numeric
-                else f"has {len(cell)} characters"
-            )
-            problems.append(Problem(rows[place][0], f"{signal.path} {what}"))
+        row = rows[place][0]
+        if not cell:
+            problems.append(Problem(row, f"{signal.path} is empty"))
+        elif numeric:
+            problems.append(Problem(row, f"{signal.path} is not a number: {cell[:40]!r}"))
+        elif len(cell) > TEXT_LENGTH_MAX:
+            problems.append(Problem(row, f"{signal.path} has {len(cell)} characters"))
         else:
             values[place] = truths[cell.lower()] if is_bool else cell
     return values
@@ -302,31 +283,10 @@ def _number(cell: str) -> float | None:
         value = float(cell)
     except ValueError:
         return None
-    # float() takes nan, inf and 1_0, which no scan tool means
-    return value if math.isfinite(value) and "_" not in cell else None
+    return value if math.isfinite(value) and "_" not in cell else None  # no scan tool means inf or 1_0
 
 
-# --- simulated
-# --------------------------------------------------------------------------------------------------------------------
-
-_SIMULATED: Final = (
-    "Vehicle.OBD.RunTime",
-    "Vehicle.OBD.EngineSpeed",
-    "Vehicle.OBD.Speed",
-    "Vehicle.OBD.ThrottlePosition",
-    "Vehicle.OBD.EngineLoad",
-    "Vehicle.OBD.CoolantTemperature",
-    "Vehicle.OBD.FuelLevel",
-    "Vehicle.OBD.AcceleratorPositionD",
-    "Vehicle.OBD.IntakeTemp",
-    "Vehicle.OBD.Catalyst.Bank1.Temperature1",
-    "Vehicle.OBD.ControlModuleVoltage",
-    "Vehicle.Powertrain.Transmission.CurrentGear",
-    "Vehicle.Powertrain.CombustionEngine.IsRunning",
-    "Vehicle.IsMoving",
-    "Vehicle.LowVoltageSystemState",
-)
-
+# Simulated
 # A small car with a petrol engine. SI units unless the name says otherwise.
 _MASS_KG = 1_150.0
 _DRAG = 0.5 * 1.2 * 0.68  # half the density of air times the drag area
@@ -342,8 +302,7 @@ _SECONDS_BEFORE_START = 3  # ignition on, engine not yet
 
 
 def simulate(seed: int, seconds: int) -> Drive:
-    """A drive of `seconds` rows: the engine starts cold, then city, country road and motorway take turns, with stops
-    between.
+    """A drive of `seconds` rows: a cold start, then city, country road and motorway in turns, with stops between.
 
     The same seed gives the same drive, whatever its length.
     """
@@ -351,7 +310,8 @@ def simulate(seed: int, seconds: int) -> Drive:
     if seconds > ROWS_MAX:
         raise invalid(f"a drive has at most {ROWS_MAX} rows, asked for {seconds}")
     car = _Car(random.Random(seed))
-    return Drive(tuple(SIGNALS[path] for path in _SIMULATED), [car.step(second) for second in range(seconds)])
+    seen = [car.step(second) for second in range(seconds)]
+    return Drive(tuple(SIGNALS[path] for path in seen[0]), [tuple(values.values()) for values in seen])
 
 
 class _Car:
@@ -368,7 +328,8 @@ class _Car:
         self.intake = self.ambient
         self.fuel = rng.uniform(0.4, 0.95) * _TANK_L
 
-    def step(self, second: int) -> tuple[Value, ...]:
+    def step(self, second: int) -> dict[str, Value]:
+        """Paths of signals and their values, the same ones in the same order each time."""
         running = second > _SECONDS_BEFORE_START
         before = self.speed
         if running:
@@ -383,23 +344,23 @@ class _Car:
         pedal = 16.0 + 55.0 * max(0.0, load - 0.18) if self.speed > 0.3 and running else 16.0
         state = "ON" if running else "START" if second == _SECONDS_BEFORE_START else "ACC"
         noise = self.rng.gauss
-        return (
-            float(max(0, second - _SECONDS_BEFORE_START)),
-            round(max(0.0, rpm + noise(0, 12.0)) * 4) / 4 if running else 0.0,  # resolutions are those of OBD-II
-            float(round(self.speed * 3.6)),
-            round((15.7 + 60.0 * max(0.0, load - 0.1)) / 100 * 255) / 2.55,
-            round(load * 255) / 2.55,
-            float(round(self.coolant)),
-            round(self.fuel / _TANK_L * 255) / 2.55,
-            round(pedal / 100 * 255) / 2.55,
-            float(round(self.intake)),
-            round(self.catalyst, 1),
-            round((14.1 if running else 12.4) + noise(0, 0.04), 3),
-            float(self.gear),
-            running,
-            self.speed > 0.3,
-            state,
-        )
+        return {  # resolutions are those of OBD-II
+            "Vehicle.OBD.RunTime": float(max(0, second - _SECONDS_BEFORE_START)),
+            "Vehicle.OBD.EngineSpeed": round(max(0.0, rpm + noise(0, 12.0)) * 4) / 4 if running else 0.0,
+            "Vehicle.OBD.Speed": float(round(self.speed * 3.6)),
+            "Vehicle.OBD.ThrottlePosition": round((15.7 + 60.0 * max(0.0, load - 0.1)) / 100 * 255) / 2.55,
+            "Vehicle.OBD.EngineLoad": round(load * 255) / 2.55,
+            "Vehicle.OBD.CoolantTemperature": float(round(self.coolant)),
+            "Vehicle.OBD.FuelLevel": round(self.fuel / _TANK_L * 255) / 2.55,
+            "Vehicle.OBD.AcceleratorPositionD": round(pedal / 100 * 255) / 2.55,
+            "Vehicle.OBD.IntakeTemp": float(round(self.intake)),
+            "Vehicle.OBD.Catalyst.Bank1.Temperature1": round(self.catalyst, 1),
+            "Vehicle.OBD.ControlModuleVoltage": round((14.1 if running else 12.4) + noise(0, 0.04), 3),
+            "Vehicle.Powertrain.Transmission.CurrentGear": float(self.gear),
+            "Vehicle.Powertrain.CombustionEngine.IsRunning": running,
+            "Vehicle.IsMoving": self.speed > 0.3,
+            "Vehicle.LowVoltageSystemState": state,
+        }
 
     def _drive(self, second: int) -> None:
         """Follow the target speed within what a calm driver and the engine do."""
@@ -437,11 +398,8 @@ class _Car:
         if running:
             self.fuel = max(0.5, self.fuel - _IDLE_FUEL_L_PER_S - wheel_w / _FUEL_J_PER_L)
         thermostat_c = 88.0 + 3.0 * load
-        self.coolant += (
-            (0.04 + 0.25 * load)
-            if running and self.coolant < thermostat_c
-            else (thermostat_c - self.coolant) * 0.05 * running
-        )
+        is_cold = running and self.coolant < thermostat_c
+        self.coolant += 0.04 + 0.25 * load if is_cold else (thermostat_c - self.coolant) * 0.05 * running
         glow_c = 380.0 + 330.0 * load if running else self.ambient
         self.catalyst += (glow_c - self.catalyst) * 0.02
         bay_c = self.ambient + 22.0 * min(1.0, self.coolant / 90.0) - 0.4 * self.speed

@@ -28,8 +28,7 @@ LINES_KEPT: Final = 50  # of a process's output, to show when it fails
 PORTS: Final = range(20_000, 32_768)  # below those that Linux (32768), Windows and macOS (49152) give to connections
 _PR_SET_PDEATHSIG: Final = 1
 
-# by chance, so that processes side by side rarely meet; none twice in a row
-_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))
+_ports = itertools.cycle(random.sample(PORTS, len(PORTS)))  # by chance, so that processes rarely meet
 
 
 class Child:
@@ -39,10 +38,7 @@ class Child:
         self.name, self._process = name, process
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
         self.said: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._readers = [
-            asyncio.create_task(self._read(process.stdout)),
-            asyncio.create_task(self._read(process.stderr)),
-        ]
+        self._readers = [asyncio.create_task(self._read(stream)) for stream in (process.stdout, process.stderr)]
 
     @classmethod
     async def start(cls, name: str, *command: str) -> Child:
@@ -84,9 +80,8 @@ class Child:
                     if key in saying.result():
                         return saying.result()
         except TimeoutError:
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED, f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
-            ) from None
+            why = f"{self.name} said no {key!r} within {timeout_s:.0f} s:\n{self.tail}"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, why) from None
         finally:
             ended.cancel()
 
@@ -132,8 +127,7 @@ class Child:
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only;
-    elsewhere nothing."""
+    """In a child, before it becomes its program: get this signal when the parent ends, however it does. Linux only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
@@ -141,8 +135,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody has now, and that the system gives to nobody who does not name it.
 
-    A port that the system chooses (port 0) is one that it gives to the next connection, too, before its user listens on
-    it.
+    A port that the system chooses (port 0) may go to the next connection, too, before its user listens on it.
     """
     for port in itertools.islice(_ports, len(PORTS)):
         with contextlib.suppress(OSError), socket.socket() as probe:

@@ -26,8 +26,7 @@ RETRY_MIN_MS, RETRY_MAX_MS = 20, 2_000
 
 
 def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
-    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if there is nothing in it that can be
-    read."""
+    """The recorded drive in `data`, or a simulated one. Raises INVALID_ARGUMENT if nothing in it can be read."""
     if data is None:
         return drives.simulate(seed, seconds)
     try:
@@ -35,12 +34,6 @@ def load(data: Path | None, seed: int, seconds: int) -> drives.Drive:
     except OSError as error:
         raise invalid(f"can't read {data}: {error.strerror}") from None
     return drives.read(text)
-
-
-def samples_of(drive: drives.Drive, authority: str | None, start_ms: int) -> Iterable[drives.Sample]:
-    """What `authority` publishes of a drive, in order; all of it for None."""
-    samples = drive.samples(start_ms)
-    return samples if authority is None else (sample for sample in samples if sample.signal.publisher == authority)
 
 
 async def replay(
@@ -60,8 +53,7 @@ async def replay(
     while batch := list(itertools.islice(iterator, BATCH_MAX)):
         messages = [drives.message(sample) for sample in batch]
         await send_all(transport, messages)
-        for message in messages:
-            counts[uris.format(message.attributes.source)] += 1
+        counts.update(uris.format(message.attributes.source) for message in messages)
         published += len(messages)
         on_progress(published)
         if rate is not None:

@@ -47,7 +47,9 @@ def test_dds_bytes_are_the_mappings() -> None:
     decoded = [dds_mapping.decode(sample.serialize()) for sample in samples]
     check(decoded)
     assert samples[0].serialize() == dds_mapping.encode(decoded[0])
-    assert {dds_mapping.partition_of(message.attributes, "elsewhere") for message in decoded} == {wire.DDS_PARTITION}
+    assert not any(message.attributes.HasField("sink") for message in decoded)
+    sources = [message.attributes.source for message in decoded]
+    assert {dds_mapping.writer_partition(source, None, "elsewhere") for source in sources} == {wire.DDS_PARTITION}
     assert [dds_type.UMessage.deserialize(sample.serialize()).parts for sample in samples] == [
         sample.parts for sample in samples
     ]

@@ -14,10 +14,10 @@ from history import consumers
 from history.consumers import Consumers, Owner
 from history.log import Log
 from history.subscriber import HistoryClient
-from history.turns import Turns
 from tests.history.world import SERVICE, HistoryWorld, publishes
 from uprotocol import uri as uris
 from uprotocol.communication import CallOptions
+from uprotocol.communication.shares import Turns
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeRequest, PollRequest, Position, Witness
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -100,10 +100,13 @@ async def test_an_owner_holds_no_retention_and_is_forgotten_when_the_name_is_lon
         assert list(consumers.owners(log.cursor_rows()).values()) == [Owner.of(OTHER)]
 
 
-async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(tmp_path: Path) -> None:
+async def test_one_authority_has_its_share_of_names_whatever_uentities_it_makes_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(consumers, "CONSUMERS_MAX", 16)
     clock = Clock()
     async with await opened(tmp_path, clock) as log:
-        named = Consumers([log], clock, names_max=16)
+        named = Consumers([log], clock)
         for number in range(4):
             named.hold(f"bad{number}", Owner("evil", number), log, 0, 7 * 24 * HOUR_MS if number else 1)
         clock.ms += 2
@@ -167,7 +170,7 @@ async def test_one_caller_leaves_seats_to_others() -> None:
 
 async def test_who_has_no_room_waits_and_is_told_in_the_end() -> None:
     room = {"slow": 0, "quick": 100}
-    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller])
+    turns = Turns(10, lambda caller, size, promised, _: promised + size <= room[caller], seats_max=8)
     with pytest.raises(UStatusError) as caught:
         await turns.begin("slow", 0.01)
     assert caught.value.code == UCode.RESOURCE_EXHAUSTED
@@ -210,10 +213,11 @@ class World(HistoryWorld):
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("history.service.POLLS_WAITING_MAX", 8)
     made = World()
     log = await Log.open(tmp_path / "l.db", name="durable")
-    await made.open(log, polls_waiting_max=8, replies_bytes_max=4 << 20, drain_ms_max=100)
+    await made.open(log, replies_bytes_max=4 << 20, drain_ms_max=100)
     yield made
     await made.close()
 

@@ -34,7 +34,7 @@ class World(HistoryWorld):
             path / "l.db", name="durable", retention_ms=60_000, tail_bytes=1, now_ms=lambda: self.now
         )
         self.volatile = await Log.open(None, name="volatile", now_ms=lambda: self.now)
-        await self.open(self.durable, self.volatile, polls_waiting_max=2, share=1)
+        await self.open(self.durable, self.volatile, share=1)
         self.client = HistoryClient(self.rpc, SERVICE)
 
     async def append(self, *topics: int, log: Log | None = None, size: int = 1) -> list[UMessage]:
@@ -57,7 +57,8 @@ class World(HistoryWorld):
 
 
 @pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    monkeypatch.setattr("history.service.POLLS_WAITING_MAX", 2)
     made = World()
     await made.begin(tmp_path)
     yield made

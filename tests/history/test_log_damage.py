@@ -11,6 +11,7 @@ from history import damage as kinds
 from history.damage import Damage
 from history.gaps import QUEUED_MAX, Gaps
 from history.log import Cursor, Log
+from history.retention import Sizes
 from history.rows import DAMAGE
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
@@ -236,7 +237,7 @@ async def test_what_was_acknowledged_is_remembered_only_as_long_as_it_could_be_f
         assert log.damage == []
         assert log.durable
         log.drop_cursor("egress:cloud")
-        log._storage.writer._retention.bytes = 1
+        log._storage._store.sizes = Sizes(1)
         log._storage.writer._next_retention = 0.0
         async with asyncio.timeout(10):
             while log.floor_seq < 15:  # noqa: ASYNC110 - retention tells nobody

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from history import disk
+from history import log as log_module
 from history import reader as reader_module
 from history.log import Log, Passed
 from history.service import HistoryService
@@ -357,7 +357,7 @@ async def test_a_full_disk_refuses_and_heals(tmp_path: Path, monkeypatch: pytest
 
 
 async def test_a_log_that_nobody_appends_to_heals_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "PROBE_MS", 10)
+    monkeypatch.setattr(log_module, "PROBE_MS", 10)
     async with await Log.open(tmp_path / "l.db", name="full") as log:
         await append(log, 0)
         commit = Store.commit

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from history import passed as passed_module
+from history import chunk as chunk_module
 from history.log import Cursor, Log, Passed
+from history.retention import Sizes
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -136,7 +137,7 @@ async def test_what_age_takes_from_an_endpoint_is_handed_over(made: tuple[Log, C
 async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed_over(
     made: tuple[Log, Clock], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passed_module, "RECORDS_MAX", 25)
+    monkeypatch.setattr(chunk_module, "PASSED_RECORDS_MAX", 25)
     log, _ = made
     async with log:
         told: list[Passed] = []
@@ -148,7 +149,7 @@ async def test_bytes_pass_even_a_cursor_that_holds_and_only_the_first_are_handed
             log._storage._allowance.refill()
         else:
             log._storage.writer._store.allowance.refill()
-            log._storage.writer._retention.bytes = 300_000
+            log._storage._store.sizes = Sizes(300_000)
             log._storage.writer._next_sample = float("inf")
         await append(log, 200, size=10_000)
         async with asyncio.timeout(30):

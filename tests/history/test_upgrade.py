@@ -147,10 +147,10 @@ async def test_an_upgrade_that_is_interrupted_at_any_statement_leaves_the_old_lo
     for statements in range(100):
         folder = old_data("killed")
         left = [statements]
-        monkeypatch.setattr(rows, "upgrade", lambda db, version, left=left: upgrade(_Fragile(db, left), version))  # type: ignore[misc, arg-type]
+        monkeypatch.setattr(rows, "upgrade", lambda db, left=left: upgrade(_Fragile(db, left)))  # type: ignore[misc, arg-type]
         refused: UStatusError | None = None
         try:
-            Store.open(folder / "history.db").close()
+            Store(folder / "history.db").close()
         except UStatusError as error:
             refused = error
         if refused is None:

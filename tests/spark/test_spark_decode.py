@@ -227,8 +227,9 @@ def test_what_was_seen_before_changes_nothing(
             drive.message(sample).SerializeToString(),
         ]
     decoder = Decoder()
-    together = [row for message in messages for row in decoder.decode([1], [1], [message]).batch.to_pylist()]
-    assert together == [row for message in messages for row in Decoder().decode([1], [1], [message]).batch.to_pylist()]
+    together = [decoder.decode([1], [1], [message]).batch.to_pylist() for message in messages]
+    alone = [Decoder().decode([1], [1], [message]).batch.to_pylist() for message in messages]
+    assert repr(together) == repr(alone)  # a flipped bit may make a NaN, which is unlike itself
 
 
 def test_more_topics_than_the_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from typing import Final
 
 import pytest
 
-from storage.faults import DamagedError
-from storage.file import FileKind, SqliteFile, empty_wal, transaction
+from storage.faults import DamagedError, move_aside
+from storage.file import FileKind, SqliteFile, empty_wal, tables_of, transaction
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -20,7 +20,7 @@ NOTES: Final = FileKind(
     "note store",
     0x6E6F7465,
     2,
-    tables=frozenset({"note"}),
+    is_ours=lambda db: "note" in tables_of(db),
     migrations={1: lambda db: db.execute("ALTER TABLE note ADD COLUMN author TEXT") and None},
     advice=": call somebody",
 )
@@ -38,7 +38,7 @@ def path(tmp_path: Path) -> Path:
     assert not file.look()
     file.make(fill)
     with transaction(file.connect()) as _:
-        file.connected.execute("INSERT INTO note VALUES('first', 'me')")
+        file.connect().execute("INSERT INTO note VALUES('first', 'me')")
     file.close()
     file.close()
     return tmp_path / "notes.db"
@@ -108,7 +108,7 @@ def test_an_id_whose_bits_have_turned_is_put_right(path: Path) -> None:
     assert file.look()
     file.connect()
     assert not file.update(file.version), "the tables are today's"
-    assert file.connected.execute("PRAGMA application_id").fetchone() == (NOTES.application_id,)
+    assert file.connect().execute("PRAGMA application_id").fetchone() == (NOTES.application_id,)
     file.close()
 
 
@@ -134,7 +134,7 @@ def test_an_older_version_is_brought_to_todays_whole_or_not_at_all(path: Path) -
     assert file.version == 1
     file.connect()
     assert file.update(file.version)
-    assert file.connected.execute("SELECT text, author FROM note").fetchall() == [("first", None)]
+    assert file.connect().execute("SELECT text, author FROM note").fetchall() == [("first", None)]
     file.close()
 
 
@@ -147,7 +147,7 @@ def test_damage_is_found_before_the_file_is_used_and_moved_aside_by_its_owner(pa
         file.look()
     told = NOTES.fault(error.value, path, "opened")
     assert (told.code, "call somebody" in told.message) == (UCode.DATA_LOSS, True)
-    moved_to = file.move_aside()
+    moved_to = move_aside(path)
     assert not path.exists()
     assert moved_to.name.startswith("notes.db.damaged-")
     assert not file.look()
@@ -182,7 +182,7 @@ def test_after_an_error_the_next_connection_is_a_new_one(path: Path) -> None:
     file.reset()
     assert file.db is None
     assert file.connect() is not db
-    assert texts(file.connected) == ["first"]
+    assert texts(file.connect()) == ["first"]
     file.close()
 
 

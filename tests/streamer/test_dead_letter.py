@@ -187,8 +187,8 @@ async def test_a_store_that_is_damaged_while_it_is_used_is_moved_aside(tmp_path:
         desk.letters.add(publication(f"{number}" * 1_000), UCode.UNAVAILABLE, "away", "cloud")
         await desk.letters._flush()
     assert desk.letters._store is not None
-    desk.letters._store._db.execute("pragma wal_checkpoint(truncate)")  # type: ignore[union-attr]
-    desk.letters._store._db.execute("pragma cache_size=0")  # type: ignore[union-attr]
+    desk.letters._store._file.connect().execute("pragma wal_checkpoint(truncate)")
+    desk.letters._store._file.connect().execute("pragma cache_size=0")
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(bytes(range(256)) * 300)
@@ -212,6 +212,28 @@ async def test_a_newer_store_is_left_as_it_is_and_letters_are_published_all_the_
     desk.letters.add(publication(), UCode.UNAVAILABLE, "away", "cloud")
     await desk.letters.close()
     assert (path.read_bytes(), len(desk.published), desk.letters.lost, desk.letters.damaged) == (before, 1, 1, 0)
+    assert not list(tmp_path.glob("*damaged*"))
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        ("pragma application_id = 7",),
+        ("pragma application_id = 0", "drop table letter", "create table letter(id, sender, text)"),
+    ],
+)
+def test_letters_of_another_program_are_refused_and_not_changed(tmp_path: Path, statements: tuple[str, ...]) -> None:
+    path = tmp_path / "letters.db"
+    Store(path).close()
+    db = sqlite3.connect(path)
+    for statement in statements:
+        db.execute(statement)
+    db.close()
+    before = path.read_bytes()
+    with pytest.raises(UStatusError, match="but not a dead letter store") as error:
+        Store(path)
+    assert error.value.code == UCode.FAILED_PRECONDITION
+    assert path.read_bytes() == before
     assert not list(tmp_path.glob("*damaged*"))
 
 
@@ -414,8 +436,7 @@ def test_a_file_that_was_large_once_gives_back_its_room(tmp_path: Path) -> None:
     path = tmp_path / "letters.db"
     store = Store(path)
     store.write([large_row(number) for number in range(8)])
-    assert store._db is not None
-    store._db.execute("delete from letter where number < 8")
+    store._file.connect().execute("delete from letter where number < 8")
     store.close()
     assert path.stat().st_size > 32 << 20
     store = Store(path)

@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,9 @@ from hypothesis import strategies as st
 
 from history.log import Log
 from streamer.egress import WINDOW_BYTES_MAX, Pump
-from streamer.endpoint import Endpoint
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.flow import Flow
+from streamer.paused import Paused
 from streamer.view import Decision, Leg, Target
 from transports.base import stopped
 from uprotocol import uri as uris
@@ -105,6 +108,11 @@ def test_the_cursor_never_passes_what_was_not_confirmed(seed: int, away: float, 
     asyncio.run(_pump(seed, away, refused, count))
 
 
+def pump_of(peer: Endpoint, log: Log, view: EverythingFor, dead_letters: Any) -> Pump:
+    paused = Paused(Path(), Endpoints([peer]), "")
+    return Pump(peer, log, view, dead_letters, Backoff(1, 1), Flow(), paused)  # type: ignore[arg-type]
+
+
 async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     draw = random.Random(seed)
     log = await Log.open(None, name="test")
@@ -112,7 +120,7 @@ async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
     dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append(message))
     wanted = TOPICS[:2]
-    pump = Pump(peer, log, EverythingFor(peer, wanted), dead_letters, Backoff(1, 1))  # type: ignore[arg-type]
+    pump = pump_of(peer, log, EverythingFor(peer, wanted), dead_letters)
     pump.begin()
     messages = [
         UMessageBuilder.publish(draw.choice(TOPICS)).with_priority(draw.choice(PRIORITIES)).build()
@@ -182,7 +190,7 @@ async def _thin(steps: list[int], period_ms: int, jump: int, back_ms: int) -> No
     log = await Log.open(None, name="test")
     network = Network(random.Random(0), away=0, refused=0)
     peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
-    pump = Pump(peer, log, EverythingFor(peer, TOPICS[:1], period_ms), Any, Backoff(1, 1))  # type: ignore[arg-type]
+    pump = pump_of(peer, log, EverythingFor(peer, TOPICS[:1], period_ms), Any)
     pump.begin()
     now, times = uuids.now_ms(), []
     for number, step in enumerate(steps):

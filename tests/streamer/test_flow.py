@@ -4,7 +4,6 @@ only."""
 from __future__ import annotations
 
 import asyncio
-import math
 from typing import Any
 
 import pytest
@@ -21,9 +20,8 @@ class Peer:
     def __init__(self, lag: float, active: bool = True) -> None:
         self.lag, self.active = lag, active
 
-    @property
-    def active_at(self) -> float:
-        return math.inf if self.active else -math.inf
+    def __call__(self) -> float | None:
+        return self.lag if self.active else None
 
 
 def append(flow: Flow, records: int, passed: list[int], number: int) -> asyncio.Future[int]:

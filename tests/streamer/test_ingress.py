@@ -53,12 +53,12 @@ async def test_what_waits_behind_a_failure_fails_with_it(
     writing, fail = threading.Event(), threading.Event()
     commit = Store.commit
 
-    def full(self: Store, columns: Any, *more: Any, **options: Any) -> None:
-        if columns and not fail.is_set():
+    def full(self: Store, chunks: Any, *more: Any, **options: Any) -> Any:
+        if chunks and not fail.is_set():
             writing.set()
             assert fail.wait(20)
             raise sqlite3.OperationalError("database or disk is full")
-        commit(self, columns, *more, **options)
+        return commit(self, chunks, *more, **options)
 
     monkeypatch.setattr(Store, "commit", full)
     await vehicle.send_batch([publish(SPEED, str(number)) for number in range(10)])

@@ -62,7 +62,7 @@ def get_behind(book: Ledger, clock: Clock, share: float = 1.0) -> None:
     clock.share = share
     for _ in range(2):
         clock.pass_(0.25)
-        book._pressure.look(clock.now)
+        book.pressure.look(clock.now)
 
 
 def test_nobody_is_limited_while_the_streamer_keeps_up() -> None:
@@ -105,10 +105,10 @@ def test_the_quota_counts_no_more_once_the_streamer_has_caught_up() -> None:
     assert send(book, account, 10_000)
     clock.share = 0.0
     clock.pass_(RELAXED_S - 1)
-    book._pressure.look(clock.now)
+    book.pressure.look(clock.now)
     assert send(book, account, 10_000), "a flood that is dropped makes the streamer idle, and is one all the same"
     clock.pass_(RELAXED_S + 1)
-    book._pressure.look(clock.now)
+    book.pressure.look(clock.now)
     assert send(book, account, 10_000) == 0
 
 
@@ -134,7 +134,7 @@ def test_what_passes_is_never_more_than_burst_and_quota(steps: list[tuple[float,
     account, passed, begin = book.account("vin1", "fleet"), 0, clock.now
     for seconds, messages in steps:
         clock.pass_(seconds)
-        book._pressure.look(clock.now)
+        book.pressure.look(clock.now)
         passed += messages - send(book, account, messages)
     assert passed <= PER_S * (BURST_S + clock.now - begin) + 1
 
@@ -222,7 +222,7 @@ async def test_a_flood_is_that_vehicles_trouble(
         make_world, more='[history]\nrecord = ["//*/8001/1/FFFF"]\n[limits]\nauthority_messages_per_s = 10\n'
     )
     streamer = world.streamer
-    streamer.ledger._pressure.is_on = lambda _: True
+    streamer.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     other = await world.node("fleet", "vin2")
     await node.send_batch([publish("//vin1/8001/1/8001", f"{n}") for n in range(100)])
@@ -248,7 +248,7 @@ async def test_a_flood_is_that_vehicles_trouble(
 
 async def test_a_request_above_the_quota_is_answered(make_world: MakeWorld) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 1\n")
-    world.streamer.ledger._pressure.is_on = lambda _: True
+    world.streamer.ledger.pressure.is_on = lambda _: True
     node = await world.node("fleet", "vin1")
     answers = await world.hear(node, uris.ANY, uris.parse("//vin1/8001/1/0"))
     method = uris.parse("//cloud/9001/1/1")
@@ -304,7 +304,7 @@ async def test_an_endpoint_with_a_suffix_has_a_pace(make_world: MakeWorld) -> No
 async def test_a_transport_is_told_whom_to_refuse_unread(make_world: MakeWorld, publish: Any) -> None:
     world = await fleet_world(make_world, more="[limits]\nauthority_messages_per_s = 10\n")
     streamer = world.streamer
-    streamer.ledger._pressure.is_on = lambda _: True
+    streamer.ledger.pressure.is_on = lambda _: True
     transport, ingress = streamer.endpoints["fleet"].transport, streamer.ingresses["fleet"]
     ingress.on_receive_batch([publish("//vin1/8001/1/8001", "x") for _ in range(100)])
     assert transport.refused == {"vin1": 0}

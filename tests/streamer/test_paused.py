@@ -23,6 +23,7 @@ from streamer import paused as pauses
 from streamer.control import ControlSocket, ask
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
+from streamer.flow import Flow
 from streamer.paused import PAUSES_MAX, Pause, Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
@@ -487,7 +488,7 @@ async def _pump(folder: Path, draw: random.Random, away: float, needs_sink: bool
     paused = Paused(folder / "paused.json", endpoints, "vehicle1", unsynced)
     view = View(endpoints, rules, interest, [log], paused)  # type: ignore[arg-type]
     letters: Any = SimpleNamespace(add=lambda *_: pytest.fail("nothing is undeliverable here"))
-    pump = Pump(peer, log, view, letters, Backoff(1, 1), paused=paused)
+    pump = Pump(peer, log, view, letters, Backoff(1, 1), Flow(), paused)
     paused.on_change(pump.wake)
     network.may = lambda message: any(
         not paused.holds(peer, authority, message.attributes.source)

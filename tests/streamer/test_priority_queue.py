@@ -25,12 +25,12 @@ def test_the_highest_class_leaves_first_and_what_comes_back_stays_ahead() -> Non
     queue: PriorityQueue[Item] = PriorityQueue()
     low, high = UPriority.UPRIORITY_CS1, UPriority.UPRIORITY_CS4
     queue.add([item(1, low), item(2, high), item(3, low), item(4, high)])
-    assert (queue.messages, queue.bytes, sorted(numbers(queue.firsts))) == (4, 40, [1, 2])
+    assert (len(queue), queue.bytes, sorted(numbers(queue.firsts))) == (4, 40, [1, 2])
     taken = queue.take(3, 1_000)
     assert numbers(taken) == [2, 4, 1]
     queue.put_back(taken)
     assert numbers(queue.take(10, 1_000)) == [2, 4, 1, 3]
-    assert (queue.messages, queue.bytes, list(queue), queue.firsts) == (0, 0, [], [])
+    assert (len(queue), queue.bytes, list(queue), queue.firsts) == (0, 0, [], [])
 
 
 def test_a_batch_is_bounded_in_bytes_and_has_one_message_at_least() -> None:
@@ -38,7 +38,7 @@ def test_a_batch_is_bounded_in_bytes_and_has_one_message_at_least() -> None:
     queue.add([item(number, UPriority.UPRIORITY_CS1) for number in range(4)])
     assert numbers(queue.take(10, 1)) == [0]
     assert numbers(queue.take(10, 11)) == [1, 2]
-    assert (queue.messages, queue.bytes) == (1, 10)
+    assert (len(queue), queue.bytes) == (1, 10)
 
 
 def test_the_items_of_some_streams_can_be_taken_out() -> None:

@@ -65,8 +65,8 @@ async def test_the_memory_that_is_given_says_how_many_subscriptions_one_caller_m
     world = await make_world(NETWORKS, more="[limits]\nmemory_mib = 32\n")
     service = world.streamer.usubscription
     whole = world.streamer.limits.subscriptions_max
-    assert service._store.database.subscriptions.whole == whole == 4_096
-    service._store.database.subscriptions.add(("cloud", 0), whole // 8)  # as if it had so many
+    assert service.store.database.subscriptions.whole == whole == 4_096
+    service.store.database.subscriptions.add(("cloud", 0), whole // 8)  # as if it had so many
     assert await call(world, "cloud", LocalUriProvider("cloud", 0, 4), (4, 1), topic(1)) == UCode.RESOURCE_EXHAUSTED
     assert await call(world, "vehicle", LocalUriProvider("vehicle1", 0x10, 1), (4, 1), topic(1)) == UCode.OK
     assert 'up_streamer_usubscription_refused_total{reason="subscriptions"} 1.0' in expose(world.streamer).decode()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import string
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from streamer import endpoint as endpoints_
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.ingress import IdWindow
+from streamer.paused import Paused
 from streamer.rules import Rule, Rules
 from streamer.view import View
 from uprotocol import uri as uris
@@ -56,7 +58,7 @@ LOGS: Any = (object(), object())  # what they hold does not matter here
 
 
 def viewed(endpoints: Endpoints, rules: Rules, interest: Interest) -> View:
-    return View(endpoints, rules, interest, LOGS)  # type: ignore[arg-type]
+    return View(endpoints, rules, interest, LOGS, Paused(Path(), endpoints, ""))  # type: ignore[arg-type]
 
 
 def network(*, wildcard: bool = False) -> Endpoints:

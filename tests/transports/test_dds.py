@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import json
 import os
+import queue
 import socket
 import sys
 import threading
@@ -25,7 +26,7 @@ from transports.conformance import Sink, TransportConformance
 from transports.dds import DdsTransport, mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant
-from transports.dds.writers import Route, Writers
+from transports.dds.writers import Batch, Route, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
@@ -34,6 +35,7 @@ from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
 
 DEADLINE_S = 15.0
 SLOW_MS = 15_000  # for a sender on a busy computer
@@ -76,8 +78,16 @@ class Raw:
         self.writers = Writers(self.participant, writers_max=16, timeout_s=1.0)
 
     def write(self, source: UUri, sink: UUri | None, *samples: bytes) -> None:
-        statuses = self.writers.write(Route(mapping.writer_partition(source, sink, "raw"), 0, None), samples)
-        assert [status.code for status in statuses] == [UCode.OK] * len(samples)
+        written: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
+        batch = Batch(len(samples), written.put)
+        route = Route(mapping.writer_partition(source, sink, "raw"), 0, None)
+
+        def put_all() -> None:
+            for place, sample in enumerate(samples):
+                self.writers.put(batch, place, route, sample)
+
+        self.writers.submit(put_all)
+        assert [status.code for status in written.get()] == [UCode.OK] * len(samples)
 
     def close(self) -> None:
         self.writers.close()

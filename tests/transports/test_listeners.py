@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from transports.base import SendChecks, stopped
-from transports.conformance.base import Sink, notification, publish, reply, topic
+from transports.conformance.messages import notification, publish, reply, topic
 from transports.conformance.sending import INVALID, every_combination, expired
+from transports.conformance.sinks import Sink
 from transports.listeners import Filter, ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris

@@ -9,7 +9,7 @@ import pytest
 from transports import plugin
 from transports.arrivals import BATCH_MAX
 from transports.conformance import ALPHA, BETA, Sink, TransportConformance
-from transports.conformance.base import notification, reply, topic
+from transports.conformance.messages import notification, reply, topic
 from transports.local import PULL_MESSAGES_MAX, Faults, LocalConfig, LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError

@@ -84,7 +84,7 @@ async def test_the_broker_for_a_fleet(make_broker: Callable[..., Broker]) -> Non
             await thief.send(message)
         assert refused.value.code == UCode.PERMISSION_DENIED
         for one in (backend, vehicle):
-            await asyncio.wait_for(asyncio.shield(one._counting), DEADLINE_S)  # type: ignore[arg-type]
+            await asyncio.wait_for(asyncio.gather(*one._tasks), DEADLINE_S)
         async with asyncio.timeout(DEADLINE_S):
             while backend._losses._dropped.last is None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

@@ -35,7 +35,7 @@ class Deaf:
 
 
 def end(port: int, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0)
+    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider("sender", 0x10AB, 3))
 
 
 def message(number: int) -> UMessage:

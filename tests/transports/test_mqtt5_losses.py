@@ -32,9 +32,7 @@ SESSION = {"client_id": "gateway", "session_expiry_s": 3_600}
 
 
 def end(port: int, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(
-        Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
-    )
+    return Mqtt5Transport(Mqtt5Config(port=port, **settings), LocalUriProvider(authority, 0x10AB, 3))
 
 
 def messages(count: int) -> list[UMessage]:
@@ -138,7 +136,7 @@ async def test_a_queue_that_overflows_though_we_are_there_is_told(make_broker: M
         await one.register_listener(TOPIC, Slow())
         await counted(one)
         await send(broker, 200)
-        await until(lambda: one._intake.waiting == 20)
+        await until(lambda: one._arrivals.waiting == 20)
         held.set()
         text, count = await told.first()
         assert "lagged" in text
@@ -228,7 +226,7 @@ async def test_a_broker_that_does_not_tell_is_used_all_the_same(make_broker: Mak
     one, heard = end(broker.port, "gateway", username="gateway", password="g", **SESSION), Heard()
     async with one:
         await one.register_listener(TOPIC, heard)
-        await asyncio.wait_for(asyncio.shield(one._counting), DEADLINE_S)  # type: ignore[arg-type]
+        await asyncio.wait_for(asyncio.gather(*one._tasks), DEADLINE_S)
         assert one.connected
         assert one.troubles == []
 

@@ -47,7 +47,7 @@ def publish(number: int, **more: Any) -> UMessage:
 
 def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
     settings = {"port": broker.port, **settings}
-    return Mqtt5Transport(Mqtt5Config(**settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0)
+    return Mqtt5Transport(Mqtt5Config(**settings), LocalUriProvider(authority, 0x10AB, 3))
 
 
 class Heard:

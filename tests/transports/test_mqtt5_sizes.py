@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from transports.conformance import Sink
-from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, intake, transport, wire
+from transports.mqtt5 import Mqtt5Config, Mqtt5Transport, transport, wire
 from transports.mqtt5.broker import Broker
-from transports.mqtt5.connection import LARGE_BYTES, READ_BYTES, PacketReader
+from transports.mqtt5.connection import LARGE_BYTES, READ_BYTES, Connection, PacketReader
 from transports.mqtt5.link import BROKER_ADDS_BYTES
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -38,9 +38,7 @@ def packet(payload: bytes, packet_id: int = 1) -> bytes:
 
 
 def end(broker: Broker, authority: str, **settings: Any) -> Mqtt5Transport:
-    return Mqtt5Transport(
-        Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3), chance=lambda: 1.0
-    )
+    return Mqtt5Transport(Mqtt5Config(port=broker.port, **settings), LocalUriProvider(authority, 0x10AB, 3))
 
 
 class Wire:
@@ -52,9 +50,9 @@ class Wire:
 
     def read_with(self, reader: PacketReader) -> list[tuple[int, bytes]]:
         found: list[tuple[int, bytes]] = []
-        small = reader.buffer().obj
+        small = reader.buffer.obj
         while self._data and not reader.announced:
-            buffer = reader.buffer()
+            buffer = reader.buffer
             count = min(len(self._data), len(buffer), self._random.randint(1, self._piece_max))
             buffer[:count], self._data = self._data[:count], self._data[count:]
             self.received += count if buffer.obj is small else 0
@@ -104,9 +102,7 @@ class Rude:
 async def test_a_broker_that_sends_more_than_it_was_told_is_told_why_and_left() -> None:
     rude = Rude(packet(bytes(4 * MIB))[:100])  # no more, or TCP would reset the connection before it hears why
     server = await asyncio.start_server(rude.serve, "127.0.0.1", 0)
-    one = Mqtt5Transport(
-        Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3), chance=lambda: 1.0
-    )
+    one = Mqtt5Transport(Mqtt5Config(port=server.sockets[0].getsockname()[1]), LocalUriProvider("sender", 0x10AB, 3))
     async with server:
         await one.open()
         try:
@@ -160,7 +156,7 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
 ) -> None:
     """Receive Maximum lets in 2,048 messages: here some 128 MiB. Meanwhile what we send is still answered, once
     shedding has begun."""
-    monkeypatch.setattr(intake, "BYTES_MAX", 2 * MIB)
+    monkeypatch.setattr(transport, "BYTES_MAX", 2 * MIB)
     monkeypatch.setattr(transport, "PRESSED_S_MAX", pressed_s_max)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
@@ -171,12 +167,12 @@ async def test_what_waits_is_bounded_in_bytes_and_nothing_is_lost(
             await until(lambda: hearer._shedding if not pressed_s_max else hearer._paused_at_s is not None)
             if not pressed_s_max:
                 assert (await hearer.send_batch([message(b"still here")]))[0].code == UCode.OK
-        waiting = hearer._intake.octets
+        waiting = hearer._arrivals.octets
         assert 2 * MIB <= waiting <= 2 * MIB + READ_BYTES + 100_000
         held.gate.set()
         await until(lambda: sorted(set(held.sizes)) == sizes)
         assert list(dict.fromkeys(held.sizes)) == sizes, "in order, though some may come twice"
-    assert not hearer._intake.octets
+    assert not hearer._arrivals.octets
 
 
 @pytest.mark.broker
@@ -184,16 +180,16 @@ async def test_what_waits_is_bounded_in_messages_though_the_broker_sends_on(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mosquitto with `max_inflight_messages 0` does not keep to Receive Maximum."""
-    monkeypatch.setattr(intake, "MESSAGES_MAX", 500)
+    monkeypatch.setattr(transport, "MESSAGES_MAX", 500)
     held = Held()
     async with end(broker, "sender") as sender, end(broker, "hearer") as hearer:
         await hearer.register_listener(TOPIC, held)
         await sender.send_batch([message(b"%d" % number) for number in range(5_000)])
         await until(lambda: hearer._paused_at_s is not None)
-        assert 500 <= hearer._intake.waiting <= 500 + READ_BYTES // 100
+        assert 500 <= hearer._arrivals.waiting <= 500 + READ_BYTES // 100
         held.gate.set()
         await until(lambda: len(held.sizes) >= 5_000)
-    assert not hearer._intake.waiting
+    assert not hearer._arrivals.waiting
 
 
 @pytest.mark.broker
@@ -201,15 +197,14 @@ async def test_what_is_in_flight_is_bounded_in_bytes(broker: Broker, monkeypatch
     monkeypatch.setattr("transports.mqtt5.window.IN_FLIGHT_BYTES_MAX", MIB)
     most = 0
     async with end(broker, "sender") as sender:
-        window = sender._window
-        write = window._write
+        window, write = sender._window, Connection.write
 
-        def measured(data: bytes) -> None:
+        def measured(one: Connection, data: bytes) -> None:
             nonlocal most
-            write(data)
+            write(one, data)
             most = max(most, window._large_bytes)
 
-        window._write = measured
+        monkeypatch.setattr(Connection, "write", measured)
         assert {one.code for one in await sender.send_batch([message(bytes(300_000)) for _ in range(40)])} == {UCode.OK}
         assert not window._large_bytes
     assert 0 < most <= 3 * MIB

@@ -11,9 +11,9 @@ from paho.mqtt.properties import Properties
 
 from transports.base import SendChecks
 from transports.mqtt5 import wire
-from transports.mqtt5.codec import Codec
 from transports.mqtt5.mapping import Mapping, Mode, Packet
 from transports.mqtt5.subscriptions import Subscriptions, topic_matches
+from transports.mqtt5.wire import Codec
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids

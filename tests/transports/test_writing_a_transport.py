@@ -1,7 +1,7 @@
 """The page for authors of transports: its code, taken from it block by block, is a plugin that passes the conformance
 suite.
 
-docs/writing-a-transport.md -> ```python blocks that begin with `# FILE` -> FILE, in order -> pytest in a process
+docs/writing-a-transport.md -> ```python blocks that begin with `# FILE` -> FILE, in order -> pytest in its own process
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from streamer.demo.processes import free_port
 from transports import plugin
 from transports.conformance import ALPHA, Sink, TcpProxy, TransportConformance
-from transports.conformance.base import PROBE, notification, publish, reply, request, response, streamed, topic
+from transports.conformance.messages import PROBE, notification, publish, reply, request, response, streamed, topic
 from transports.zenoh import PLUGIN, ZenohConfig, ZenohTransport, mapping
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -297,7 +297,8 @@ async def two(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[ZenohTrans
 def test_a_call_is_known_by_its_bytes(attributes: UAttributes) -> None:
     """Of what has a valid id: what has none is invalid, and goes with the rest."""
     attributes.id.CopyFrom(uuids.new())
-    assert mapping.is_call(mapping.attachment(attributes.SerializeToString())) is (attributes.type in (2, 3))
+    attachment = mapping.encode(UMessage(attributes=attributes))
+    assert (attachment[mapping.TYPE_AT] in mapping.CALLS) is (attributes.type in (2, 3))
 
 
 @pytest.mark.spec("dsn~up-transport-zenoh-message-type-mapping~1")

@@ -19,7 +19,7 @@ import zenoh
 from streamer.config import loads
 from streamer.demo.processes import free_port
 from transports.conformance import Sink
-from transports.conformance.base import publish, topic
+from transports.conformance.messages import publish, topic
 from transports.zenoh import ZenohConfig, ZenohTransport
 from uprotocol.status import UStatusError
 from uprotocol.transport import LocalUriProvider

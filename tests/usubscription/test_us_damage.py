@@ -162,7 +162,7 @@ async def test_damage_that_shows_while_it_runs_is_the_same_state_without_a_storm
     service = await world.service()
     raw = await world.raw()
     await raw.call(4, 1, v4.SubscribeRequest(topic=FAR))  # so that a remote command is under way, too
-    writer = service.store.database._db
+    writer = service.store.database._file.connect()
     writer.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for db in (writer, *(reader._db for reader in service.store._reading.values())):
         db.execute("PRAGMA cache_size=0")
@@ -188,7 +188,7 @@ async def test_a_disk_that_was_full_is_used_again_without_anybody_asking(world: 
     disk = troubled_disk
     service = await world.service(runtime=Runtime(disk=disk))
     raw = await world.raw()
-    db = service.store.database._db
+    db = service.store.database._file.connect()
     (pages,) = db.execute("PRAGMA page_count").fetchone()
     disk.trouble = f"max_page_count={pages}"  # SQLite's own way to be full
     db.execute(f"PRAGMA {disk.trouble}")
@@ -207,8 +207,7 @@ def test_a_change_in_the_outbox_that_cannot_be_read_is_damage(tmp_path: Path) ->
     a_store(path, rows=3)
     db = Database(path, "dev1")
     db.open()
-    assert db._db is not None
-    db._db.execute("UPDATE outbox SET change = '[1' WHERE id = 2")
+    db._file.connect().execute("UPDATE outbox SET change = '[1' WHERE id = 2")
     with pytest.raises(UStatusError) as error:
         db.reader().outbox(0, 10)
     assert error.value.code == UCode.DATA_LOSS

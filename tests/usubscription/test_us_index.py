@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from usubscription import index as indexes
+from usubscription import store as stores
 from usubscription.database import Database, Outcome, Reset, StoreEvent
-from usubscription.index import Index
 from usubscription.state import Answered, Expire, Key, Lost, Status, Subscribe, Unsubscribe
+from usubscription.store import Index
 
 TOPICS: list[Key] = [("dev1", 0x20, 1, 0x8001), ("dev2", 0x20, 1, 0x8001)]  # the last one is remote
 CLIENTS: list[Key] = [("dev1", number, 1, 0) for number in (0x30, 0x10, 0x20)]
@@ -59,7 +59,7 @@ def test_it_answers_as_the_store_does(history: list[tuple[list[StoreEvent], int]
 
 
 def test_a_topic_of_many_is_left_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(indexes, "SUBSCRIBERS_MAX", 2)
+    monkeypatch.setattr(stores, "SUBSCRIBERS_MAX", 2)
     database, index = Database(tmp_path / "store.db", "dev1"), Index()
     database.open()
     index.apply(outcomes(database, [Subscribe(TOPICS[0], client, 4) for client in CLIENTS[:2]], 0))

@@ -186,8 +186,7 @@ def test_what_is_remembered_of_commands_is_bounded_on_disk_too(tmp_path: Path, m
     assert db._handled is not None
     assert len(db._handled._about) == 100
     assert len(db._handled._last) == 1
-    assert db._db is not None
-    assert db._db.execute("SELECT count(*) FROM handled").fetchone()[0] < 100 + 1_100
+    assert db._file.connect().execute("SELECT count(*) FROM handled").fetchone()[0] < 100 + 1_100
     db.close()
 
 

@@ -122,7 +122,7 @@ def test_the_counts_are_those_of_the_store_whatever_happens(tmp_path: Path) -> N
             db.apply(batch, chance.choice([0, 6]))
         counted = [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
         db._make_quotas()
-        db._load_quotas(db._db)
+        db._load_quotas()
         assert counted == [(dict(quota._callers), dict(quota._authorities), quota.used) for quota in db._quotas]
     db.close()
 
@@ -322,8 +322,7 @@ def test_changes_that_wait_are_bounded_in_bytes(tmp_path: Path) -> None:
         db.apply([Hold(tuple(changes)), Hold(tuple(changes))], 0)  # the second time they are there already
 
     hold("away", 1, 20, b"x" * DETAILS_BYTES_MAX)
-    assert db._db is not None
-    (size,) = db._db.execute("SELECT sum(length(change)) FROM held").fetchone()
+    (size,) = db._file.connect().execute("SELECT sum(length(change)) FROM held").fetchone()
     assert size <= 64 * 2 * UNIT_BYTES
     assert db.outbox_dropped > 0
     hold("other", 100, 10, b"")

@@ -448,13 +448,12 @@ def test_a_transaction_that_the_disk_refuses_stores_nothing_and_says_so(tmp_path
     db = Database(tmp_path / "store.db", OWN)
     db.open()
     db.apply([Subscribe(LOCAL_TOPICS[0], SUBSCRIBERS[0], 4)], 0)
-    assert db._db is not None
-    (pages,) = db._db.execute("PRAGMA page_count").fetchone()
-    db._db.execute(f"PRAGMA max_page_count={pages}")
+    (pages,) = db._file.connect().execute("PRAGMA page_count").fetchone()
+    db._file.connect().execute(f"PRAGMA max_page_count={pages}")
     many = [Subscribe((OWN, number, 1, 0x8000), SUBSCRIBERS[0], 4) for number in range(2, 2001)]
     with pytest.raises(UStatusError, match="disk is full"):
         db.apply(many, 0)
-    db._db.execute("PRAGMA max_page_count=1000000")
+    db._file.connect().execute("PRAGMA max_page_count=1000000")
     reader = db.reader()
     assert reader.count() == 1
     assert all(isinstance(one, Outcome) for one in db.apply(many, 0))

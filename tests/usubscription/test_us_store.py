@@ -83,6 +83,14 @@ def test_another_programs_database_is_refused(tmp_path: Path) -> None:
     assert "not a uSubscription store" in error.message
 
 
+def test_another_programs_database_is_refused_also_where_it_has_tables_of_these_names(path: Path) -> None:
+    execute(path, "PRAGMA application_id=7")
+    before = path.read_bytes()
+    error = refused(path)
+    assert (error.code, "not a uSubscription store" in error.message) == (UCode.FAILED_PRECONDITION, True)
+    assert path.read_bytes() == before
+
+
 def test_a_newer_schema_is_refused(path: Path) -> None:
     execute(path, f"PRAGMA user_version={schema.SCHEMA_VERSION + 1}")
     error = refused(path)
@@ -99,8 +107,7 @@ def test_an_older_schema_is_migrated_and_one_too_old_refused(path: Path, monkeyp
     monkeypatch.setattr(schema, "STORE", replace(schema.STORE, migrations=migrations))
     db = Database(path, "dev1")
     db.open()
-    assert db._db is not None
-    assert db._db.execute("PRAGMA user_version").fetchone() == (old + 2,)
+    assert db._file.connect().execute("PRAGMA user_version").fetchone() == (old + 2,)
     assert db.reader().count() == 1
     db.close()
 
@@ -300,7 +307,7 @@ async def test_a_disk_that_fails_refuses_and_recovers_alone(world: Any, troubled
     client = await world.client(version=4)
     topic = uris.parse("//dev1/20/1/8001")
     disk.trouble = "query_only=ON"
-    service.store.database._db.execute(f"PRAGMA {disk.trouble}")
+    service.store.database._file.connect().execute(f"PRAGMA {disk.trouble}")
     with pytest.raises(UStatusError) as error:
         await client.subscribe(topic)
     assert error.value.code == UCode.UNAVAILABLE

@@ -6,12 +6,12 @@
         async def make_end(self, authority: str, **limits: int) -> UTransport:
             return MyTransport(MyConfig(**limits), LocalUriProvider(authority, 0x10AB, 3))
 
-base.py     the hooks that a plugin's class overrides, and the listeners that wait
-sending.py  filters.py  listening.py  delivery.py  pressure.py  sizes.py  connection.py  returning.py  loop.py
-errors.py   the tests
-peer.py     the other end of the test with two processes
-proxy.py    a TCP link that a test can cut
-watch.py    the loop and its threads
+base.py      the hooks that a plugin's class overrides
+sending.py   filters.py  listening.py  delivery.py  pressure.py  connection.py  loop.py  errors.py    the tests
+messages.py  what they send             sinks.py  listeners that wait
+peer.py      the other end of the test with two processes
+proxy.py     a TCP link that a test can cut
+watch.py     the loop and its threads
 
 Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are both fine). With --strict-markers, add
 "spec(id, doc): the requirement of the uProtocol specification that the test proves" to the markers of your project.
@@ -19,22 +19,22 @@ Needs the extra `conformance` (pytest, pytest-asyncio; strict and auto mode are 
 
 import pytest
 
-_TESTS = "base sending filters listening delivery pressure sizes connection returning loop errors"
-for _module in _TESTS.split():
+_REWRITTEN = "base sinks sending filters listening delivery pressure connection loop errors"
+for _module in _REWRITTEN.split():
     pytest.register_assert_rewrite(f"{__name__}.{_module}")
 
-from transports.conformance.base import ALPHA, BETA, Sink, TransportHarness  # noqa: E402
+from transports.conformance.base import TransportHarness  # noqa: E402
 from transports.conformance.connection import ConnectionConformance  # noqa: E402
 from transports.conformance.delivery import DeliveryConformance  # noqa: E402
 from transports.conformance.errors import ErrorConformance  # noqa: E402
 from transports.conformance.filters import FilterConformance  # noqa: E402
 from transports.conformance.listening import ListeningConformance  # noqa: E402
 from transports.conformance.loop import LoopConformance  # noqa: E402
+from transports.conformance.messages import ALPHA, BETA  # noqa: E402
 from transports.conformance.pressure import PressureConformance  # noqa: E402
 from transports.conformance.proxy import TcpProxy  # noqa: E402
-from transports.conformance.returning import ReturningConformance  # noqa: E402
 from transports.conformance.sending import SendingConformance  # noqa: E402
-from transports.conformance.sizes import SizeConformance  # noqa: E402
+from transports.conformance.sinks import Sink  # noqa: E402
 
 
 class TransportConformance(
@@ -43,9 +43,7 @@ class TransportConformance(
     ListeningConformance,
     DeliveryConformance,
     PressureConformance,
-    SizeConformance,
     ConnectionConformance,
-    ReturningConformance,
     LoopConformance,
     ErrorConformance,
 ):

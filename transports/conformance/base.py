@@ -1,4 +1,4 @@
-"""The hooks of the conformance suite, and its listeners.
+"""The hooks of the conformance suite, and what its tests have in common.
 
 make_end("alpha") --- the plugin's network --- make_end("beta")      each test gets a fresh, open pair, and closes
      send_batch                                 Sink: collects, and    whatever it made
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Final
@@ -21,27 +20,17 @@ from typing import Any, Final
 import pytest
 import pytest_asyncio
 
-from uprotocol import attributes as attrs
-from uprotocol import uri as uris
-from uprotocol.message import UMessageBuilder, UPayload
+from transports.conformance.messages import ALPHA, BETA, PROBE, codes, example, notification, reply, topic
+from transports.conformance.sinks import Changes, Gated, Sink
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import OK, UStatusError, is_nobody_listening
 from uprotocol.transport import Capability, UTransport
-from uprotocol.v1.uattributes_pb2 import UPayloadFormat
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
-from uprotocol.v1.ustatus_pb2 import UStatus
-from uprotocol.v1.uuid_pb2 import UUID
 
 Pair = tuple[UTransport, UTransport]
 
-ALPHA: Final = "alpha"
-BETA: Final = "beta"
-ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
-VERSION: Final = 4
-TTL_MS: Final = 60_000
-RAW: Final = UPayloadFormat.UPAYLOAD_FORMAT_RAW
-PROBE: Final = b"conformance probe"
 PROBE_EVERY_S: Final = 0.05
 SENT_AT_ONCE: Final = 500
 EVENTUALLY_EVERY_S: Final = 0.01
@@ -49,210 +38,6 @@ EVENTUALLY_EVERY_S: Final = 0.01
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # the marker need not be registered in the plugin's project
     spec = pytest.mark.spec
-
-
-def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = ENTITY, version: int = VERSION) -> UUri:
-    return uris.uri(authority, entity, version, resource)
-
-
-def reply(authority: str = BETA, entity: int = ENTITY, version: int = VERSION) -> UUri:
-    return uris.uri(authority, entity, version, 0)
-
-
-def method(authority: str = BETA, resource: int = 0x0B18, entity: int = ENTITY, version: int = VERSION) -> UUri:
-    return uris.uri(authority, entity, version, resource)
-
-
-def raw(data: bytes) -> UPayload:
-    return UPayload(data, RAW)
-
-
-def publish(payload: bytes = b"", source: UUri | None = None) -> UMessage:
-    return UMessageBuilder.publish(source or topic()).build_from_upayload(raw(payload))
-
-
-def streamed(payload: bytes = b"", source: UUri | None = None, authority: str = BETA) -> UMessage:
-    """A publish with the sink that only a streamer sets."""
-    message = UMessageBuilder(attrs.PUBLISH, source or topic(), attrs.streamer_sink(authority))
-    return message.build_from_upayload(raw(payload))
-
-
-def notification(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
-    return UMessageBuilder.notification(source or topic(), sink or reply()).build_from_upayload(raw(payload))
-
-
-def request(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
-    return UMessageBuilder.request(source or reply(ALPHA), sink or method(), TTL_MS).build_from_upayload(raw(payload))
-
-
-def response(
-    payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None
-) -> UMessage:
-    builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or UMessageBuilder.new_id())
-    return builder.with_ttl(TTL_MS).build_from_upayload(raw(payload))
-
-
-def example(source_filter: UUri, sink_filter: UUri | None, payload: bytes) -> UMessage:
-    """A message that the filters let through, from alpha and to beta where they leave it open."""
-    source, sink = UUri(), UUri()
-    source.CopyFrom(source_filter)
-    _fill(source, ALPHA, 0x9A01 if sink_filter is None or not uris.is_method(sink_filter) else 0)
-    if sink_filter is None:
-        return publish(payload, source)
-    sink.CopyFrom(sink_filter)
-    _fill(sink, BETA, 0)
-    if uris.is_topic(source):
-        return notification(payload, source, sink)
-    return request(payload, source, sink) if uris.is_method(sink) else response(payload, source, sink)
-
-
-def _fill(address: UUri, authority: str, resource: int) -> None:
-    address.authority_name = authority if address.authority_name in ("", "*") else address.authority_name
-    if address.ue_id & 0xFFFF == 0xFFFF:
-        address.ue_id = address.ue_id & 0xFFFF_0000 | ENTITY & 0xFFFF
-    if address.ue_id >> 16 == 0xFFFF:
-        address.ue_id = address.ue_id & 0xFFFF | ENTITY & 0xFFFF_0000
-    if address.ue_version_major == uris.WILDCARD_VERSION:
-        address.ue_version_major = VERSION
-    if address.resource_id == uris.WILDCARD_RESOURCE:
-        address.resource_id = resource
-
-
-def codes(statuses: Sequence[UStatus]) -> list[int]:
-    return [status.code for status in statuses]
-
-
-async def code_of(call: Awaitable[object]) -> int:
-    """OK, or the code of the UStatusError that it raised; anything else that it raises fails the test."""
-    try:
-        await call
-    except UStatusError as error:
-        return int(error.code)
-    return UCode.OK
-
-
-def payloads(messages: Sequence[UMessage]) -> list[bytes]:
-    return [message.payload for message in messages]
-
-
-class Sink:
-    """A listener that collects, and knows how to wait. It must be called on the thread that made it. Probes are counted
-    apart."""
-
-    def __init__(self, deadline_s: float) -> None:
-        self.messages: list[UMessage] = []
-        self.probes = 0
-        self.strange_threads: set[str] = set()  # those that have called it, and are not the loop's
-        self._deadline_s = deadline_s
-        self._changed = asyncio.Event()
-        self._thread = threading.get_ident()
-        self._waiting_on: asyncio.AbstractEventLoop | None = None
-
-    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
-        if message.payload == PROBE:
-            self.probes += 1
-        else:
-            self.messages.append(message)
-        if threading.get_ident() == self._thread:
-            self._changed.set()
-        else:
-            self._called_by_a_stranger()
-        return None
-
-    def _called_by_a_stranger(self) -> None:
-        self.strange_threads.add(threading.current_thread().name)
-        if self._waiting_on is None:
-            self._changed.set()
-        else:
-            self._waiting_on.call_soon_threadsafe(self._changed.set)
-
-    @property
-    def payloads(self) -> list[bytes]:
-        return payloads(self.messages)
-
-    async def expect(self, count: int) -> list[UMessage]:
-        """The first `count` messages; fails if they don't come in time."""
-        await self.until(lambda: len(self.messages) >= count, f"{count} messages")
-        return self.messages[:count]
-
-    async def expect_payload(self, payload: bytes) -> None:
-        await self.until(
-            lambda: any(message.payload == payload for message in self.messages), f"the payload {payload!r}"
-        )
-
-    async def probed(self, within_s: float) -> bool:
-        """True if a probe has come, or comes in time."""
-        try:
-            await self._until(lambda: self.probes > 0, "a probe", within_s)
-        except AssertionError:
-            return False
-        return True
-
-    async def until(self, holds: Callable[[], bool], what: str) -> None:
-        """Returns when `holds`, which is asked after each message; fails if that does not come in time."""
-        await self._until(holds, what, self._deadline_s)
-
-    async def _until(self, holds: Callable[[], bool], what: str, deadline_s: float) -> None:
-        self._waiting_on = asyncio.get_running_loop()
-        try:
-            async with asyncio.timeout(deadline_s):
-                while not holds():
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            raise AssertionError(f"expected {what} within {deadline_s} s, got {len(self.messages)} messages") from None
-        assert not self.strange_threads, f"listeners run on the event loop's thread only, not on {self.strange_threads}"
-
-
-class BatchSink(Sink):
-    """The same, for transports that hand over batches."""
-
-    def __init__(self, deadline_s: float) -> None:
-        super().__init__(deadline_s)
-        self.batches: list[int] = []
-
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
-        self.batches.append(len(messages))
-        for message in messages:
-            self.on_receive(message)
-        return None
-
-
-class Gated(BatchSink):
-    """Takes nothing until its gate opens."""
-
-    def __init__(self, deadline_s: float) -> None:
-        super().__init__(deadline_s)
-        self.gate = asyncio.Event()
-
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
-        super().on_receive_batch(messages)
-        return self._take()
-
-    async def _take(self) -> None:
-        await self.gate.wait()
-
-
-class Changes:
-    """Follows on_connection."""
-
-    def __init__(self, end: UTransport) -> None:
-        self.seen: list[bool] = []
-        self.true_to_the_facts = True  # whatever was told, `connected` said it, too
-        self._end = end
-        self._changed = asyncio.Event()
-        end.on_connection(self._on_change)
-
-    def _on_change(self, connected: bool) -> None:
-        self.seen.append(connected)
-        self.true_to_the_facts &= bool(self._end.connected) is connected
-        self._changed.set()
-
-    async def until(self, connected: bool, deadline_s: float) -> None:
-        async with asyncio.timeout(deadline_s):
-            while self.seen[-1:] != [connected]:
-                self._changed.clear()
-                await self._changed.wait()
 
 
 class Ends:
@@ -425,7 +210,7 @@ class TransportHarness:
         heard = listener if listener is not None else Sink(self.deadline_s)
         await receiver.register_listener(source, heard, sink)
         if self.discovery and reachable:
-            await self.reach(sender, heard, example(source, sink, PROBE))
+            await self.reach(sender, heard, example(source, sink))
         return heard
 
     async def gated(self, pair: Sequence[UTransport], source: UUri | None = None, sink: UUri | None = None) -> Gated:
@@ -454,28 +239,20 @@ class TransportHarness:
         assert raised.value.message
         return raised.value.code
 
-    async def reach(self, sender: UTransport, heard: Sink, probe: UMessage) -> None:
-        """Send `probe` until it arrives."""
+    async def reach(self, sender: UTransport, heard: Sink, message: UMessage) -> None:
+        """Send `message` as a probe until it arrives."""
         heard.probes = 0
         for _ in range(int(self.deadline_s / PROBE_EVERY_S)):
-            fresh = UMessage()
-            fresh.CopyFrom(probe)
-            fresh.attributes.id.CopyFrom(UMessageBuilder.new_id())
-            await sender.send_batch([fresh])
-            if await heard.probed(PROBE_EVERY_S):
-                return
-        raise AssertionError(f"no probe arrived within {self.deadline_s} s: {probe.attributes}")
+            probe = UMessage(attributes=message.attributes, payload=PROBE)
+            probe.attributes.id.CopyFrom(UMessageBuilder.new_id())
+            await sender.send_batch([probe])
+            with contextlib.suppress(AssertionError):
+                return await heard.until(lambda: heard.probes > 0, "a probe", PROBE_EVERY_S)
+        raise AssertionError(f"no probe arrived within {self.deadline_s} s: {message.attributes}")
 
-    async def usable(
-        self, sender: UTransport, heard: Sink, source: UUri | None = None, sink: UUri | None = None
-    ) -> None:
-        """Both ends have found each other again, which each notices in its own time."""
-        heard.probes = 0
-        async with asyncio.timeout(self.deadline_s):
-            while True:
-                await sender.send_batch([notification(PROBE, source, sink)])
-                if await heard.probed(PROBE_EVERY_S):
-                    return
+    async def usable(self, sender: UTransport, heard: Sink, *addresses: UUri) -> None:
+        """Both ends have found each other again, which each notices in its own time. `addresses`: source and sink."""
+        await self.reach(sender, heard, notification(PROBE, *addresses))
 
     async def send_all(self, sender: UTransport, messages: Sequence[UMessage]) -> None:
         """All are taken; that nobody is there to take a request may be told."""

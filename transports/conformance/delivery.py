@@ -9,29 +9,16 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Awaitable
 
-from transports.conformance.base import (
-    ALPHA,
-    PROBE,
-    SENT_AT_ONCE,
-    BatchSink,
-    Pair,
-    Sink,
-    TransportHarness,
-    code_of,
-    notification,
-    publish,
-    reply,
-    request,
-    spec,
-    topic,
-)
+from transports.conformance.base import SENT_AT_ONCE, Pair, TransportHarness, spec
+from transports.conformance.messages import ALPHA, PROBE, code_of, notification, publish, reply, request, topic
 from transports.conformance.sending import expired
+from transports.conformance.sinks import BatchSink, Sink
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
 
 BATCH = 2_000
 GAMMA = "gamma"
@@ -45,11 +32,8 @@ class Refusing(Sink):
         super().__init__(deadline_s)
         self.failures = failures
 
-    def on_receive(self, message: UMessage) -> Awaitable[None]:
+    async def on_receive(self, message: UMessage) -> None:
         super().on_receive(message)
-        return self._take(message)
-
-    async def _take(self, message: UMessage) -> None:
         if message.payload != PROBE and self.failures:
             self.failures -= 1
             raise UStatusError(UCode.UNAVAILABLE, "not now")
@@ -72,11 +56,15 @@ class DeliveryConformance(TransportHarness):
         await heard.expect(BATCH)
         assert numbers(heard) == list(range(BATCH))
 
-    async def test_each_stream_keeps_its_order(self, pair: Pair) -> None:
-        sources = [topic(resource=0x9B00 + number) for number in range(8)]
-        heard = BatchSink(self.deadline_s)
+    async def streams(self, pair: Pair, count: int) -> tuple[list[UUri], BatchSink]:
+        """So many topics, and one listener for all of them."""
+        sources, heard = [topic(resource=0x9B00 + number) for number in range(count)], BatchSink(self.deadline_s)
         for source in sources:
             await self.listen(pair, source, reply(), heard)
+        return sources, heard
+
+    async def test_each_stream_keeps_its_order(self, pair: Pair) -> None:
+        sources, heard = await self.streams(pair, 8)
         messages = [notification(b"%d" % number, sources[number % 8]) for number in range(1_600)]
         await self.send_all(pair[0], messages)
         await heard.expect(1_600)
@@ -86,16 +74,12 @@ class DeliveryConformance(TransportHarness):
             assert len(arrived) == 200
 
     async def test_batches_sent_at_once_keep_each_their_order(self, pair: Pair) -> None:
-        sources = [topic(resource=0x9B00 + number) for number in range(4)]
-        heard = BatchSink(self.deadline_s)
-        for source in sources:
-            await self.listen(pair, source, reply(), heard)
+        sources, heard = await self.streams(pair, 4)
         await asyncio.gather(*(self.send_all(pair[0], self.traffic(SENT_AT_ONCE, source)) for source in sources))
         await heard.expect(4 * SENT_AT_ONCE)
         for source in sources:
-            assert [int(m.payload) for m in heard.messages if m.attributes.source == source] == list(
-                range(SENT_AT_ONCE)
-            )
+            arrived = [int(m.payload) for m in heard.messages if m.attributes.source == source]
+            assert arrived == list(range(SENT_AT_ONCE))
 
     async def test_batches_of_one_stream_keep_the_order_of_the_calls(self, pair: Pair) -> None:
         """As one sends who answers each batch that arrives, without waiting for the answer before."""

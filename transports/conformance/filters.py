@@ -9,15 +9,12 @@ from collections.abc import Callable
 
 import pytest
 
-from transports.conformance.base import (
+from transports.conformance.base import Pair, TransportHarness, spec
+from transports.conformance.messages import (
     ALPHA,
     BETA,
     ENTITY,
     VERSION,
-    BatchSink,
-    Pair,
-    Sink,
-    TransportHarness,
     code_of,
     method,
     notification,
@@ -25,10 +22,10 @@ from transports.conformance.base import (
     reply,
     request,
     response,
-    spec,
     streamed,
     topic,
 )
+from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
 from uprotocol.transport import Capability
 from uprotocol.v1.ucode_pb2 import UCode
@@ -63,10 +60,7 @@ INVALID_PAIRS: dict[str, Filters] = {
     "(topic, topic)": (topic(), topic(BETA)),
     "(any, method)": (_ANY_AT_ALPHA, method()),
     "(any, topic)": (_ANY_AT_ALPHA, topic(BETA)),
-    "(authority in upper case, none)": (
-        UUri(authority_name="ALPHA", ue_id=1, ue_version_major=1, resource_id=0x8000),
-        None,
-    ),
+    "(authority in upper case, none)": (UUri(authority_name="ALPHA", ue_version_major=1, resource_id=0x8000), None),
     "(topic, version of 9 bits)": (topic(), UUri(authority_name=BETA, ue_id=1, ue_version_major=0x101)),
 }
 STREAMED = "publish with a streamer's sink"
@@ -86,10 +80,9 @@ SEES: dict[str, set[str]] = {
     "(any, reply)": {"notification", "response"},
     "(any, any)": {"notification", "request", "response", STREAMED},
 }
-_S = (ALPHA, ENTITY, VERSION, 0x9A01)  # the source and ...
-_K = (BETA, ENTITY, VERSION, 0)  # ... the sink of the notification that the patterns below match or not
+# of the notification from topic() to reply()
 MATCHING: dict[str, tuple[UUri, UUri]] = {
-    "exact": (uris.uri(*_S), uris.uri(*_K)),
+    "exact": (topic(), reply()),
     "any source authority": (uris.uri("*", ENTITY, VERSION, 0x9A01), reply()),
     "any source type": (uris.uri(ALPHA, ENTITY | 0xFFFF, VERSION, 0x9A01), reply()),
     "any source instance": (uris.uri(ALPHA, ENTITY | 0xFFFF_0000, VERSION, 0x9A01), reply()),

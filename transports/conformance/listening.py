@@ -9,29 +9,18 @@ import asyncio
 
 import pytest
 
-from transports.conformance.base import (
-    ALPHA,
-    BETA,
-    PROBE,
-    BatchSink,
-    Ends,
-    Pair,
-    Sink,
-    TransportHarness,
-    code_of,
-    notification,
-    reply,
-    spec,
-    streamed,
-    topic,
-)
+from transports.conformance.base import Ends, Pair, TransportHarness, spec
+from transports.conformance.messages import ALPHA, BETA, PROBE, code_of, notification, reply, streamed, topic
 from transports.conformance.sending import INVALID, expired
+from transports.conformance.sinks import BatchSink, Sink
 from uprotocol import uri as uris
 from uprotocol.transport import Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
 OTHER = topic(resource=0x9A02)
+DISCARDED = ["no id", "id of version 4", "id of the year 10889", "no type", "request of CS3", "response without reqid"]
+DISCARDED += ["commstatus on a notification", "token on a notification"]
 
 
 class Failing(Sink):
@@ -189,20 +178,7 @@ class ListeningConformance(TransportHarness):
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
         await self.eventually(lambda: _dropped(pair[1]) > dropped, "what is dropped to be counted")
 
-    @pytest.mark.parametrize(
-        "what",
-        [
-            *(
-                "no id",
-                "id of version 4",
-                "id of the year 10889",
-                "no type",
-                "request of CS3",
-                "response without reqid",
-            ),
-            *("commstatus on a notification", "token on a notification"),
-        ],
-    )
+    @pytest.mark.parametrize("what", DISCARDED)
     @spec("dsn~utransport-registerlistener-discard-invalid-messages~1")
     async def test_an_invalid_message_is_discarded(self, pair: Pair, what: str) -> None:
         heard = await self.listen(pair, uris.ANY, uris.ANY)
@@ -232,9 +208,7 @@ class ListeningConformance(TransportHarness):
         await self.send_all(pair[0], [notification(b"before")])
         malformed = await self.inject_malformed(topic(), reply())
         await self.send_all(pair[0], [notification(b"after")])
-        await self.eventually(
-            lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted in `dropped`"
-        )
+        await self.eventually(lambda: _dropped(pair[1]) >= before + malformed, f"{malformed} to be counted")
         assert await self.settle(pair[0], heard) == [b"before", b"after"]
 
     async def test_a_streamed_publish_reaches_who_listens_to_everything_for_its_authority(self, pair: Pair) -> None:

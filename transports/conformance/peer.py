@@ -7,10 +7,10 @@ python -m transports.conformance.peer MODULE:PLUGIN AUTHORITY JSON_SETTINGS     
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
+import pkgutil
 import sys
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 
 import structlog
 
@@ -30,39 +30,33 @@ class Echo:
     def __init__(self, transport: UTransport, local: LocalUriProvider) -> None:
         self._transport, self._local = transport, local
 
-    def on_receive(self, message: UMessage) -> Awaitable[None]:
-        return self.on_receive_batch([message])
+    async def on_receive(self, message: UMessage) -> None:
+        await self.on_receive_batch([message])
 
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None]:
-        return self._send_back([self._back(message) for message in messages])
+    async def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        for status in await self._transport.send_batch([self._back(message) for message in messages]):
+            if status.code:
+                raise UStatusError.from_status(status)
 
     def _back(self, message: UMessage) -> UMessage:
         source = message.attributes.source
         sink = uris.uri(source.authority_name, source.ue_id, source.ue_version_major, 0)
-        return UMessageBuilder.notification(self._local.get_resource(TOPIC), sink).build_from_upayload(
-            UPayload.of(message)
-        )
-
-    async def _send_back(self, messages: list[UMessage]) -> None:
-        for status in await self._transport.send_batch(messages):
-            if status.code:
-                raise UStatusError.from_status(status)
+        builder = UMessageBuilder.notification(self._local.get_resource(TOPIC), sink)
+        return builder.build_from_upayload(UPayload.of(message))
 
 
 async def serve(plugin: TransportPlugin, authority: str, settings: dict[str, object]) -> None:
     local = LocalUriProvider(authority, ENTITY, VERSION)
     async with plugin.create(plugin.config.model_validate(settings), local) as transport:
-        await transport.register_listener(
-            uris.pattern(resource=uris.WILDCARD_RESOURCE), Echo(transport, local), local.get_source()
-        )
+        anything = uris.pattern(resource=uris.WILDCARD_RESOURCE)
+        await transport.register_listener(anything, Echo(transport, local), local.get_source())
         print("ready", flush=True)
         await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
 def main(name: str, authority: str, settings: str) -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # stdout is for "ready"
-    module, _, attribute = name.partition(":")
-    asyncio.run(serve(getattr(importlib.import_module(module), attribute), authority, json.loads(settings)))
+    asyncio.run(serve(pkgutil.resolve_name(name), authority, json.loads(settings)))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,32 @@
 """What is large, too large, too much, or still on its way when its sender closes.
 
 small, large, small -> in order        too large -> refused, or it arrives        flood -> slow listener -> slow sender
+
+owner says SMALL_MAX  --  send [small, exactly, too large, small] -> [OK, OK, INVALID_ARGUMENT, OK]
+                      --  arrive  small, exactly, too large, small -> small, exactly, small; counted as too_large
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
 
-from transports.conformance.base import BatchSink, Pair, TransportHarness, codes, notification, raw, reply, spec, topic
+from transports.conformance.base import Ends, Pair, TransportHarness, spec
 from transports.conformance.delivery import firsts
-from uprotocol.message import UMessageBuilder
+from transports.conformance.messages import ALPHA, BETA, codes, notification, reply, topic
+from transports.conformance.sinks import BatchSink, Sink
+from uprotocol.transport import ENVELOPE_BYTES_MAX, Capability, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 
-STALLED_S = 0.5  # a sender that has got rid of nothing for so long waits for the listener: one that does not, floods on
+STALLED_S = 0.5  # nothing was sent or handed over for so long: there is no room
 LAST_WORDS = 500
+SMALL_MAX: Final = 1 << 16  # of a payload: what an owner may ask for
+TOO_LARGE: Final = SMALL_MAX + ENVELOPE_BYTES_MAX + 4_096  # beyond what a network may allow for its own headers
+SIZES: Final = (1, SMALL_MAX, TOO_LARGE, 2, TOO_LARGE, 3)
+FLOOD_BYTES: Final = 96 << 20  # more than Arrivals hold
 PADDING = b" " * 1_024  # of each message, so that a few thousand are more than the buffers of a socket
 
 
@@ -30,9 +42,7 @@ class PressureConformance(TransportHarness):
 
     async def test_what_is_too_large_is_refused_or_arrives(self, pair: Pair) -> None:
         heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
-        large = UMessageBuilder.notification(topic(), reply()).build_from_upayload(
-            raw(bytes(self.payload_bytes_max * 4))
-        )
+        large = notification(bytes(self.payload_bytes_max * 4))
         statuses = await pair[0].send_batch([large, notification(b"small")])
         if statuses[1].code == UCode.UNAVAILABLE:
             return  # it cost the connection, and nobody was told that it was sent
@@ -50,12 +60,7 @@ class PressureConformance(TransportHarness):
         flood = _padded(self.flood_messages)
         sending = asyncio.ensure_future(self.send_in_parts(pair[0], flood, sent))
         try:
-            await heard.expect(1)
-            progress = -1
-            while not sending.done() and progress != len(sent) + len(heard.messages):
-                progress = len(sent) + len(heard.messages)
-                await asyncio.wait({sending}, timeout=STALLED_S)
-            handed_over = len(heard.messages)
+            handed_over = await _stalled(sending, heard, sent)
             sent_all = sending.done()
         finally:
             heard.gate.set()
@@ -75,6 +80,74 @@ class PressureConformance(TransportHarness):
         await pair[0].close()
         await heard.expect(LAST_WORDS)
         assert [int(payload) for payload in heard.payloads] == list(range(LAST_WORDS))
+
+    # What its owner allows a message to have.
+
+    async def limited(self, ends: Ends, authority: str) -> Pair:
+        """Open ends, of which that one has an owner who wants no large messages."""
+        pair = await ends(ALPHA), await ends(BETA)
+        pair[authority == BETA].message_bytes_max = SMALL_MAX
+        for end in pair:
+            await end.open()
+        return pair
+
+    @spec("dsn~utransport-send-error-invalid-parameter~1")
+    async def test_what_is_larger_than_its_owner_allows_is_not_sent(self, ends: Ends) -> None:
+        self.needs(Capability.PUSH)
+        pair = await self.limited(ends, ALPHA)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        statuses = await pair[0].send_batch([notification(bytes(size)) for size in SIZES])
+        assert codes(statuses) == [UCode.INVALID_ARGUMENT if size == TOO_LARGE else UCode.OK for size in SIZES]
+        assert all(status.message for status in statuses if status.code), "whoever sends must be told what the limit is"
+        await self._only_small_ones_arrived(pair, heard)
+
+    async def test_what_is_larger_than_its_owner_allows_is_not_taken(self, ends: Ends) -> None:
+        self.needs(Capability.PUSH)
+        pair = await self.limited(ends, BETA)
+        heard = await self.listen(pair, topic(), reply(), BatchSink(self.deadline_s))
+        await self.send_all(pair[0], [notification(bytes(size)) for size in SIZES])
+        await self._only_small_ones_arrived(pair, heard)
+        assert pair[1].connected, "what is too large costs nobody the connection"
+        dropped = Counter[str](getattr(pair[1], "dropped", {}))
+        assert dropped["too_large"] == (0 if self.network_drops_too_large else 2), f"counted was {dropped}"
+
+    async def _only_small_ones_arrived(self, pair: Pair, heard: Sink) -> None:
+        await self.send_all(pair[0], [notification(b"end")])
+        await heard.expect_payload(b"end")
+        assert [len(payload) for payload in heard.payloads] == [1, SMALL_MAX, 2, 3, len(b"end")]
+
+    async def test_a_slow_listener_of_large_messages_is_not_handed_all_of_them(self, pair: Pair) -> None:
+        """A limit that counts messages alone is none: a few thousand large ones are more than a small computer has."""
+        heard = await self.gated(pair)
+        size = self.payload_bytes_max
+        count = FLOOD_BYTES // size + 1
+        sending = asyncio.ensure_future(self._send_large(pair[0], size, count))
+        try:
+            handed_over = await _stalled(sending, heard)
+        finally:
+            heard.gate.set()
+        await sending
+        assert handed_over < count, (
+            f"a listener that takes nothing was handed {handed_over * size >> 20} MiB: bound what waits in bytes"
+        )
+        await heard.until(lambda: len({one.attributes.id.lsb for one in heard.messages}) == count, "all of the flood")
+
+    async def _send_large(self, sender: UTransport, size: int, count: int) -> None:
+        """A few at a time: what is sent must not be what takes the memory."""
+        payload = bytes(size)
+        for start in range(0, count, 8):
+            await self.send_all(sender, [notification(payload) for _ in range(min(8, count - start))])
+
+
+async def _stalled(sending: asyncio.Future[None], heard: BatchSink, sent: Sequence[UMessage] = ()) -> int:
+    """How many messages `heard` has been handed, once nothing moves any more: neither there nor what is `sent`."""
+    progress = -1
+    while progress != len(sent) + len(heard.messages) or not heard.messages:
+        progress = len(sent) + len(heard.messages)
+        await asyncio.wait({sending}, timeout=STALLED_S)
+        if sending.done():
+            await asyncio.sleep(STALLED_S)
+    return len(heard.messages)
 
 
 def _padded(count: int) -> list[UMessage]:

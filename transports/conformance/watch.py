@@ -13,7 +13,7 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from pathlib import Path
 from typing import Any, Final, Self
 
 BEAT_S: Final = 0.001
@@ -41,7 +41,7 @@ class Heartbeat:
         self._watcher.start()
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await asyncio.sleep(BEAT_S)  # what blocked last is seen by one more beat
         self._beat()
         self._beating.cancel()
@@ -62,12 +62,9 @@ class Heartbeat:
         while not self._ended.wait(BEAT_S):
             if self._stack is None and time.monotonic() - self._at > self._bound_s:
                 frame = sys._current_frames().get(self._thread)
-                self._idle = frame is not None and _waits(frame)
+                file = Path(frame.f_code.co_filename).name if frame is not None else ""
+                self._idle = any(word in file for word in _WAITING)
                 self._stack = "" if frame is None else "".join(traceback.format_stack(frame)[-STACK_LINES_MAX:])
-
-
-def _waits(frame: FrameType) -> bool:
-    return any(word in frame.f_code.co_filename.rpartition("/")[2] for word in _WAITING)
 
 
 @dataclass(frozen=True)

@@ -67,59 +67,33 @@ except DDSException as error:
 class DdsConfig(TransportSettings):
     """Which domain, over which network. Without any option Cyclone decides, from CYCLONEDDS_URI if that is set."""
 
-    domain_id: int = Field(
-        default=0, ge=0, le=230, description="participants of different domains never hear one another"
-    )
-    interface: str | None = Field(
-        default=None,
-        description="network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses",
-    )
-    multicast: bool | None = Field(
-        default=None,
-        description="false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the "
-        "interface can",
-    )
-    peers: tuple[str, ...] = Field(
-        default=(),
-        max_length=PEERS_MAX,
-        description="hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most",
-    )
-    participants_per_host_max: int = Field(
-        default=32, ge=1, le=119, description="without multicast: participants looked for on each peer"
-    )
-    tag: str | None = Field(
-        default=None,
-        min_length=1,
-        max_length=TAG_CHARS_MAX,
-        description="only participants with the same tag find one another",
-    )
-    lease_ms: int | None = Field(
-        default=None,
-        ge=LEASE_MS_MIN,
-        le=LEASE_MS_MAX,
-        description="how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it "
-        "10000, Cyclone's own",
-    )
-    cyclone_xml: str | None = Field(
-        default=None, description="a whole Cyclone configuration, instead of the options above"
-    )
-    cyclone_file: Path | None = Field(
-        default=None, description="a file with a whole Cyclone configuration, instead of the options above"
-    )
-    discovery_quiet_ms: int = Field(
-        default=DISCOVERY_QUIET_MS, ge=1, description="opening ends when discovery found nothing new for so long"
-    )
-    send_timeout_ms: int = Field(
-        default=SEND_TIMEOUT_MS,
-        ge=1,
-        description="how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE",
-    )
-    writers_max: int = Field(
-        default=WRITERS_MAX, ge=1, description="DDS writers kept; the least recently used one gives way"
-    )
-    inbox_messages_max: int = Field(
-        default=MESSAGES_MAX, ge=1, description="messages between the network and the listeners"
-    )
+    domain_id: int = Field(default=0, ge=0, le=230)
+    """participants of different domains never hear one another"""
+    interface: str | None = None
+    """network interface by name, as in `ip link`: `lo` for this host only. Without it Cyclone chooses"""
+    multicast: bool | None = None
+    """false: discovery asks the peers alone, by unicast. Without it Cyclone decides: yes, where the interface can"""
+    peers: tuple[str, ...] = Field(default=(), max_length=PEERS_MAX)
+    """hosts that discovery asks directly: names or IPv4 addresses, or `HOST:PORT`; 256 at most"""
+    participants_per_host_max: int = Field(default=32, ge=1, le=119)
+    """without multicast: participants looked for on each peer"""
+    tag: str | None = Field(default=None, min_length=1, max_length=TAG_CHARS_MAX)
+    """only participants with the same tag find one another"""
+    lease_ms: int | None = Field(default=None, ge=LEASE_MS_MIN, le=LEASE_MS_MAX)
+    """how long others wait for us when they hear nothing: a shorter pause loses nothing. Without it 10000, Cyclone's
+    own"""
+    cyclone_xml: str | None = None
+    """a whole Cyclone configuration, instead of the options above"""
+    cyclone_file: Path | None = None
+    """a file with a whole Cyclone configuration, instead of the options above"""
+    discovery_quiet_ms: int = Field(default=DISCOVERY_QUIET_MS, ge=1)
+    """opening ends when discovery found nothing new for so long"""
+    send_timeout_ms: int = Field(default=SEND_TIMEOUT_MS, ge=1)
+    """how long a receiver that takes nothing may hold up a sender: then UNAVAILABLE"""
+    writers_max: int = Field(default=WRITERS_MAX, ge=1)
+    """DDS writers kept; the least recently used one gives way"""
+    inbox_messages_max: int = Field(default=MESSAGES_MAX, ge=1)
+    """messages between the network and the listeners"""
 
     @field_validator("peers")
     @classmethod
@@ -150,8 +124,7 @@ class DdsConfig(TransportSettings):
     @model_validator(mode="after")
     def _one_configuration(self) -> Self:
         given = [name for name in ("cyclone_xml", "cyclone_file") if getattr(self, name) is not None]
-        options = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
-        options += ["peers"] * bool(self.peers)
+        options = self._options()
         if len(given) > 1 or (given and options):
             raise ValueError(
                 f"{given[0]} is a whole configuration and can't be combined with {', '.join((given + options)[1:])}"
@@ -163,11 +136,8 @@ class DdsConfig(TransportSettings):
     @property
     def is_foreign(self) -> bool:
         """True if somebody else wrote what Cyclone gets, so that it has to be tried first."""
-        return (
-            self.cyclone_xml is not None
-            or self.cyclone_file is not None
-            or (not self._options() and "CYCLONEDDS_URI" in os.environ)
-        )
+        is_whole = self.cyclone_xml is not None or self.cyclone_file is not None
+        return is_whole or (not self._options() and "CYCLONEDDS_URI" in os.environ)
 
     def identity(self) -> str | None:
         """What tells configurations apart, whatever their names stand for at the moment; None if Cyclone decides."""
@@ -190,13 +160,17 @@ class DdsConfig(TransportSettings):
         if not self._options():
             return None
         if self.interface is not None:
-            _look_for(self.interface)
+            names = sorted(name for _, name in socket.if_nameindex())
+            if self.interface not in names:
+                raise UStatusError(
+                    UCode.UNAVAILABLE, f"there is no network interface {self.interface!r} now, only {', '.join(names)}"
+                )
         return self.xml([address for peer in self.peers for address in _addresses(peer)])
 
-    def _options(self) -> bool:
-        return bool(self.peers) or any(
-            option is not None for option in (self.interface, self.multicast, self.tag, self.lease_ms)
-        )
+    def _options(self) -> list[str]:
+        """Those that are given, of which Cyclone's configuration is made."""
+        given = [name for name in ("interface", "multicast", "tag", "lease_ms") if getattr(self, name) is not None]
+        return given + ["peers"] * bool(self.peers)
 
     def xml(self, addresses: list[str]) -> str:
         """The options as Cyclone's XML, with these addresses for the peers."""
@@ -258,14 +232,6 @@ def _addresses(peer: str) -> list[str]:
     if not addresses:
         raise UStatusError(UCode.UNAVAILABLE, f"the DDS peer {peer!r} stands for no address of a host")
     return [address if port is None else f"{address}:{int(port)}" for address in addresses[:ADDRESSES_PER_PEER_MAX]]
-
-
-def _look_for(interface: str) -> None:
-    names = sorted(name for _, name in socket.if_nameindex())
-    if interface not in names:
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"there is no network interface {interface!r} now, only {', '.join(names)}"
-        )
 
 
 def _plain(xml: str) -> str:

@@ -195,7 +195,7 @@ class Participant:
     """A participant, and the domain that it shares with others of this process that have the same configuration."""
 
     _domains: ClassVar[dict[int, tuple[str, Domain, int]]] = {}  # by id: what it was made of, and its users
-    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _lock: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, config: DdsConfig) -> None:
         """Raises UStatusError: UNAVAILABLE with the reason where an address, a file or the interface is away, or
@@ -235,7 +235,7 @@ class Participant:
         if config.is_foreign:
             _try(config, configuration)
         with self._lock:
-            if not self._joined(config.domain_id, identity, locked=True):
+            if not self._joined(config.domain_id, identity):
                 try:
                     domain = Domain(config.domain_id, configuration)
                 except DDSException as error:
@@ -244,9 +244,9 @@ class Participant:
                 self._shares_domain = True
         return configuration
 
-    def _joined(self, domain_id: int, identity: str, *, locked: bool = False) -> bool:
+    def _joined(self, domain_id: int, identity: str) -> bool:
         """True if the domain was there, and is ours too now."""
-        with contextlib.nullcontext() if locked else self._lock:
+        with self._lock:
             if domain_id not in self._domains:
                 return False
             known, domain, users = self._domains[domain_id]

@@ -106,9 +106,12 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
     """authority/type/instance/version/resource"""
     authority = uri.authority_name or local_authority
     kind, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
+    # Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is
+    # special as %XX.
+    plain = quote(authority, safe=_SAFE) if uris.is_ip_future(authority) else authority.strip("[]")
     return "/".join(
         (
-            wildcard if authority == uris.WILDCARD_AUTHORITY else _authority(authority),
+            wildcard if authority == uris.WILDCARD_AUTHORITY else plain,
             wildcard if kind == uris.WILDCARD_ENTITY_TYPE else f"{kind:X}",
             wildcard if instance == uris.WILDCARD_ENTITY_INSTANCE else f"{instance:X}",
             wildcard if uri.ue_version_major == uris.WILDCARD_VERSION else f"{uri.ue_version_major:X}",
@@ -117,14 +120,8 @@ def _segments(uri: UUri, local_authority: str, wildcard: str) -> str:
     )
 
 
-def _authority(name: str) -> str:
-    """Brackets are special to fnmatch. An IPv6 address goes without, since no name has a colon; IPvFuture with what is
-    special as %XX."""
-    return quote(name, safe=_SAFE) if uris.is_ip_future(name) else name.strip("[]")
-
-
 def _name(segment: str) -> str:
-    """The authority that `_authority` has written so."""
+    """The authority that `_segments` has written so."""
     return unquote(segment) if "%" in segment else f"[{segment}]" if ":" in segment else segment
 
 
@@ -212,10 +209,3 @@ def decode(sample: bytes) -> UMessage:
     if payload is not None:
         message.payload = payload
     return message
-
-
-def partition_of(attributes: UAttributes, local_authority: str) -> str:
-    """The writer's partition of a message with these attributes."""
-    return writer_partition(
-        attributes.source, attributes.sink if attributes.HasField("sink") else None, local_authority
-    )

@@ -71,12 +71,6 @@ class _Reader:
     def close(self) -> None:
         delete(self.condition, self.entity, self.subscriber)
 
-    def has_taken(self, octets: int) -> None:
-        """The next take may be larger, or has to be smaller."""
-        self.take_max = (
-            min(2 * self.take_max, TAKE_SAMPLES_MAX) if octets < TAKE_BYTES_MAX else max(1, self.take_max // 4)
-        )
-
     def source(self, handle: int) -> _Source:
         """The writer of that handle, as it was known before if it was."""
         with binding:
@@ -98,11 +92,6 @@ class _Reader:
         return source
 
 
-def reader_samples_max(sample_bytes_max: int) -> int:
-    """Samples that a reader may hold of up to so many bytes each: DDS's limits count no bytes."""
-    return min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
-
-
 class Readers(ServingThread):
     """Readers by token. `arrived(owner, samples)` runs on the thread of this object, and may wait: then the senders are
     held back.
@@ -115,11 +104,12 @@ class Readers(ServingThread):
         self,
         participant: Participant,
         arrived: Callable[[Any, list[tuple[bytes, str]]], None],
-        *,
-        samples_max: int = READER_SAMPLES_MAX,
+        sample_bytes_max: int,
     ) -> None:
         super().__init__(participant, "dds-readers")
-        self._arrived, self._samples_max = arrived, samples_max
+        self._arrived = arrived
+        # that each may hold: DDS's limits count no bytes
+        self._samples_max = min(READER_SAMPLES_MAX, max(READER_SAMPLES_MIN, READER_BYTES_MAX // sample_bytes_max))
         self._readers: dict[int, _Reader] = {}
         self._tokens = itertools.count(1)
         self.lost: Counter[str] = Counter()
@@ -154,7 +144,10 @@ class Readers(ServingThread):
                 if token in self._readers:  # else it went while we looked
                     raise
                 continue
-            reader.has_taken(sum([len(sample) for sample, _ in fresh]))
+            if sum([len(sample) for sample, _ in fresh]) < TAKE_BYTES_MAX:
+                reader.take_max = min(2 * reader.take_max, TAKE_SAMPLES_MAX)
+            else:
+                reader.take_max = max(1, reader.take_max // 4)
             self._arrived(reader.owner, fresh)
 
     def _new(self, reader: _Reader, samples: list[Any]) -> list[tuple[bytes, str]]:

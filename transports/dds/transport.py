@@ -22,7 +22,7 @@ from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_t
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
-from transports.dds.readers import Readers, reader_samples_max
+from transports.dds.readers import Readers
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
 from transports.listeners import Filter, all_of
@@ -65,7 +65,7 @@ class _Session:
                 self.participant, writers_max=config.writers_max, timeout_s=config.send_timeout_ms / 1000
             )
             undo.callback(self.writers.close)
-            self.readers = Readers(self.participant, arrived, samples_max=reader_samples_max(sample_bytes_max))
+            self.readers = Readers(self.participant, arrived, sample_bytes_max)
             undo.callback(self.readers.close)
             self.roll_call = RollCall(self.participant, changed)
             undo.pop_all()
@@ -109,7 +109,6 @@ class DdsTransport(TransportBase):
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
         self._readers: dict[Filter, asyncio.Task[int]] = {}
-        self._listening: dict[Filter, str] = {}  # partitions
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
         self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
@@ -132,7 +131,8 @@ class DdsTransport(TransportBase):
 
     @property
     def troubles(self) -> list[str]:
-        return self._session.troubles(list(self._listening.values())) if self._session is not None else []
+        listening = [mapping.reader_partition(one.source, one.sink, self.authority) for one in self._readers]
+        return self._session.troubles(listening) if self._session is not None else []
 
     @property
     def key(self) -> bytes:
@@ -213,7 +213,6 @@ class DdsTransport(TransportBase):
         self._session, self.is_open = None, False
         self._arrivals.close()
         self._readers.clear()
-        self._listening.clear()
         self._peers = frozenset()
         self._seen.clear()
         ended = self._registrar.submit(session.close)
@@ -277,21 +276,16 @@ class DdsTransport(TransportBase):
         return None
 
     def _route(self, attributes: UAttributes, stamp: Stamp | None) -> Route:
+        source, sink = attributes.source, attributes.sink if attributes.HasField("sink") else None
+        addresses = source.SerializeToString(), sink.SerializeToString() if sink is not None else None
+        partition = self._partitions.get(addresses)
+        if partition is None:
+            partition = self._partitions[addresses] = mapping.writer_partition(source, sink, self.authority)
         priority = mapping.TRANSPORT_PRIORITY.get(attributes.priority, 0)
-        route = Route(self._partition(attributes), priority, mapping.lifespan_ms(attributes.ttl))
+        route = Route(partition, priority, mapping.lifespan_ms(attributes.ttl))
         if stamp is not None:
             self._routes[stamp] = route
         return route
-
-    def _partition(self, attributes: UAttributes) -> str:
-        addresses = (
-            attributes.source.SerializeToString(),
-            attributes.sink.SerializeToString() if attributes.HasField("sink") else None,
-        )
-        partition = self._partitions.get(addresses)
-        if partition is None:
-            partition = self._partitions[addresses] = mapping.partition_of(attributes, self.authority)
-        return partition
 
     # receiving
 
@@ -351,7 +345,6 @@ class DdsTransport(TransportBase):
             with contextlib.suppress(UStatusError):
                 self.listeners.remove(source_filter, sink_filter, listener)
             self._readers.pop(filter, None)
-            self._listening.pop(filter, None)
             raise
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
@@ -362,7 +355,7 @@ class DdsTransport(TransportBase):
 
     async def _make_reader(self, filter: Filter) -> int:
         session = self._require_session()
-        partition = self._listening[filter] = mapping.reader_partition(filter.source, filter.sink, self.authority)
+        partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
         token, key = await self._run(session.readers.add, filter, partition)
         await self._found(key)
         return token
@@ -372,10 +365,7 @@ class DdsTransport(TransportBase):
     ) -> None:
         session = self._require_session()
         filter = self.listeners.remove(source_filter, sink_filter, listener)
-        reader = None
-        if filter is not None:
-            reader = self._readers.pop(filter, None)
-            self._listening.pop(filter, None)
+        reader = self._readers.pop(filter, None) if filter is not None else None
         if reader is not None:
             token = await asyncio.shield(reader)
             if self._session is session:  # else close has removed it

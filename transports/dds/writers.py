@@ -19,7 +19,7 @@ import queue
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -166,18 +166,6 @@ class Writers:
     def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
-    def write(self, route: Route, samples: Sequence[bytes]) -> list[UStatus]:
-        """Write these and wait for it. From any thread but the loop's and this object's."""
-        written: queue.SimpleQueue[list[UStatus]] = queue.SimpleQueue()
-        batch = Batch(len(samples), written.put)
-
-        def put_all() -> None:
-            for place, sample in enumerate(samples):
-                self.put(batch, place, route, sample)
-
-        self.submit(put_all)
-        return written.get()
-
     def stop(self) -> None:
         """Answer UNAVAILABLE to whatever waits for room, and wait for nobody any more."""
         self._stopping = True
@@ -186,7 +174,7 @@ class Writers:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._turn_s())
+                job = self._jobs.get(timeout=self._pause_s if self._full else HELD_LOOK_S if self._held else None)
                 if job is None:
                     return
                 job()
@@ -201,17 +189,14 @@ class Writers:
                 log.exception("a turn of the DDS writers failed, and they go on")
                 time.sleep(FAILED_TURN_S)
 
-    def _turn_s(self) -> float | None:
-        if self._full:
-            return self._pause_s
-        return HELD_LOOK_S if self._held else None
-
     # one message
 
     def put(self, batch: Batch, index: int, route: Route, data: bytes) -> None:
         """Write it, or let it wait; its status is settled sooner or later."""
         try:
-            writer = self._writer(route)
+            key = (route.partition, route.priority)
+            writer = self._writers.get(key) or self._make(key, route.lifespan_ms)
+            self._writers.move_to_end(key)
             if writer.waiting:
                 self._wait(writer, batch, index, route, data)
             elif writer.refused_batch != batch.number and writer.write(data, route.lifespan_ms):
@@ -224,15 +209,6 @@ class Writers:
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
         except UStatusError as error:
             batch.settle(index, error.status)
-
-    def _writer(self, route: Route) -> _Writer:
-        key = (route.partition, route.priority)
-        writer = self._writers.get(key)
-        if writer is None:
-            writer = self._make(key, route.lifespan_ms)
-        else:
-            self._writers.move_to_end(key)
-        return writer
 
     def _make(self, key: tuple[str, int], lifespan_ms: int | None) -> _Writer:
         while len(self._writers) >= self._writers_max:
@@ -305,7 +281,8 @@ class Writers:
         if self._held:
             free = [writer for writer in self._held.values() if writer.drained()]
             for writer in free:
-                self._release(writer)
+                writer.held = False
+                del self._held[id(writer)]
             if free:
                 self._tell()
 
@@ -315,9 +292,9 @@ class Writers:
         try:
             while waiting and writer.write(waiting[0].data, waiting[0].lifespan_ms):
                 moved = True
-                self._taken_out(waiting.popleft(), OK)
+                self._take_out(writer, OK)
         except DDSException as error:
-            self._taken_out(waiting.popleft(), translate(error, f"writing to {writer.partition}").status)
+            self._take_out(writer, translate(error, f"writing to {writer.partition}").status)
         if moved:
             writer.moved_at = now
         if not waiting:
@@ -326,17 +303,19 @@ class Writers:
             self._hold(writer)
         return moved
 
-    def _taken_out(self, one: _Waiting, status: UStatus) -> None:
+    def _take_out(self, writer: _Writer, status: UStatus | None = None) -> None:
+        """The first that waits: answer it, or (None) refuse it."""
+        one = writer.waiting.popleft()
         self._waiting_messages -= 1
         self._waiting_bytes -= len(one.data)
-        one.batch.settle(one.place, status)
+        if status is not None:
+            one.batch.settle(one.place, status)
+        else:
+            self._refuse(writer, one.batch, one.place)
 
     def _fail(self, writer: _Writer) -> None:
         while writer.waiting:
-            one = writer.waiting.popleft()
-            self._waiting_messages -= 1
-            self._waiting_bytes -= len(one.data)
-            self._refuse(writer, one.batch, one.place)
+            self._take_out(writer)
         self._full.pop(id(writer), None)
 
     def _fail_all(self) -> None:
@@ -350,10 +329,6 @@ class Writers:
         self._held[id(writer)] = writer
         self._tell()  # first: whoever gets the answer may ask why
         self._fail(writer)
-
-    def _release(self, writer: _Writer) -> None:
-        writer.held = False
-        del self._held[id(writer)]
 
     def _is_suspect(self, writer: _Writer) -> bool:
         """True if it is full because of somebody who holds others back already: that need not be waited for again."""
@@ -390,11 +365,8 @@ class Writers:
     def _culprits_of(self, writer: _Writer) -> frozenset[bytes]:
         suspects = writer.receivers()
         if len(suspects) > 1:
-            others = [
-                other
-                for other in reversed(self._writers.values())
-                if other.written and not other.held and not other.waiting
-            ]
+            newest = reversed(self._writers.values())
+            others = [other for other in newest if other.written and not other.held and not other.waiting]
             for other in others[:WITNESSES_MAX]:
                 left = suspects - other.receivers() if other.drained() else suspects
                 suspects = left or suspects

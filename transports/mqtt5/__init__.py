@@ -1,9 +1,8 @@
 """MQTT 5: uProtocol over a broker, in-vehicle and off-vehicle.
 
-transport.py -> window.py  send, answered by PUBACK          mapping.py  UMessage <-> PUBLISH, pure
-             -> intake.py  deliver, acknowledge last         codec.py    the same, of what is known already
-             -> losses.py  what the broker has lost          wire.py     PUBLISH, PUBACK <-> bytes, pure
-             -> link.py  keeps a connection up               packets.py  the rare packets <-> bytes, pure
+transport.py -> window.py  send, answered by PUBACK       mapping.py  UMessage <-> PUBLISH, pure
+             -> losses.py  what the broker has lost       wire.py     PUBLISH, PUBACK <-> bytes; what is known already
+             -> link.py    keeps a connection up          packets.py  the rare packets <-> bytes, pure
                 -> connection.py  TCP, TLS, packets -> broker
 config.py  settings    subscriptions.py  which copy of a message counts, pure    reasons.py  reason codes -> UCode
 broker.py  a private mosquitto, for tests, demo and benchmarks

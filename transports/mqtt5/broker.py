@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -49,19 +50,14 @@ def find() -> str | None:
     return shutil.which("mosquitto") or shutil.which("mosquitto", path=os.pathsep.join(PATHS))
 
 
-def _has_containers() -> bool:
-    if shutil.which("docker") is None or importlib.util.find_spec("testcontainers") is None:
-        return False
-    return subprocess.run(["docker", "info"], capture_output=True, check=False).returncode == 0
-
-
 def runner() -> Callable[[Path], _Process | _Container]:
     """What runs mosquitto with a configuration file: the binary, else a container. Raises FAILED_PRECONDITION: neither
     is there."""
     binary = find()
     if binary is not None:
         return lambda config: _Process(binary, config)
-    if not _has_containers():
+    has_containers = shutil.which("docker") is not None and importlib.util.find_spec("testcontainers") is not None
+    if not has_containers or subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
         raise UStatusError(UCode.FAILED_PRECONDITION, MISSING)
     return _Container
 
@@ -91,10 +87,8 @@ class _Process:
     def alive(self) -> bool:
         return self._popen.poll() is None
 
-    def signal(self, number: signal.Signals) -> None:
-        self._popen.send_signal(number)
-
-    def wait(self) -> None:
+    def end(self, number: signal.Signals) -> None:
+        self._popen.send_signal(number)  # unless it has ended
         try:
             self._popen.wait(STOP_MS_MAX / 1000)
         except subprocess.TimeoutExpired:
@@ -117,16 +111,16 @@ class _Container:
         inner.reload()
         return bool(inner.status in ("created", "running"))
 
-    def signal(self, number: signal.Signals) -> None:
+    def end(self, number: signal.Signals) -> None:
+        inner = self._container.get_wrapped_container()
         with contextlib.suppress(Exception):  # it may have ended already
-            self._container.get_wrapped_container().kill(number.name)
-
-    def wait(self) -> None:
+            inner.kill(number.name)
         with contextlib.suppress(Exception):
-            self._container.get_wrapped_container().wait(timeout=STOP_MS_MAX / 1000)
+            inner.wait(timeout=STOP_MS_MAX / 1000)
         self._container.stop()
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Broker:
     """One mosquitto: `start`, `stop` (it writes its store), `kill` (it doesn't), `restart` on the same port.
 
@@ -139,30 +133,21 @@ class Broker:
     it.
     """
 
-    def __init__(
-        self,
-        *,
-        users: Mapping[str, str] | None = None,
-        acl: str | None = None,
-        persistent: bool = False,
-        certificates: tuple[Path, Path, Path] | None = None,
-        require_client_certificate: bool = False,
-        settings: Sequence[str] = (),
-    ) -> None:
-        self._users, self._acl, self._persistent = users, acl, persistent
-        self._certificates, self._require_client_certificate = certificates, require_client_certificate
-        self._settings = settings
+    users: Mapping[str, str] | None = None
+    acl: str | None = None
+    persistent: bool = False
+    certificates: tuple[Path, Path, Path] | None = None
+    require_client_certificate: bool = False
+    settings: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self.host, self._port = "127.0.0.1", 0
         self._directory: Path | None = None
         self._lock = -1  # of the directory, while there is one
         self._running: _Process | _Container | None = None
-        self._port = 0
 
     def __repr__(self) -> str:
         return f"Broker(port={self._port or None}, {'running' if self.running else 'stopped'})"
-
-    @property
-    def host(self) -> str:
-        return "127.0.0.1"
 
     @property
     def port(self) -> int:
@@ -202,7 +187,10 @@ class Broker:
             self._running = run(self._write_config(port))
             deadline = time.monotonic() + START_MS_MAX / 1000
             while self._running.alive() and time.monotonic() < deadline:
-                if _accepts(self.host, port):
+                with (
+                    contextlib.suppress(OSError),  # it does not listen yet
+                    socket.create_connection((self.host, port), timeout=PROBE_MS / 1000),
+                ):
                     self._port = port
                     return
                 yield PROBE_MS / 1000
@@ -210,9 +198,8 @@ class Broker:
             if "Address already in use" not in self.log:
                 break
             yield PROBE_MS / 1000
-        raise UStatusError(
-            UCode.UNAVAILABLE, f"mosquitto did not start; it said: {self.log.strip()[-500:] or 'nothing'}"
-        )
+        said = self.log.strip()[-500:] or "nothing"
+        raise UStatusError(UCode.UNAVAILABLE, f"mosquitto did not start; it said: {said}")
 
     def stop(self) -> None:
         """End it in order: a persistent broker writes what it holds. May be called twice."""
@@ -250,9 +237,7 @@ class Broker:
     def _end(self, number: signal.Signals) -> None:
         running, self._running = self._running, None
         if running is not None:
-            if running.alive():
-                running.signal(number)
-            running.wait()
+            running.end(number)
 
     def _write_config(self, port: int) -> Path:
         if self._directory is None:
@@ -266,24 +251,24 @@ class Broker:
             "log_type error\nlog_type warning\nlog_type notice",
             "max_inflight_messages 0",  # else 20: a round trip for every 20 messages
             "max_queued_messages 0",  # else 1000, and what is beyond is lost
-            f"allow_anonymous {'false' if self._users is not None else 'true'}",
-            f"persistence {'true' if self._persistent else 'false'}",
+            f"allow_anonymous {'false' if self.users is not None else 'true'}",
+            f"persistence {'true' if self.persistent else 'false'}",
             f"persistence_location {directory}/",
         ]
         if os.geteuid() == 0:
             lines.append("user root")  # it could not read its files otherwise
-        if self._users is not None:
-            passwords = "".join(_password_line(name, password) for name, password in self._users.items())
+        if self.users is not None:
+            passwords = "".join(_password_line(name, password) for name, password in self.users.items())
             lines.append(f"password_file {_private(directory / 'passwords', passwords)}")
-        if self._acl is not None:
-            lines.append(f"acl_file {_private(directory / 'acl', self._acl)}")
-        if self._certificates is not None:
-            ca, certificate, key = self._certificates
+        if self.acl is not None:
+            lines.append(f"acl_file {_private(directory / 'acl', self.acl)}")
+        if self.certificates is not None:
+            ca, certificate, key = self.certificates
             lines += [f"cafile {ca}", f"certfile {certificate}", f"keyfile {key}"]
-            lines.append(f"require_certificate {'true' if self._require_client_certificate else 'false'}")
-        overridden = {line.split()[0] for line in self._settings}
+            lines.append(f"require_certificate {'true' if self.require_client_certificate else 'false'}")
+        overridden = {line.split()[0] for line in self.settings}
         lines = [line for line in lines if line.split()[0] not in overridden]
-        return _private(directory / "mosquitto.conf", "\n".join([*lines, *self._settings, ""]))
+        return _private(directory / "mosquitto.conf", "\n".join([*lines, *self.settings, ""]))
 
 
 def _make_directory() -> tuple[Path, int]:
@@ -328,11 +313,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _accepts(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=PROBE_MS / 1000).close()
-    except OSError:
-        return False
-    return True

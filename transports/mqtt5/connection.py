@@ -11,14 +11,13 @@ What a broker must not send ends the connection with a reason; nothing is raised
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import socket
 import ssl
-import threading
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
+from transports.base import on_own_thread
 from transports.mqtt5 import packets, reasons, wire
 
 # of one read: some 500 messages of 400 bytes, or 40 us of copying
@@ -48,49 +47,43 @@ class PacketReader:
     """Bytes -> whole packets, each byte copied a few times at most, and never more than one packet kept that is not
     whole.
 
-    buffer() <- a read -> split -> (first byte, body), ...   the rest is small: kept, and joined to what comes next
-                                                             the rest is large: a buffer of its packet's size
-                                                             it announces too much: `announced` says so, none is kept
+    buffer <- a read -> split -> (first byte, body), ...   the rest is small: kept, and joined to what comes next
+                                                           the rest is large: a buffer of its packet's size
+                                                           it announces too much: `announced` says so, none is kept
 
     Joining a large packet anew at each read would copy it some hundred times: 50 MB held the event loop up for seconds.
     """
 
     def __init__(self, packet_bytes_max: int) -> None:
         self._packet_bytes_max = packet_bytes_max
-        self._small = memoryview(bytearray(READ_BYTES))
+        self._small = self.buffer = memoryview(bytearray(READ_BYTES))  # `buffer`: where the next read goes
         self._unread = b""  # the beginning of a small packet, or of a header
         self._large: memoryview | None = None
         self._first = self._filled = 0  # of the large packet: its first byte, and how much of the rest has come
         self.announced = 0  # bytes of a packet that is too large: nothing behind it can be read
 
-    def buffer(self) -> memoryview:
-        """Where the next read goes."""
-        return self._small if self._large is None else self._large[self._filled : self._filled + READ_BYTES]
-
     def take(self, count: int) -> Packets:
         """What is whole with `count` bytes more in the buffer. Raises ValueError for what is no MQTT."""
-        if self._large is not None:
-            self._filled += count
-            if self._filled < len(self._large):
-                return []
-            body, self._large = self._large, None
-            return [(self._first, body)]
-        data = self._unread + self._small[:count]
-        found, used = wire.split(data, self._packet_bytes_max)
-        self._keep(data, used)
-        return found
-
-    def _keep(self, data: bytes, used: int) -> None:
-        """What is behind `used` is the beginning of a packet."""
-        start, length = wire.announced(data, used)
-        if length > self._packet_bytes_max:
-            self._unread, self.announced = b"", length
-        elif length < LARGE_BYTES:
-            self._unread = data[used:]
+        if self._large is None:
+            data = self._unread + self._small[:count]
+            found, used = wire.split(data, self._packet_bytes_max)
+            self._unread = unread = data[used:]
+            length, start = wire.read_varint(unread, 1, len(unread)) if unread else (0, 0)
+            if length > self._packet_bytes_max:
+                self._unread, self.announced = b"", length
+            if length < LARGE_BYTES or self.announced:
+                return found
+            self._unread, self._first, self._large = b"", unread[0], memoryview(bytearray(length))
+            self._filled = len(unread) - start
+            self._large[: self._filled] = memoryview(unread)[start:]
         else:
-            self._unread, self._first, self._large = b"", data[used], memoryview(bytearray(length))
-            self._filled = len(data) - start
-            self._large[: self._filled] = memoryview(data)[start:]
+            found = []
+            self._filled += count
+            if self._filled == len(self._large):
+                body, self._large, self.buffer = self._large, None, self._small
+                return [(self._first, body)]
+        self.buffer = self._large[self._filled : self._filled + READ_BYTES]
+        return found
 
 
 class ConnectionUser(Protocol):
@@ -117,11 +110,8 @@ class Connection(asyncio.BufferedProtocol):
         self._answers: dict[int, asyncio.Future[Any]] = {}  # by packet id; of CONNACK, 0
         self.lost: asyncio.Future[OSError] = self._loop.create_future()  # it has ended, and why
         self._heard_s = self._said_s = self._pinged_s = self._loop.time()
-        self.welcome = self._paused = False  # the broker has let us in; the socket is not read
-
-    @property
-    def is_open(self) -> bool:
-        return self._transport is not None
+        self.up = False  # the broker has let us in, and we have not lost it since
+        self._paused = False  # the socket is not read
 
     def write(self, data: bytes) -> None:
         """Whole packets; what the socket does not take at once leaves as soon as it can."""
@@ -168,7 +158,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def drop(self, failure: OSError) -> None:
         """End it without a word."""
-        transport, self._transport = self._transport, None
+        transport, self._transport, self.up = self._transport, None, False
         if transport is None:
             return
         transport.abort()
@@ -192,29 +182,24 @@ class Connection(asyncio.BufferedProtocol):
             self.drop(exc if isinstance(exc, OSError) else ConnectionAbortedError(f"nobody foresaw {exc!r}"))
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.buffer()
+        return self._reader.buffer
 
     def buffer_updated(self, nbytes: int) -> None:
         self._heard_s = self._loop.time()
-        self._hurry()
+        # Let the kernel acknowledge at once what has been read, which it forgets to do each time we write. A broker
+        # with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and keeps the
+        # others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch would
+        # wait.
+        if _QUICK_ACK is not None and self._socket is not None:
+            with contextlib.suppress(OSError):  # it has hung up; the next read says so
+                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
         try:
             self._sort(self._reader.take(nbytes))
         except ValueError as error:
             self.drop(ConnectionAbortedError(f"it sent what is no MQTT 5: {error}"))
-        if self._reader.announced and self.is_open:
+        if self._reader.announced and self._transport is not None:
             self.write(packets.TOO_LARGE)
             self.drop(PacketTooLarge(self._reader.announced, self._packet_bytes_max))
-
-    def _hurry(self) -> None:
-        """Let the kernel acknowledge at once what has been read, which it forgets to do each time we write.
-
-        A broker with Nagle's algorithm (mosquitto, unless it has set_tcp_nodelay) sends the first PUBACK of many and
-        keeps the others until TCP has acknowledged that one; put off as usual, this takes 40 ms, for which every batch
-        would wait.
-        """
-        if _QUICK_ACK is not None and self._socket is not None:
-            with contextlib.suppress(OSError):  # it has hung up; the next read says so
-                self._socket.setsockopt(socket.IPPROTO_TCP, _QUICK_ACK, 1)
 
     def _sort(self, found: Packets) -> None:
         publishes: list[wire.Publish] = []
@@ -230,11 +215,11 @@ class Connection(asyncio.BufferedProtocol):
                     self._user.on_publishes(publishes)
                     publishes = []
                 self._take_rare(kind, first, bytes(body))
-                if not self.is_open:
+                if self._transport is None:
                     return
         if publishes:
             self._user.on_publishes(publishes)
-        if pubacks and self.is_open:
+        if pubacks and self._transport is not None:
             self._user.on_pubacks(pubacks)
 
     def _take_rare(self, kind: int, first: int, body: bytes) -> None:
@@ -242,8 +227,8 @@ class Connection(asyncio.BufferedProtocol):
             raise ValueError(f"a packet of kind {first >> 4} and {len(body)} bytes")
         if kind == packets.CONNACK:
             welcome = packets.read_connack(body)
-            if welcome.reason.value < reasons.FAILURE_MIN and not self.welcome:
-                self.welcome, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
+            if welcome.reason.value < reasons.FAILURE_MIN and not self.up:
+                self.up, self._keep_alive_s = True, welcome.told("ServerKeepAlive", self._keep_alive_s)
                 self._user.welcomed(welcome)  # here and now: the next packet may be a message already
             self._answer(0, welcome)
         elif kind in (packets.SUBACK, packets.UNSUBACK):
@@ -277,51 +262,40 @@ class Dialler:
         Raises OSError (gaierror, SSLError, TimeoutError among them), and ValueError for a host that can be none
         (UnicodeError among them).
         """
+        loop = asyncio.get_running_loop()
         async with asyncio.timeout(timeout_s):
             addresses = await self._addresses()
         failure = OSError(f"{self._host} has no address")
         for family, address in addresses:
+            sock = socket.socket(family) if context is None else _TlsSocket(family)
+            sock.setblocking(False)
             try:
                 async with asyncio.timeout(timeout_s):
-                    sock = await _connected(socket.socket(family) if context is None else _TlsSocket(family), address)
+                    await loop.sock_connect(sock, address)
                 break
-            except OSError as error:  # the next one may answer
-                failure = error
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError):
+                    raise
+                failure = error  # the next one may answer
         else:
             raise failure
         name = None if context is None else self._host  # the context checks who the broker is
         async with asyncio.timeout(timeout_s):
-            loop = asyncio.get_running_loop()
             await loop.create_connection(lambda: connection, sock=sock, ssl=context, server_hostname=name)
 
     async def _addresses(self) -> list[Address]:
         with contextlib.suppress(socket.gaierror):
             return look_up(self._host, self._port, _NUMERIC)
         if self._lookup is None or self._lookup.done():
-            self._lookup = _look_up_in_thread(self._host, self._port)
+            # not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute
+            thread = on_own_thread("look up a broker", lambda: look_up(self._host, self._port), lambda _: None)
+            self._lookup = asyncio.ensure_future(thread)
         return await asyncio.shield(self._lookup)
 
 
 def look_up(host: str, port: int, flags: int = 0) -> list[Address]:
     return [(found[0], found[4]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)]
-
-
-def _look_up_in_thread(host: str, port: int) -> asyncio.Future[list[Address]]:
-    """Not in the loop's own pool, whose threads the end of a process waits for: a name may take half a minute, and
-    can't be cancelled."""
-    addresses: concurrent.futures.Future[list[Address]] = concurrent.futures.Future()
-    addresses.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            addresses.set_result(look_up(host, port))
-        except Exception as error:  # the caller's to translate
-            addresses.set_exception(error)
-
-    threading.Thread(target=run, name="look up a broker", daemon=True).start()
-    wrapped = asyncio.wrap_future(addresses)
-    wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())  # whoever asked may have gone
-    return wrapped
 
 
 class _TlsSocket(socket.socket):
@@ -333,16 +307,3 @@ class _TlsSocket(socket.socket):
             return super().send(data, flags)
         except ConnectionError:
             return memoryview(data).nbytes
-
-
-async def _connected(sock: socket.socket, address: Any) -> socket.socket:
-    try:
-        sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, address)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-__all__ = ["Connection", "ConnectionUser", "Dialler", "PacketReader", "PacketTooLarge"]

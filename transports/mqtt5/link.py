@@ -7,9 +7,10 @@ open -> CONNECT -> CONNACK -> up(welcome) -> ... lost -> down(why) -> wait -> CO
 from __future__ import annotations
 
 import asyncio
+import itertools
+import random
 import secrets
 import ssl
-from collections.abc import Callable, Iterator
 from typing import Final, Protocol
 
 import structlog
@@ -17,11 +18,11 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.base import NOT_OPEN
 from transports.mqtt5 import packets, reasons, wire
-from transports.mqtt5.config import Mqtt5Config
+from transports.mqtt5.config import Mqtt5Config, TlsConfig
 from transports.mqtt5.connection import Connection, ConnectionUser, Dialler, PacketTooLarge
 from transports.mqtt5.packets import Welcome
 from uprotocol.status import UStatusError
-from uprotocol.transport import ENVELOPE_BYTES_MAX, MESSAGE_BYTES_MAX, LocalUriProvider
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 
 # before attempt 1, 2, ...; the last one ever after (spec section 6.7)
@@ -39,15 +40,10 @@ def reconnect_wait_ms(attempt: int, chance: float) -> float:
     return RECONNECT_MS[min(attempt, len(RECONNECT_MS)) - 1] * (1 - JITTER * chance)
 
 
-def _packet_ids() -> Iterator[int]:
-    while True:
-        yield from range(1, 65_536)
-
-
 class LinkUser(ConnectionUser, Protocol):
     """What a Link calls; all of it on the event loop."""
 
-    async def up(self, welcome: Welcome) -> None:
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
         """What is to be done first. Raises UStatusError if the connection can't be used; it is dropped then."""
 
     def down(self, why: str) -> None:
@@ -60,31 +56,25 @@ class LinkUser(ConnectionUser, Protocol):
 class Link:
     """One Connection at a time; packet ids go on counting with the next one."""
 
-    def __init__(
-        self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser, chance: Callable[[], float]
-    ) -> None:
-        self._config, self._user, self._chance = config, user, chance
+    def __init__(self, config: Mqtt5Config, local: LocalUriProvider, user: LinkUser) -> None:
+        self._config, self._user = config, user
         self.address = f"{config.host}:{config.port}"
-        self.wire_bytes_max = MESSAGE_BYTES_MAX + ENVELOPE_BYTES_MAX  # of a message that comes; set before `open`
-        self.next_packet_id: Callable[[], int] = _packet_ids().__next__
+        self.wire_bytes_max = 0  # of a message that comes; since `open`
+        self.next_packet_id = itertools.chain.from_iterable(itertools.repeat(range(1, 65_536))).__next__
         source = local.get_source()
         generated = f"up-{source.authority_name[:40]}-{source.ue_id:X}-{secrets.token_hex(6)}"
         self._client_id = config.client_id or generated
         self._clean_start = config.clean_start  # until the broker has let us in
         self._dialler = Dialler(config.host, config.port)
         self._context: ssl.SSLContext | None = None
-        self._connection: Connection | None = None
+        self.connection: Connection | None = None  # the present one, or the last
         self._opened: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    @property
-    def up(self) -> bool:
-        """The broker has let us in, and we have not lost it since."""
-        return self._connection is not None and self._connection.welcome and self._connection.is_open
-
-    async def open(self) -> None:
+    async def open(self, wire_bytes_max: int) -> None:
         """Connect once; from then on a lost connection comes back by itself. Raises UStatusError as UTransport.open
         does."""
+        self.wire_bytes_max = wire_bytes_max
         self._opened = opened = asyncio.get_running_loop().create_future()
         self._tasks = [asyncio.create_task(self._stay_connected(opened)), asyncio.create_task(self._tick())]
         try:
@@ -102,25 +92,20 @@ class Link:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self.up:
-            self.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
+        if self.connection is not None and self.connection.up:
+            self.connection.write(packets.disconnect({} if self._config.client_id else {"SessionExpiryInterval": 0}))
         self.drop("we have closed it")
         self._user.down(NOT_OPEN.message)
 
-    def write(self, data: bytes) -> None:
-        """Whole packets."""
-        if self._connection is not None:
-            self._connection.write(data)
-
     def drop(self, why: str) -> None:
         """End this connection; the next one is made as after any loss."""
-        if self._connection is not None:
-            self._connection.drop(ConnectionAbortedError(why))
+        if self.connection is not None:
+            self.connection.drop(ConnectionAbortedError(why))
 
     def pause(self, paused: bool) -> None:
         """Read nothing from here on, or go on; a new connection is read."""
-        if self._connection is not None:
-            self._connection.pause(paused)
+        if self.connection is not None:
+            self.connection.pause(paused)
 
     async def subscribe(self, topic_filter: str, identifier: int | None, *, retained: bool = False) -> None:
         """QoS 1, No Local; `retained` asks for what the broker has retained, each time.
@@ -138,9 +123,9 @@ class Link:
         await self._ask(packet_id, packets.unsubscribe(packet_id, topic_filter))
 
     async def _ask(self, packet_id: int, packet: bytes) -> ReasonCode:
-        assert self._connection is not None, "nobody subscribes before `up`"
+        assert self.connection is not None, "nobody subscribes before `up`"
         try:
-            reason: ReasonCode = await self._connection.ask(packet_id, packet)
+            reason: ReasonCode = await self.connection.ask(packet_id, packet)
         except OSError as failure:
             raise UStatusError(UCode.UNAVAILABLE, self._lost(failure)) from None
         return reason
@@ -170,13 +155,27 @@ class Link:
                 if not isinstance(failure, PacketTooLarge):
                     attempt = 0
             attempt += 1
-            await asyncio.sleep(reconnect_wait_ms(attempt, self._chance()) / 1000)
+            await asyncio.sleep(reconnect_wait_ms(attempt, random.random()) / 1000)
 
     async def _connect(self) -> Connection:
         """One attempt, from the socket to what the user does first. Raises UStatusError, whatever happens; then nothing
         is left open."""
+        config, timeout_s = self._config, self._config.connect_timeout_ms / 1000
+        packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
         try:
-            return await self._try_to_connect()
+            if config.tls is not None and self._context is None:
+                self._context = await asyncio.to_thread(_tls_context, config.tls)
+            password = await asyncio.to_thread(_password, config) if config.username is not None else None
+            self.connection = connection = Connection(self._user, packet_bytes_max, config.keep_alive_s)
+            await self._dialler.dial(connection, self._context, timeout_s)
+            login = packets.connect(
+                config, self._client_id, password, clean_start=self._clean_start, packet_bytes_max=packet_bytes_max
+            )
+            welcome: Welcome = await connection.ask(0, login, timeout_s)
+            if welcome.reason.value >= reasons.FAILURE_MIN:
+                raise reasons.refused("the login", welcome.reason, welcome.properties)
+            self._clean_start = False
+            await self._user.up(connection, welcome)
         except BaseException as error:
             self.drop("we have given up")
             self._user.down(self._lost(error))
@@ -185,36 +184,14 @@ class Link:
             if not isinstance(error, (OSError, ValueError)):
                 log.exception("connecting to the broker failed, and nobody foresaw how", broker=self.address)
             raise reasons.unreachable(self.address, error) from error
-
-    async def _try_to_connect(self) -> Connection:
-        config, timeout_s = self._config, self._config.connect_timeout_ms / 1000
-        packet_bytes_max = min(self.wire_bytes_max + BROKER_ADDS_BYTES, wire.PACKET_BYTES_MAX)
-        if config.tls is not None and self._context is None:
-            self._context = await asyncio.to_thread(_tls_context, config)
-        password = await asyncio.to_thread(_password, config) if config.username is not None else None
-        self._connection = connection = Connection(self._user, packet_bytes_max, config.keep_alive_s)
-        await self._dialler.dial(connection, self._context, timeout_s)
-        properties = {
-            "SessionExpiryInterval": config.session_expiry_s,
-            "ReceiveMaximum": config.receive_maximum,
-            "MaximumPacketSize": packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
-        }
-        login = packets.connect(
-            self._client_id, config.username, password, self._clean_start, config.keep_alive_s, properties
-        )
-        welcome: Welcome = await connection.ask(0, login, timeout_s)
-        if welcome.reason.value >= reasons.FAILURE_MIN:
-            raise reasons.refused("the login", welcome.reason, welcome.properties)
-        self._clean_start = False
-        await self._user.up(welcome)
         return connection
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_MS / 1000)
             now_s = asyncio.get_running_loop().time()
-            if self._connection is not None:
-                self._connection.keep_alive(now_s)
+            if self.connection is not None:
+                self.connection.keep_alive(now_s)
             self._user.tick(now_s)
 
 
@@ -224,14 +201,11 @@ def _password(config: Mqtt5Config) -> str | None:
     try:
         return config.password_file.read_text().splitlines()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
-        raise UStatusError(
-            UCode.FAILED_PRECONDITION, f"password_file {config.password_file} can't be read: {error}"
-        ) from None
+        why = f"password_file {config.password_file} can't be read: {error}"
+        raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
 
 
-def _tls_context(config: Mqtt5Config) -> ssl.SSLContext:
-    tls = config.tls
-    assert tls is not None, "there is no TLS without settings for it"
+def _tls_context(tls: TlsConfig) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=tls.ca_file)
         if tls.cert_file is not None:
@@ -243,6 +217,3 @@ def _tls_context(config: Mqtt5Config) -> ssl.SSLContext:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
-
-
-__all__ = ["Link", "LinkUser", "Welcome", "reconnect_wait_ms"]

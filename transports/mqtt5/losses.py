@@ -90,7 +90,7 @@ class Losses:
         self._address, self._session, self._counters = address, session, counters
         self.callbacks: list[LossCallback] = []
         self._dropped = Dropped()
-        self._behind = False
+        self.behind = False  # so much is unacknowledged that the broker may have to queue
         self._file: Path | None = None
         self._left: str | None = None  # the session that an earlier process has left, until we have connected
         self._saved: dict[str, str | int | None] = {}  # what the file says
@@ -107,10 +107,8 @@ class Losses:
         except FileNotFoundError:
             return
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            log.warning(
-                "what the last run knew of the broker can't be read: losses across this restart won't be told",
-                error=repr(error),
-            )
+            why = "what the last run knew of the broker can't be read: losses across this restart won't be told"
+            log.warning(why, error=repr(error))
             return
         self._saved = {"session": session, "dropped": dropped}
         self._left = session if isinstance(session, str) else None
@@ -143,16 +141,10 @@ class Losses:
             self._dropped = Dropped()
         if lost:
             self._counters["session_lost"] += 1
-            self._tell(
-                f"the broker at {self._address} has not resumed the session {left or 'that we had'} (it expired, the "
-                "broker forgot it, "
-                "or the settings name another): what came for it while we were away is lost, and how much nobody knows",
-                None,
-            )
-
-    def lagged(self) -> None:
-        """So much is unacknowledged that the broker may have to queue."""
-        self._behind = True
+            what = f"the broker at {self._address} has not resumed the session {left or 'that we had'}"
+            why = "(it expired, the broker forgot it, or the settings name another)"
+            known = "what came for it while we were away is lost, and how much nobody knows"
+            self._tell(f"{what} {why}: {known}", None)
 
     def counted(self, payload: bytes, *, retained: bool, now_s: float) -> None:
         """A message on DROPPED_TOPIC."""
@@ -161,7 +153,7 @@ class Losses:
         except ValueError:
             log.debug("the broker's count of dropped messages is no number", payload=payload[:40])
             return
-        behind, self._behind = self._behind, False
+        behind, self.behind = self.behind, False
         self._tell_dropped(self._dropped.seen(count, retained=retained, behind=behind, now_s=now_s))
 
     def tick(self, now_s: float, *, listens: bool) -> None:
@@ -197,11 +189,5 @@ def _write(file: Path, text: str) -> None:
             os.fsync(out.fileno())
         new.replace(file)
     except OSError as error:
-        log.warning(
-            "what is known of the broker can't be kept: losses across a restart may not be told",
-            file=str(file),
-            error=str(error),
-        )
-
-
-__all__ = ["DROPPED_TOPIC", "Dropped", "Loss", "Losses"]
+        why = "what is known of the broker can't be kept: losses across a restart may not be told"
+        log.warning(why, file=str(file), error=str(error))

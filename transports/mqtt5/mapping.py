@@ -22,6 +22,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
+_Out = tuple[str, Sequence[tuple[str, str]]]  # topic; user properties: type, source, sink
+
 VERSION: Final = "1"  # of uProtocol, in the user property uP
 TTL_MS_MAX: Final = 0xFFFF_FFFF  # uint32 of UAttributes.ttl
 # (type, source, sink) triples, each way, some 0.5 KB each
@@ -52,11 +54,6 @@ class Packet(NamedTuple):
     payload: bytes = b""
 
 
-class _Out(NamedTuple):
-    topic: str
-    properties: tuple[tuple[str, str], ...]  # type, source, sink
-
-
 def _ce_names(values: type[UMessageType] | type[UPriority]) -> dict[int, str]:
     return {value.number: value.GetOptions().Extensions[ce_name] for value in values.DESCRIPTOR.values if value.number}
 
@@ -70,16 +67,14 @@ _PRIORITIES: Final = {name: UPriority.ValueType(number) for number, name in _PRI
 
 def _segments(uri: UUri, local_authority: str) -> str:
     """Five segments of a topic name or filter (section 6.4)."""
-    type, instance = uri.ue_id & 0xFFFF, uri.ue_id >> 16
-    return "/".join(
-        (
-            _authority(uri, local_authority),
-            "+" if type == uris.WILDCARD_ENTITY_TYPE else f"{type:X}",
-            "+" if instance == uris.WILDCARD_ENTITY_INSTANCE else f"{instance:X}",
-            "+" if uri.ue_version_major == uris.WILDCARD_VERSION else f"{uri.ue_version_major:X}",
-            "+" if uri.resource_id == uris.WILDCARD_RESOURCE else f"{uri.resource_id:X}",
-        )
+    numbers = (
+        (uri.ue_id & 0xFFFF, uris.WILDCARD_ENTITY_TYPE),
+        (uri.ue_id >> 16, uris.WILDCARD_ENTITY_INSTANCE),
+        (uri.ue_version_major, uris.WILDCARD_VERSION),
+        (uri.resource_id, uris.WILDCARD_RESOURCE),
     )
+    fields = ["+" if number == wildcard else f"{number:X}" for number, wildcard in numbers]
+    return "/".join((_authority(uri, local_authority), *fields))
 
 
 def _authority(uri: UUri, local_authority: str) -> str:
@@ -145,8 +140,8 @@ class Mapping:
             attributes.source.SerializeToString(),
             attributes.sink.SerializeToString() if has_sink else None,
         )
-        out = self._out.get(route) or self._resolve_out(route, attributes)
-        properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *out.properties]
+        topic, address = self._out.get(route) or self._resolve_out(route, attributes)
+        properties = [("uP", VERSION), ("1", uuids.format(attributes.id)), *address]
         if attributes.priority:
             name = _PRIORITY_NAMES.get(attributes.priority)
             if name is None:
@@ -162,11 +157,14 @@ class Mapping:
         if attributes.HasField("commstatus"):
             properties.append(("8", str(attributes.commstatus)))
         if attributes.token:
-            properties.append(("10", _text(attributes.token, "token")))
+            if len(attributes.token.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(attributes.token):
+                what = f"text of at most {TEXT_BYTES_MAX} bytes without control characters"
+                raise invalid(f"MQTT carries {what}, and the token is none such")
+            properties.append(("10", attributes.token))
         if attributes.traceparent:
             properties.append(("11", attributes.traceparent))
         return Packet(
-            out.topic,
+            topic,
             properties,
             expiry_s,
             uuids.to_bytes(attributes.reqid) if attributes.HasField("reqid") else None,
@@ -180,7 +178,7 @@ class Mapping:
         properties = [("2", _TYPE_NAMES[attributes.type]), ("3", uris.format(attributes.source))]
         if sink is not None:
             properties.append(("4", uris.format(sink)))
-        out = self._out[route] = _Out(self.topic(attributes.type, attributes.source, sink), tuple(properties))
+        out = self._out[route] = self.topic(attributes.type, attributes.source, sink), properties
         return out
 
     def decode(self, packet: Packet) -> UMessage:
@@ -200,8 +198,11 @@ class Mapping:
             if priority not in _PRIORITIES:
                 raise invalid(f"expected CS0 to CS6 in the user property 5, got {priority!r}")
             attributes.priority = _PRIORITIES[priority]
-        if packet.expiry_s is not None or "6" in properties:
-            self._set_ttl(attributes, packet.expiry_s, get("6"))
+        if (ttl := get("6")) is not None:
+            attributes.ttl = _number(ttl, "6 (ttl)", TTL_MS_MAX)
+        elif packet.expiry_s is not None:
+            waited_ms = max(0, self._now_ms() - uuids.time_ms(attributes.id)) if self._restore_ttl else 0
+            attributes.ttl = min((packet.expiry_s + waited_ms // 1000) * 1000, TTL_MS_MAX)
         if (level := get("7")) is not None:
             attributes.permission_level = _number(level, "7 (permission level)", 0xFFFF_FFFF)
         if (code := get("8")) is not None:
@@ -213,9 +214,8 @@ class Mapping:
         if (traceparent := get("11")) is not None:
             attributes.traceparent = traceparent
         if packet.content_type is not None:
-            attributes.payload_format = UPayloadFormat.ValueType(
-                _number(packet.content_type, "content type", 0x7FFF_FFFF)
-            )
+            number = _number(packet.content_type, "content type", 0x7FFF_FFFF)
+            attributes.payload_format = UPayloadFormat.ValueType(number)
         message = UMessage(attributes=attributes)
         if packet.payload or attributes.payload_format:  # absent and empty look alike on the wire (A-19)
             message.payload = packet.payload
@@ -229,7 +229,10 @@ class Mapping:
         source = uris.parse(_present(source_text, "3 (source)"))
         sink = uris.parse(sink_text) if sink_text is not None else None
         source, sink = self._completed(source, sink, topic.split("/"))
-        self._check_topic(type, source, sink, topic)
+        expected = self.topic(type, source, sink)
+        if topic != expected:
+            why = f"the addresses belong to topic {expected}, but came on {topic}"
+            raise UStatusError(UCode.PERMISSION_DENIED, why)
         found = self._in[key] = UAttributes(type=type, source=source, sink=sink).SerializeToString()
         return found
 
@@ -240,22 +243,6 @@ class Mapping:
         if sink is not None:
             sink = uris.with_authority(sink, segments[len(segments) // 2] if has_sink else segments[0])
         return source, sink
-
-    def _check_topic(self, type: int, source: UUri, sink: UUri | None, topic: str) -> None:
-        expected = self.topic(type, source, sink)
-        if topic != expected:
-            raise UStatusError(
-                UCode.PERMISSION_DENIED, f"the addresses belong to topic {expected}, but came on {topic}"
-            )
-
-    def _set_ttl(self, attributes: UAttributes, expiry_s: int | None, exact: str | None) -> None:
-        if exact is not None:
-            attributes.ttl = _number(exact, "6 (ttl)", TTL_MS_MAX)
-            return
-        assert expiry_s is not None
-        if self._restore_ttl:
-            expiry_s += max(0, self._now_ms() - uuids.time_ms(attributes.id)) // 1000
-        attributes.ttl = min(expiry_s * 1000, TTL_MS_MAX)
 
 
 def _present(value: str | None, what: str) -> str:
@@ -268,12 +255,3 @@ def _number(text: str, what: str, at_most: int) -> int:
     if not _DECIMAL.fullmatch(text) or int(text) > at_most:
         raise invalid(f"expected a decimal number up to {at_most} in {what}, got {text!r}")
     return int(text)
-
-
-def _text(text: str, what: str) -> str:
-    if len(text.encode()) > TEXT_BYTES_MAX or _NOT_IN_MQTT.search(text):
-        raise invalid(
-            f"MQTT carries text of at most {TEXT_BYTES_MAX} bytes without control characters, and the "
-            f"{what} is none such"
-        )
-    return text

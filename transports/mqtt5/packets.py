@@ -15,6 +15,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 from paho.mqtt.subscribeoptions import SubscribeOptions
 
 from transports.mqtt5 import reasons, wire
+from transports.mqtt5.config import Mqtt5Config
 
 CONNACK: Final = 0x20
 PUBREL: Final = 0x60
@@ -44,20 +45,20 @@ class Welcome(NamedTuple):
 
 
 def connect(
-    client_id: str,
-    username: str | None,
-    password: str | None,
-    clean_start: bool,
-    keep_alive_s: int,
-    properties: dict[str, int],
+    config: Mqtt5Config, client_id: str, password: str | None, *, clean_start: bool, packet_bytes_max: int
 ) -> bytes:
     flags, login = _CLEAN_START if clean_start else 0, b""
-    if username is not None:
-        flags, login = flags | _USERNAME, _text(username)
+    if config.username is not None:
+        flags, login = flags | _USERNAME, wire.text(config.username)
     if password is not None:
-        flags, login = flags | _PASSWORD, login + _text(password)
-    head = b"%b%c%b" % (_VERSION_5, flags, keep_alive_s.to_bytes(2, "big"))
-    return _packet(0x10, head + _properties(PacketTypes.CONNECT, properties) + _text(client_id) + login)
+        flags, login = flags | _PASSWORD, login + wire.text(password)
+    properties = {
+        "SessionExpiryInterval": config.session_expiry_s,
+        "ReceiveMaximum": config.receive_maximum,
+        "MaximumPacketSize": packet_bytes_max,  # what is larger the broker throws away, and counts it for nobody
+    }
+    head = b"%b%c%b" % (_VERSION_5, flags, config.keep_alive_s.to_bytes(2, "big"))
+    return _packet(0x10, head + _properties(PacketTypes.CONNECT, properties) + wire.text(client_id) + login)
 
 
 def subscribe(packet_id: int, topic_filter: str, identifier: int | None, *, retained: bool) -> bytes:
@@ -66,11 +67,11 @@ def subscribe(packet_id: int, topic_filter: str, identifier: int | None, *, reta
     options = SubscribeOptions(qos=1, noLocal=True, retainHandling=handling)
     named = _properties(PacketTypes.SUBSCRIBE, {"SubscriptionIdentifier": identifier} if identifier is not None else {})
     packed: bytes = options.pack()  # type: ignore[no-untyped-call]
-    return _packet(0x82, packet_id.to_bytes(2, "big") + named + _text(topic_filter) + packed)
+    return _packet(0x82, packet_id.to_bytes(2, "big") + named + wire.text(topic_filter) + packed)
 
 
 def unsubscribe(packet_id: int, topic_filter: str) -> bytes:
-    return _packet(0xA2, packet_id.to_bytes(2, "big") + b"\x00" + _text(topic_filter))
+    return _packet(0xA2, packet_id.to_bytes(2, "big") + b"\x00" + wire.text(topic_filter))
 
 
 def disconnect(properties: dict[str, int]) -> bytes:
@@ -113,12 +114,6 @@ def end(pubrel: bytes) -> bytes:
     if len(pubrel) < 2:
         raise ValueError("a PUBREL ends before its packet id")
     return _packet(0x70, pubrel[:2] + b"\x92")
-
-
-def _text(text: str) -> bytes:
-    """Not kept, as wire.py keeps its own: it may be a password."""
-    data = text.encode()
-    return len(data).to_bytes(2, "big") + data
 
 
 def _packet(first: int, body: bytes) -> bytes:

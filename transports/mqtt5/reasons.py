@@ -54,26 +54,17 @@ def refused(what: str, reason: ReasonCode, properties: Mapping[str, Any]) -> USt
 
 def unreachable(address: str, error: BaseException) -> UStatusError:
     """The connection failed before the broker said anything."""
+    code, broker = UCode.UNAUTHENTICATED, f"the broker at {address}"
     if isinstance(error, ssl.SSLCertVerificationError):
-        return UStatusError(
-            UCode.UNAUTHENTICATED,
-            f"the broker at {address} is not who it should be ({error.verify_message}): is ca_file right?",
-        )
-    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
-        return UStatusError(
-            UCode.UNAUTHENTICATED,
-            f"TLS with the broker at {address} failed ({getattr(error, 'reason', None) or error}): are cert_file, "
-            "key_file right?",
-        )
-    if isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
-        return UStatusError(
-            UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?"
-        )
-    if not isinstance(error, OSError):
-        return UStatusError(
-            UCode.INTERNAL, f"connecting to the broker at {address} failed ({error!r}): this should not happen"
-        )
-    reason = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
-    return UStatusError(
-        UCode.UNAVAILABLE, f"no connection to the broker at {address} ({reason}): is it running, and the port right?"
-    )
+        text = f"{broker} is not who it should be ({error.verify_message}): is ca_file right?"
+    elif isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        why = getattr(error, "reason", None) or error
+        text = f"TLS with {broker} failed ({why}): are cert_file, key_file right?"
+    elif isinstance(error, ValueError):  # UnicodeError, too: a name of more than 63 characters between two dots
+        code, text = UCode.INVALID_ARGUMENT, f"there can be no broker at {address} ({error}): is the host right?"
+    elif not isinstance(error, OSError):
+        code, text = UCode.INTERNAL, f"connecting to {broker} failed ({error!r}): this should not happen"
+    else:
+        why = "it does not answer in time" if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+        code, text = UCode.UNAVAILABLE, f"no connection to {broker} ({why}): is it running, and the port right?"
+    return UStatusError(code, text)

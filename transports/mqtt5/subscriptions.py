@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,39 +34,30 @@ def topic_matches(topic_filter: str, topic: str) -> bool:
     return len(wanted) == len(given) and all(one in ("+", two) for one, two in zip(wanted, given, strict=True))
 
 
-class Subscriptions:
-    """In the order in which they were made."""
+class Subscriptions(dict[str, Subscription]):
+    """By topic filter, in the order in which they were made."""
 
     def __init__(self) -> None:
-        self._by_filter: dict[str, Subscription] = {}
+        super().__init__()
         self._by_identifier: dict[int, Subscription] = {}
         self._leaders: Cache[str, tuple[bool, int | None]] = Cache(TOPICS_CACHED_MAX)
-
-    def __len__(self) -> int:
-        return len(self._by_filter)
-
-    def __iter__(self) -> Iterator[Subscription]:
-        return iter(list(self._by_filter.values()))
-
-    def get(self, topic_filter: str) -> Subscription | None:
-        return self._by_filter.get(topic_filter)
 
     def add(self, topic_filter: str) -> Subscription:
         """A new one. The same filter gets the same identifier in every process, so that what a session kept can be told
         apart."""
-        assert topic_filter not in self._by_filter, f"{topic_filter} is subscribed to already"
+        assert topic_filter not in self, f"{topic_filter} is subscribed to already"
         identifier = zlib.crc32(topic_filter.encode()) % IDENTIFIER_MAX + 1
         while identifier in self._by_identifier:
             identifier = identifier % IDENTIFIER_MAX + 1
         made = Subscription(topic_filter, identifier)
-        self._by_filter[topic_filter] = self._by_identifier[identifier] = made
+        self[topic_filter] = self._by_identifier[identifier] = made
         self._leaders.clear()
         return made
 
     def remove(self, subscription: Subscription) -> None:
         """May be called again."""
-        if self._by_filter.get(subscription.topic_filter) is subscription:
-            del self._by_filter[subscription.topic_filter]
+        if self.get(subscription.topic_filter) is subscription:
+            del self[subscription.topic_filter]
             del self._by_identifier[subscription.identifier]
             self._leaders.clear()
 
@@ -77,21 +67,20 @@ class Subscriptions:
 
     def forget_all(self) -> None:
         """The broker has lost the session."""
-        for subscription in self._by_filter.values():
+        for subscription in self.values():
             subscription.known = False
         self._leaders.clear()
 
     def match(self, topic: str, identifiers: tuple[int, ...]) -> bool | None:
         """True: take it. False: another copy of it is taken. None: no subscription of ours matches."""
-        matched, leader = self._leaders.get(topic) or self._find_leader(topic)
+        found = self._leaders.get(topic)
+        if found is None:
+            matching = [one for one in self.values() if topic_matches(one.topic_filter, topic)]
+            leader = next((one.identifier for one in matching if one.known), None)
+            found = self._leaders[topic] = (bool(matching), leader)
+        matched, leader = found
         if not matched:
             return None
         if leader is None or not identifiers or leader in identifiers:
             return True
         return not any(identifier in self._by_identifier for identifier in identifiers)
-
-    def _find_leader(self, topic: str) -> tuple[bool, int | None]:
-        matching = [one for one in self._by_filter.values() if topic_matches(one.topic_filter, topic)]
-        leader = next((one.identifier for one in matching if one.known), None)
-        found = self._leaders[topic] = (bool(matching), leader)
-        return found

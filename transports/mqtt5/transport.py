@@ -1,9 +1,15 @@
 """The MQTT 5 transport, on the event loop alone: no thread, so nothing has to cross one.
 
-send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Subscriptions -> mapping -> Intake -> listeners
-                 ^------ PUBACK ----------'    ^----------------- PUBACK (last) -------------'
+send_batch -> Window -> PUBLISH (QoS 1) -> broker -> PUBLISH -> Codec -> Subscriptions -> Arrivals -> listeners
+                 ^------ PUBACK ----------'    ^----------------- PUBACK (last) -----------------'
 Link: connects, and connects again; when the broker has lost our session, everything is subscribed to again
 Losses: tells of what the broker has lost
+
+BYTES_MAX or MESSAGES_MAX have arrived, and are not taken
+              -> pressed: the socket is not read, which holds the broker      -> half of it taken: read again
+   for PRESSED_S_MAX
+              -> shedding: it is read, since what a listener waits for        -> half of it taken: a new connection,
+                 may be behind; messages are neither kept nor acknowledged       they come again
 
 Too large: CONNECT names a Maximum Packet Size, and the broker throws away what has more. What it sends nevertheless
 ends the connection.
@@ -13,24 +19,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 
-from transports.base import NOT_OPEN, TransportBase
+from transports.arrivals import Arrivals
+from transports.base import TransportBase
 from transports.listeners import Filter
 from transports.mqtt5 import wire
-from transports.mqtt5.codec import Codec
 from transports.mqtt5.config import Mqtt5Config
-from transports.mqtt5.intake import PRESSED_S_MAX, Arrived, Intake
-from transports.mqtt5.link import Link, Welcome
+from transports.mqtt5.connection import Connection
+from transports.mqtt5.link import Link
 from transports.mqtt5.losses import DROPPED_TOPIC, Losses
 from transports.mqtt5.mapping import Mapping, Mode
+from transports.mqtt5.packets import Welcome
 from transports.mqtt5.subscriptions import Subscription, Subscriptions, topic_matches
 from transports.mqtt5.window import Window
+from transports.mqtt5.wire import Codec
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, LossCallback, UListener
@@ -48,21 +55,27 @@ UNCLAIMED_MS_MAX: Final = 30_000
 
 # so many messages of one read are small: their number bounds their bytes, and to count those would cost each of them
 MANY: Final = 64
+# of QoS 0, which Receive Maximum does not hold back: beyond it they are dropped
+UNACKNOWLEDGED_MESSAGES_MAX: Final = 8_192
+# waiting or being taken: 2,048 messages of 16 KiB. Receive Maximum can't count bytes
+BYTES_MAX: Final = 32 << 20
+# the same; some 1.5 KB each if small. A broker may not keep to Receive Maximum: mosquitto with
+# `max_inflight_messages 0` does not
+MESSAGES_MAX: Final = 8_192
+PRESSED_S_MAX: Final = 5.0  # how long the socket stands; far less than a keep-alive, or than a PUBACK may take
 COUNT_REFUSALS_MAX: Final = 2  # connections that a broker may end over our asking for its count; then we ask no more
 _DROPPED_TOPIC: Final = DROPPED_TOPIC.encode()
 
 log = structlog.get_logger()
 
 
-def capabilities(config: Mqtt5Config) -> Capability:
-    """They depend on the settings: off-vehicle there are no topics of a single resource, and without a session nothing
-    is kept."""
-    found = Capability.PUSH | Capability.ENCODED
-    if config.mode is Mode.IN_VEHICLE:
-        found |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
-    if config.session_expiry_s:
-        found |= Capability.ACK | Capability.PERSISTENT_SESSION
-    return found
+class Arrived(NamedTuple):
+    # as ListenerTable.deliver_encoded takes it: for all filters; payload; serialised UAttributes. None: nothing to
+    # deliver, only to acknowledge in its turn
+    message: tuple[None, bytes, bytes] | None
+    connection: Connection | None  # that brought it: on another one our answer would be taken for another message's
+    packet_id: int  # 0: QoS 0
+    size: int = 0  # bytes of its message; 0 if it is one of many that are small
 
 
 class Mqtt5Transport(TransportBase):
@@ -73,44 +86,53 @@ class Mqtt5Transport(TransportBase):
     at most; `session_lost` counts sessions, and what was lost with one nobody knows.
     """
 
-    def __init__(
-        self, config: Mqtt5Config, local: LocalUriProvider, *, chance: Callable[[], float] = random.random
-    ) -> None:
+    def __init__(self, config: Mqtt5Config, local: LocalUriProvider) -> None:
         super().__init__(config, local)
         self._config = config
-        self.capabilities = capabilities(config)
+        # off-vehicle there are no topics of a single resource, and without a session nothing is kept
+        self.capabilities = Capability.PUSH | Capability.ENCODED
+        if config.mode is Mode.IN_VEHICLE:
+            self.capabilities |= Capability.WILDCARD_SOURCE | Capability.PUBLISH_WITHOUT_SINK
+        if config.session_expiry_s:
+            self.capabilities |= Capability.ACK | Capability.PERSISTENT_SESSION
         self._mapping = Mapping(config.mode, self.authority, restore_ttl=config.restore_ttl)
         self._codec = Codec(self._mapping, self.checks, same_for_all_ids=not config.restore_ttl)
         self._subscriptions = Subscriptions()
-        self._link = link = Link(config, local, self, chance)
-        self._window = Window(self._codec.encode, link.write, link.next_packet_id)
-        self._intake = Intake(self.listeners.deliver_encoded, self._acknowledge, self._on_pressed)
+        self._link = link = Link(config, local, self)
+        self._window = Window(self._codec.encode, link.next_packet_id)
+        self.on_pubacks = self._window.on_pubacks  # for the connection
+        self._arrivals = Arrivals[Arrived](
+            lambda arrived: self.listeners.deliver_encoded([one.message for one in arrived if one.message is not None]),
+            self._acknowledge,
+            messages_max=MESSAGES_MAX,
+            bytes_max=BYTES_MAX,
+            redeliver=True,
+            gathers=False,
+            pressed=self._on_pressed,
+        )
         self._paused_at_s: float | None = None  # since then the socket is not read
         self._shedding = self._has_shed = False  # what comes is not kept, and something did
-        named = config.client_id if config.session_expiry_s else None
-        session = f"{named} at {link.address}" if named is not None else None
-        self._losses = Losses(link.address, session, self.dropped)
-        self._counting: asyncio.Task[None] | None = None
+        is_resumed = config.client_id is not None and config.session_expiry_s > 0
+        self._losses = Losses(
+            link.address, f"{config.client_id} at {link.address}" if is_resumed else None, self.dropped
+        )
         self._count_refusals = 0
         # unacknowledged: with those that are on the way the broker may have to queue
         self._lag_messages = -(-config.receive_maximum // 2)
         self._refused: dict[str, str] = {}  # topic filter -> why the broker no longer lets us subscribe
-        self._open = False
         self._has_session = False  # the broker keeps one for us, as far as we know
-        self._connection = 0  # counts the connections
         self._identifiers = True  # the broker knows subscription identifiers
         self._left: set[str] = set()  # topic filters that the session at the broker still has, though nobody listens
-        self._leaving: set[asyncio.Task[None]] = set()
-        self._bytes_max = self.wire_bytes_max  # since `open`
+        self._tasks: set[asyncio.Task[None]] = set()  # until `close`: subscriptions are left, and losses asked for
         self._hangs = False  # the broker has not answered an UNSUBSCRIBE in time
         self._unclaimed: list[tuple[str, Arrived]] = []  # from a resumed session, with its topic
         self._unclaimed_until_s = 0.0
 
     def __repr__(self) -> str:
-        state = "connected" if self.connected else "reconnecting" if self._open else "closed"
+        state = "connected" if self.connected else "reconnecting" if self.is_open else "closed"
         return (
             f"Mqtt5Transport({self.authority}, {self._config.mode}, {self._link.address}, {state}, "
-            f"subscriptions={len(self._subscriptions)}, {self._window}, {self._intake})"
+            f"subscriptions={len(self._subscriptions)}, {self._window}, {self._arrivals})"
         )
 
     def on_loss(self, callback: LossCallback) -> None:
@@ -134,32 +156,29 @@ class Mqtt5Transport(TransportBase):
         Raises UNAVAILABLE if the broker can't be reached, what it says if it refuses us (UNAUTHENTICATED,
         PERMISSION_DENIED, ...), and FAILED_PRECONDITION if a file of the settings can't be used.
         """
-        if self._open:
+        if self.is_open:
             return
-        self._open = True
-        self._link.wire_bytes_max = self._bytes_max = self.wire_bytes_max
-        self._intake.open()
+        self.is_open = True
+        self._arrivals.open()
         try:
-            await self._link.open()
+            await self._link.open(self.wire_bytes_max)
         except BaseException:
-            self._open = False
+            self.is_open = False
             raise
 
     async def close(self) -> None:
         """Finish what is under way, in DRAIN_MS_MAX at most, and disconnect; while it is connecting, give that up."""
-        if not self._open:
+        if not self.is_open:
             return
-        self._open = False
+        self.is_open = False
         drain_ms = DRAIN_MS_MAX if self.connected else 0
         drained = asyncio.ensure_future(self._window.drained())
-        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._intake.finish(drain_ms / 1000))
+        await asyncio.gather(asyncio.wait([drained], timeout=drain_ms / 1000), self._arrivals.finish(drain_ms / 1000))
         drained.cancel()
         await self._link.close()
         # one with a made-up name has ended with this
         self._has_session = self._has_session and self._config.client_id is not None
-        await asyncio.gather(
-            *self._leaving, *([self._counting] if self._counting is not None else []), return_exceptions=True
-        )
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._losses.close()
         self._take_unclaimed()
 
@@ -167,7 +186,7 @@ class Mqtt5Transport(TransportBase):
 
     def welcomed(self, welcome: Welcome) -> None:
         now_s = asyncio.get_running_loop().time()
-        if self._connection == 0 and welcome.session_present:
+        if welcome.session_present and not self._has_session:  # an earlier process has left it
             self._unclaimed_until_s = now_s + UNCLAIMED_MS_MAX / 1000
         self._losses.connected(
             resumed=welcome.session_present,
@@ -176,7 +195,6 @@ class Mqtt5Transport(TransportBase):
             now_s=now_s,
         )
         self._has_session = self._config.session_expiry_s > 0
-        self._connection += 1
         # also of a session that is there: a broker that was killed has brought back an older one
         self._subscriptions.forget_all()
         if not welcome.session_present:
@@ -185,31 +203,36 @@ class Mqtt5Transport(TransportBase):
     @property
     def _listens(self) -> bool:
         """The session at the broker has subscriptions."""
-        return any(one.known for one in self._subscriptions)
+        return any(one.known for one in self._subscriptions.values())
 
-    async def up(self, welcome: Welcome) -> None:
+    async def up(self, connection: Connection, welcome: Welcome) -> None:
         """Bring the broker's subscriptions in line with ours, then tell everybody."""
-        self._codec.packet_bytes_max = min(
-            welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX), self.wire_bytes_max
-        )
+        brokers_max = welcome.told("MaximumPacketSize", wire.PACKET_BYTES_MAX)
+        self._codec.packet_bytes_max = min(brokers_max, self.wire_bytes_max)
         self._identifiers = bool(welcome.told("SubscriptionIdentifierAvailable", 1))
         for topic_filter in list(self._left):
             await self._link.unsubscribe(topic_filter)
             self._left.discard(topic_filter)
         self._refused.clear()
         tried: set[int] = set()
-        while missing := [one for one in self._subscriptions if not one.known and one.users and id(one) not in tried][
-            :SUBSCRIBES_MAX
-        ]:
+        while missing := [
+            one for one in self._subscriptions.values() if not one.known and one.users and id(one) not in tried
+        ][:SUBSCRIBES_MAX]:
             tried.update(map(id, missing))
-            await asyncio.gather(*map(self._subscribe_again, missing))
-        self._window.open(min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
+            await asyncio.gather(*(self._subscribe(one, again=True) for one in missing))
+        self._window.open(connection, min(self._config.in_flight_max, welcome.told("ReceiveMaximum", 65_535)))
         log.info(
             "connected", broker=self._link.address, session_present=welcome.session_present, subscribed_again=len(tried)
         )
         self.set_connected(True)
         if self._count_refusals < COUNT_REFUSALS_MAX:
-            self._counting = asyncio.ensure_future(self._ask_for_count())
+            self._start(self._ask_for_count())
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _ask_for_count(self) -> None:
         """mosquitto counts what it drops. Other brokers don't, or don't tell; some may hang up on whoever asks."""
@@ -221,22 +244,11 @@ class Mqtt5Transport(TransportBase):
         else:
             self._count_refusals = 0
 
-    async def _subscribe_again(self, subscription: Subscription) -> None:
-        try:
-            await self._subscribe(subscription)
-        except UStatusError as error:
-            if error.code == UCode.UNAVAILABLE:
-                raise
-            self._refused[subscription.topic_filter] = str(error)
-            log.error(
-                "the broker no longer lets us subscribe", topic_filter=subscription.topic_filter, error=str(error)
-            )
-
     def down(self, why: str) -> None:
         self._window.shut(UStatus(code=UCode.UNAVAILABLE, message=why))
         self._take_unclaimed()  # the broker sends them again
         self._paused_at_s, self._has_shed = None, False
-        self._shedding = self._intake.is_pressed  # the next connection must be read, or it would never be one
+        self._shedding = self._arrivals.is_pressed  # the next connection must be read, or it would never be one
         self.set_connected(False)
 
     def tick(self, now_s: float) -> None:
@@ -250,7 +262,8 @@ class Mqtt5Transport(TransportBase):
             self._acknowledge(self._take_unclaimed())
         if self._paused_at_s is not None and now_s - self._paused_at_s >= PRESSED_S_MAX:
             log.warning(
-                "listeners don't take what has arrived: what comes now is left to the broker", intake=repr(self._intake)
+                "listeners don't take what has arrived: what comes now is left to the broker",
+                arrivals=repr(self._arrivals),
             )
             self._shedding, self._paused_at_s = True, None
             self._link.pause(False)
@@ -261,15 +274,12 @@ class Mqtt5Transport(TransportBase):
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         return await self._window.send(messages)
 
-    def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
-        self._window.on_pubacks(pubacks)
-
     # Receive.
 
     def _on_pressed(self, pressed: bool) -> None:
-        """As Intake says: hold the broker back, go on, or have come again what was not kept."""
+        """As Arrivals says: hold the broker back, go on, or have come again what was not kept."""
         if pressed:
-            self._losses.lagged()
+            self._losses.behind = True
         if not self._shedding:
             self._paused_at_s = asyncio.get_running_loop().time() if pressed else None
             self._link.pause(pressed)
@@ -278,32 +288,29 @@ class Mqtt5Transport(TransportBase):
             if self._has_shed:
                 asyncio.get_running_loop().call_soon(self._link.drop, "it is to send again what was not kept")
 
-    def _shed(self, publishes: list[wire.Publish]) -> None:
-        """What has no acknowledgement comes again with the next connection, if there is a session."""
-        self._has_shed = True
-        self.dropped["overflow"] += sum(not (one.packet_id and self._config.session_expiry_s) for one in publishes)
-
     def on_publishes(self, publishes: list[wire.Publish]) -> None:
         # the order holds: nothing that is behind what was shed is kept on this connection
         if self._shedding or self._has_shed:
-            self._shed(publishes)
+            self._has_shed = True  # what has no acknowledgement comes again with the next one, if there is a session
+            self.dropped["overflow"] += sum(not (one.packet_id and self._config.session_expiry_s) for one in publishes)
             return
         taken: list[Arrived] = []
         weigh = len(publishes) < MANY
         for publish in publishes:
-            if not publish.packet_id and self._intake.full:
+            if not publish.packet_id and self._arrivals.not_handed_over >= UNACKNOWLEDGED_MESSAGES_MAX:
                 self.dropped["overflow"] += 1
                 continue
             arrived = self._read(publish, weigh)
             if arrived is not None:
                 taken.append(arrived)
-        self._intake.arrive(taken, sum([one.size for one in taken]) if weigh else 0)
-        if self._intake.waiting + len(self._unclaimed) >= self._lag_messages:
-            self._losses.lagged()
+        self._arrivals.put_now(taken, [one.size for one in taken] if weigh else ())
+        if self._arrivals.waiting + len(self._unclaimed) >= self._lag_messages:
+            self._losses.behind = True
 
     def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
-        nothing = Arrived(None, self._connection, publish.packet_id)
+        connection = self._link.connection
+        nothing = Arrived(None, connection, publish.packet_id)
         if self.refused and (authority := publish.topic.partition(b"/")[0].decode(errors="replace")) in self.refused:
             self.refused[authority] += 1
             return nothing if publish.packet_id else None
@@ -326,15 +333,15 @@ class Mqtt5Transport(TransportBase):
         size = 0
         if weigh:
             size = len(publish.payload) + len(encoded)
-            if size > self._bytes_max:  # the broker may add to a message, so it was told a little more
+            if size > self._link.wire_bytes_max:  # the broker may add to a message, so it was told a little more
                 self.dropped["too_large"] += 1
                 return nothing
-        arrived = Arrived((None, publish.payload, encoded), self._connection, publish.packet_id, size)
+        arrived = Arrived((None, publish.payload, encoded), connection, publish.packet_id, size)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
             self._unclaimed.append((topic, arrived))  # as many as Receive Maximum, and as large as what waits may be
-            self._intake.count(arrived.size)
+            self._arrivals.count(arrived.size)
             return None
         self.dropped["unwanted"] += 1
         return nothing
@@ -343,21 +350,22 @@ class Mqtt5Transport(TransportBase):
         """A resumed session may have brought what belongs to a listener before the listener came."""
         claimed = [arrived for topic, arrived in self._unclaimed if topic_matches(topic_filter, topic)]
         self._unclaimed = [one for one in self._unclaimed if not topic_matches(topic_filter, one[0])]
-        octets = sum([one.size for one in claimed])
-        self._intake.arrive(claimed, octets)
-        self._intake.count(-octets)
+        sizes = [one.size for one in claimed]
+        self._arrivals.put_now(claimed, sizes)
+        self._arrivals.count(-sum(sizes))
 
     def _take_unclaimed(self) -> list[Arrived]:
         taken = [arrived for _, arrived in self._unclaimed]
         self._unclaimed.clear()
-        self._intake.count(-sum([one.size for one in taken]))
+        self._arrivals.count(-sum([one.size for one in taken]))
         return taken
 
-    def _acknowledge(self, taken: Sequence[Arrived]) -> None:
+    def _acknowledge(self, taken: Sequence[Arrived], _error: BaseException | None = None) -> None:
         """On the connection that brought them only: on a later one the broker sends them again."""
-        packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection == self._connection]
-        if packet_ids and self._link.up:
-            self._link.write(wire.pubacks(packet_ids))
+        connection = self._link.connection
+        packet_ids = [one.packet_id for one in taken if one.packet_id and one.connection is connection]
+        if packet_ids and connection is not None:
+            connection.write(wire.pubacks(packet_ids))
 
     # Listen.
 
@@ -369,12 +377,11 @@ class Mqtt5Transport(TransportBase):
         topic_filter = self._topic_filter(source_filter, sink_filter)
         if self.listeners.add(source_filter, sink_filter, listener) is not None:
             self._use(topic_filter)
-        subscription = self._subscriptions.get(topic_filter)
-        assert subscription is not None, "every filter in the table has a subscription"
-        if subscription.granted is None:
+        granted = self._subscriptions[topic_filter].granted
+        if granted is None:
             return
         try:
-            await asyncio.shield(subscription.granted)
+            await asyncio.shield(granted)
         except UStatusError:
             with contextlib.suppress(UStatusError):  # it may have been unregistered meanwhile
                 if self.listeners.remove(source_filter, sink_filter, listener) is not None:
@@ -391,8 +398,7 @@ class Mqtt5Transport(TransportBase):
     def _topic_filter(self, source_filter: UUri, sink_filter: UUri | None) -> str:
         filter = Filter.of(source_filter, sink_filter, self.authority)
         topic_filter = self._mapping.topic_filter(filter.source, filter.sink)
-        if not self._open:
-            raise UStatusError.from_status(NOT_OPEN)
+        self.check_open()
         return topic_filter
 
     def _use(self, topic_filter: str) -> None:
@@ -406,21 +412,18 @@ class Mqtt5Transport(TransportBase):
         self._left.discard(topic_filter)
         self._claim(topic_filter)
         if self.connected:
-            subscription.granted = asyncio.ensure_future(self._subscribe_first(subscription))
+            subscription.granted = asyncio.ensure_future(self._subscribe(subscription))
 
     async def _release(self, topic_filter: str) -> None:
         """Leave what nobody needs any more. A broker that hangs is waited for only once: deliveries to the listener
         have ended anyway."""
-        subscription = self._subscriptions.get(topic_filter)
-        assert subscription is not None, "every filter in the table has a subscription"
+        subscription = self._subscriptions[topic_filter]
         subscription.users -= 1
         if subscription.users:
             return
         self._refused.pop(topic_filter, None)
         self._left.add(topic_filter)
-        leaving = asyncio.ensure_future(self._leave(subscription))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        leaving = self._start(self._leave(subscription))
         if not self._hangs:
             self._hangs = not (await asyncio.wait({leaving}, timeout=LEAVE_MS_MAX / 1000))[0]
 
@@ -435,13 +438,19 @@ class Mqtt5Transport(TransportBase):
             self._hangs = False
             self._subscriptions.remove(subscription)
 
-    async def _subscribe(self, subscription: Subscription) -> None:
-        await self._link.subscribe(subscription.topic_filter, subscription.identifier if self._identifiers else None)
-        self._subscriptions.mark_known(subscription)
+    async def _subscribe(self, subscription: Subscription, *, again: bool = False) -> None:
+        """Raises what the broker says. If the connection is lost meanwhile, it is subscribed to when that is back.
 
-    async def _subscribe_first(self, subscription: Subscription) -> None:
+        `again`, on a new connection: raises UNAVAILABLE; what the broker says is a trouble.
+        """
+        topic_filter = subscription.topic_filter
         try:
-            await self._subscribe(subscription)
+            await self._link.subscribe(topic_filter, subscription.identifier if self._identifiers else None)
         except UStatusError as error:
-            if error.code != UCode.UNAVAILABLE:  # lost meanwhile: it is subscribed to when the connection is back
+            if (error.code == UCode.UNAVAILABLE) is again:
                 raise
+            if again:
+                self._refused[topic_filter] = str(error)
+                log.error("the broker no longer lets us subscribe", topic_filter=topic_filter, error=str(error))
+        else:
+            self._subscriptions.mark_known(subscription)

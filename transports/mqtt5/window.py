@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 import structlog
@@ -17,6 +18,7 @@ from paho.mqtt.reasoncodes import ReasonCode
 
 from transports.base import NOT_OPEN, OK, stopped
 from transports.mqtt5 import reasons
+from transports.mqtt5.connection import Connection
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
 from uprotocol.v1.uattributes_pb2 import UMessageType
@@ -35,19 +37,16 @@ PUBACK_MS_MAX: Final = 20_000
 
 log = structlog.get_logger()
 
-Encode = Callable[[Carried], tuple[bytes, bytes]]
 _PACKET_ID: Final = tuple(number.to_bytes(2, "big") for number in range(65_536))
 
 
+@dataclass(slots=True, eq=False)
 class _Batch:
-    __slots__ = ("done", "due", "messages", "statuses", "why")
-
-    def __init__(self, messages: Sequence[Carried]) -> None:
-        self.messages = messages
-        self.statuses: list[UStatus | None] = []
-        self.due = 0  # PUBACKs
-        self.done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
-        self.why: UStatus | None = None  # the failure of the network that ended it
+    messages: Sequence[Carried]
+    statuses: list[UStatus | None] = field(default_factory=list)
+    due: int = 0  # PUBACKs
+    done: asyncio.Future[None] | None = None  # made when all is written and some PUBACKs are due
+    why: UStatus | None = None  # the failure of the network that ended it
 
 
 class Window:
@@ -59,22 +58,22 @@ class Window:
     it.)
     """
 
-    def __init__(self, encode: Encode, write: Callable[[bytes], None], next_packet_id: Callable[[], int]) -> None:
-        self._encode, self._write, self._next_packet_id = encode, write, next_packet_id
+    def __init__(self, encode: Callable[[Carried], tuple[bytes, bytes]], next_packet_id: Callable[[], int]) -> None:
+        self._encode, self._next_packet_id = encode, next_packet_id
         # packet id -> its place, and its bytes if they are more than SMALL_BYTES
         self._in_flight: dict[int, tuple[_Batch, int, int]] = {}
         self._large_bytes = 0  # the sum of those
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._size = self._size_max = 0
-        self._connection = 0
-        self._away: UStatus | None = NOT_OPEN
+        self._connection: Connection | None = None
+        self._lost = NOT_OPEN  # why there is, or was, no connection
         self._progress_s = 0.0
 
     def __repr__(self) -> str:
         return f"Window(in_flight={len(self._in_flight)} of {self._size}, at most {self._size_max})"
 
-    def open(self, size: int) -> None:
+    def open(self, connection: Connection, size: int) -> None:
         """A connection is there, on which up to `size` messages may be in flight.
 
         It begins with one, and doubles with every read that brings PUBACKs. Some brokers answer a message that they
@@ -82,18 +81,18 @@ class Window:
         of those in flight with it: sent again and again, all of them would be lost together. In a small window the
         culprit gets its answer.
         """
-        self._size, self._size_max, self._away = 1, size, None
-        self._connection += 1
+        self._connection, self._size, self._size_max = connection, 1, size
 
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
-        self._away = why
-        in_flight, self._in_flight = self._in_flight, {}
+        self._connection, self._lost = None, why
+        for batch, index, _ in self._in_flight.values():
+            batch.statuses[index] = batch.why = why
+            batch.due = 0
+            if batch.done is not None and not batch.done.done():
+                batch.done.set_result(None)
+        self._in_flight.clear()
         self._large_bytes = 0
-        for batch, index, _ in in_flight.values():
-            batch.statuses[index] = why
-            batch.why = why
-            self._count_down(batch)
         self._freed.set()
 
     @property
@@ -111,37 +110,31 @@ class Window:
     async def send(self, messages: Sequence[Carried]) -> list[UStatus]:
         """One status for each message, in order. `encode` raises UStatusError for what may not be sent, which does not
         stop the rest."""
-        if self._away is not None:
-            return stopped([], len(messages), self._away)
-        batch, connection, count = _Batch(messages), self._connection, len(messages)
+        connection, count = self._connection, len(messages)
+        if connection is None:
+            return stopped([], count, self._lost)
+        batch = _Batch(messages)
         async with self._turn:
-            while (
-                len(batch.statuses) < count
-                and batch.why is None
-                and self._away is None
-                and connection == self._connection
-            ):
+            while len(batch.statuses) < count and batch.why is None and self._connection is connection:
                 room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
                 if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
                     await self._freed.wait()
                     continue
-                start = len(batch.statuses)
-                self._write_some(batch, messages[start : start + room])
+                self._write_some(batch, len(batch.statuses) + room, connection)
                 await asyncio.sleep(0)  # let it leave, and let PUBACKs in
         if batch.due:
             batch.done = asyncio.get_running_loop().create_future()
             await batch.done
-        why = batch.why or self._away or _LOST
         sent = [status for status in batch.statuses if status is not None]
         assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
-        return sent if len(sent) == count else stopped(sent, count, why)
+        return sent if len(sent) == count else stopped(sent, count, batch.why or self._lost)
 
-    def _write_some(self, batch: _Batch, messages: Sequence[Carried]) -> None:
-        """As many of `messages` as one write may have."""
+    def _write_some(self, batch: _Batch, end: int, connection: Connection) -> None:
+        """As many messages in front of `end` as one write may have."""
         packets: list[bytes] = []
         in_flight, octets = self._in_flight, 0
-        for message in messages:
+        for message in batch.messages[len(batch.statuses) : end]:
             try:
                 head, tail = self._encode(message)
             except UStatusError as error:
@@ -149,9 +142,8 @@ class Window:
                 continue
             except Exception as error:
                 log.exception("a message could not be encoded, and nobody foresaw why")
-                batch.statuses.append(
-                    UStatus(code=UCode.INTERNAL, message=f"the message could not be encoded: {error!r}")
-                )
+                why = f"the message could not be encoded: {error!r}"
+                batch.statuses.append(UStatus(code=UCode.INTERNAL, message=why))
                 continue
             packet_id = self._next_packet_id()
             while packet_id in in_flight:
@@ -168,7 +160,7 @@ class Window:
                 self._progress_s = asyncio.get_running_loop().time()
             batch.due += len(packets) // 3
             self._large_bytes += octets
-            self._write(b"".join(packets))
+            connection.write(b"".join(packets))
 
     def on_pubacks(self, pubacks: list[tuple[int, int]]) -> None:
         """[(packet id, reason code)] of one read."""
@@ -186,22 +178,13 @@ class Window:
                 batch.statuses[index] = status = _refusal(reason)
                 if status.code == UCode.UNAVAILABLE:
                     batch.why = status  # nothing behind it is tried, but for what has been sent already
-            self._count_down(batch)
+            batch.due -= 1
+            if not batch.due and batch.done is not None and not batch.done.done():
+                batch.done.set_result(None)
         self._large_bytes -= octets
         self._size = min(2 * self._size, self._size_max)
         self._progress_s = asyncio.get_running_loop().time()
         self._freed.set()
-
-    @staticmethod
-    def _count_down(batch: _Batch) -> None:
-        batch.due -= 1
-        if not batch.due and batch.done is not None and not batch.done.done():
-            batch.done.set_result(None)
-
-
-_LOST: Final = UStatus(
-    code=UCode.UNAVAILABLE, message="the connection to the broker was lost meanwhile: try again when it is back"
-)
 
 
 _NOBODY: Final = nobody_listens(

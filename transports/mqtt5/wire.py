@@ -1,18 +1,29 @@
-"""The bytes of the two MQTT 5 packets that carry the load, PUBLISH and PUBACK (OASIS MQTT 5.0, sections 2 and 3). Pure.
+"""PUBLISH and PUBACK, which carry the load, <-> bytes (OASIS MQTT 5.0, sections 2 and 3). No sockets.
 
 Packet --publish_frame--> head | packet id | tail        bytes --split--> [(first byte, body)] --read_publish--> Publish
 
-paho-mqtt spends some 300 us on the properties of one PUBLISH; these take 3 to 5. packets.py has the rare packets.
+Codec: encoded attributes <-> PUBLISH, and what was worked out once is not worked out again.
+UAttributes --(all but the id) known?--> template --> PUBLISH                       unknown: SendChecks, mapping, frame
+PUBLISH     --(topic, properties but for the id) known?--> template --> UAttributes unknown: read_packet, mapping
+
+Messages of one topic differ in id and payload, and hardly in anything else; mapping, checks and protobuf are most of
+what a message costs. `encode` and `decode` answer as the long way does, and a test holds them to it. paho-mqtt spends
+some 300 us on the properties of one PUBLISH; these take 3 to 5. packets.py has the rare packets.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import struct
 from typing import Final, NamedTuple
 
-from transports.mqtt5.mapping import Packet
-from uprotocol.status import invalid
+from transports.base import SendChecks
+from transports.mqtt5.mapping import Mapping, Packet
+from uprotocol.cache import Cache
+from uprotocol.encoded import Carried, EncodedMessage, decoded, is_shared, suffix
+from uprotocol.status import UStatusError, invalid
+from uprotocol.uuid import MSB_MAX
 
 PUBLISH: Final = 0x30
 PUBACK: Final = 0x40
@@ -31,6 +42,15 @@ _EVER_CHANGING: Final = frozenset({"1", "6", "10", "11"})
 _u16 = struct.Struct("!H")
 _u32 = struct.Struct("!I")
 
+# templates each way, some 1 KB each; more are needed where messages differ in more than id and payload
+TEMPLATES_MAX: Final = 16_384
+
+_UUID7: Final = re.compile(
+    rb"([0-9a-fA-F]{8})-([0-9a-fA-F]{4})-(7[0-9a-fA-F]{3})-([89abAB][0-9a-fA-F]{3})-([0-9a-fA-F]{12})"
+)
+_id_field: Final = struct.Struct("<3sQcQ")  # UAttributes.id as protobuf writes it: tag and length, msb, tag, lsb
+_ID_TAG, _LSB_TAG = b"\x0a\x12\x09", b"\x11"
+
 
 class Publish(NamedTuple):
     """A PUBLISH that arrived. `properties` are still bytes."""
@@ -42,18 +62,16 @@ class Publish(NamedTuple):
     retained: bool = False  # sent because we have just subscribed
 
 
+def text(text: str) -> bytes:
+    data = text.encode()
+    return _u16.pack(len(data)) + data
+
+
 def _pair(key: str, value: str) -> bytes:
-    one, two = key.encode(), value.encode()
-    return b"\x26" + _u16.pack(len(one)) + one + _u16.pack(len(two)) + two
+    return b"\x26" + text(key) + text(value)
 
 
 _cached_pair = functools.lru_cache(TEXTS_CACHED_MAX)(_pair)
-
-
-@functools.lru_cache(TEXTS_CACHED_MAX)
-def _text(text: str) -> bytes:
-    data = text.encode()
-    return _u16.pack(len(data)) + data
 
 
 def varint(number: int) -> bytes:
@@ -78,13 +96,13 @@ def publish_frame(packet: Packet) -> tuple[bytes, bytes]:
     if packet.expiry_s is not None:
         parts.append(b"\x02" + _u32.pack(packet.expiry_s))
     if packet.content_type is not None:
-        parts.append(b"\x03" + _text(packet.content_type))
+        parts.append(b"\x03" + text(packet.content_type))
     if packet.correlation is not None:
         parts.append(b"\x09" + _u16.pack(len(packet.correlation)) + packet.correlation)
     for key, value in packet.user_properties:
         parts.append(_pair(key, value) if key in _EVER_CHANGING else _cached_pair(key, value))
     properties = b"".join(parts)
-    topic, length = _text(packet.topic), varint(len(properties))
+    topic, length = text(packet.topic), varint(len(properties))
     remaining = len(topic) + 2 + len(length) + len(properties) + len(packet.payload)
     if remaining > PACKET_BYTES_MAX:
         raise invalid(f"MQTT carries packets of at most {PACKET_BYTES_MAX} bytes, and this one has {remaining}")
@@ -106,7 +124,7 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
     while start + 2 <= end:
         length, position = data[start + 1], start + 2
         if length & 0x80:
-            length, position = _read_varint(data, start + 1, end)
+            length, position = read_varint(data, start + 1, end)
             if not position or length > bytes_max:
                 break
         if position + length > end:
@@ -116,16 +134,7 @@ def split(data: bytes, bytes_max: int = PACKET_BYTES_MAX) -> tuple[list[tuple[in
     return packets, start
 
 
-def announced(data: bytes, start: int) -> tuple[int, int]:
-    """Where the body of the packet at `start` begins, and its length as far as its header has come: 0 before. Raises
-    ValueError."""
-    if len(data) < start + 2:
-        return start, 0
-    length, position = _read_varint(data, start + 1, len(data))
-    return position, length
-
-
-def _read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
+def read_varint(data: bytes | memoryview, start: int, end: int) -> tuple[int, int]:
     """The number at `start` and where it ends; (0, 0) if the rest of it has not come. Raises ValueError."""
     number = shift = 0
     for position in range(start, min(end, start + 4)):
@@ -150,7 +159,7 @@ def read_publish(first: int, body: bytes | memoryview) -> Publish:
             position += 2
         length, start = body[position], position + 1
         if length & 0x80:
-            length, start = _read_varint(body, position, len(body))
+            length, start = read_varint(body, position, len(body))
     except IndexError:
         raise ValueError("a PUBLISH ends before its properties") from None
     end = start + length
@@ -179,7 +188,7 @@ def _end_of_property(data: bytes, start: int) -> int:
     if kind == _USER:
         start += 2 + (data[start + 1] << 8 | data[start + 2])  # to the byte in front of its value
     elif kind == _SUBSCRIPTION:
-        return _read_varint(data, start + 1, len(data))[1] or len(data) + 1
+        return read_varint(data, start + 1, len(data))[1] or len(data) + 1
     elif kind in _SIZES:
         return start + _SIZES[kind]
     elif kind not in (_CONTENT_TYPE, _RESPONSE_TOPIC, _CORRELATION):
@@ -204,7 +213,7 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
                 split = start + 3 + (data[start + 1] << 8 | data[start + 2])
                 user.append((data[start + 3 : split].decode(), data[split + 2 : end].decode()))
             elif kind == _SUBSCRIPTION:
-                subscriptions = (*subscriptions, _read_varint(data, start + 1, end)[0])
+                subscriptions = (*subscriptions, read_varint(data, start + 1, end)[0])
             elif kind == _EXPIRY:
                 (expiry_s,) = _u32.unpack_from(data, start + 1)
             elif kind == _CONTENT_TYPE:
@@ -215,3 +224,103 @@ def read_packet(publish: Publish) -> tuple[Packet, tuple[int, ...]]:
     except (IndexError, ValueError) as error:
         raise invalid(f"the properties of a PUBLISH can't be read: {str(error) or 'they end too early'}") from None
     return Packet(topic, user, expiry_s, correlation, content_type, publish.payload), subscriptions
+
+
+class _Out(NamedTuple):
+    """A PUBLISH but for packet id, the id's text and the payload."""
+
+    topic: bytes
+    before_id: bytes  # with the length of the properties
+    after_id: bytes
+    size: int  # what the remaining length says, but for the payload
+    ttl_ms: int
+    needs_payload: bool
+
+
+class _In(NamedTuple):
+    topic: str
+    identifiers: tuple[int, ...]
+    attributes: bytes  # but for the id
+
+
+class Codec:
+    """`same_for_all_ids` False turns the templates of `decode` off, for a mapping whose attributes depend on the id's
+    time."""
+
+    def __init__(self, mapping: Mapping, checks: SendChecks, *, same_for_all_ids: bool = True) -> None:
+        self._mapping, self._checks, self._same_for_all_ids = mapping, checks, same_for_all_ids
+        self.packet_bytes_max = PACKET_BYTES_MAX  # ours, or the broker's if that is less
+        self._out: Cache[bytes, _Out] = Cache(TEMPLATES_MAX)
+        self._in: Cache[tuple[bytes, bytes, bytes], _In] = Cache(TEMPLATES_MAX)
+
+    def encode(self, message: Carried) -> tuple[bytes, bytes]:
+        """The PUBLISH of `message` but for its packet id, which goes between the two.
+
+        Raises UStatusError: INVALID_ARGUMENT for what is not valid or can't be carried, DEADLINE_EXCEEDED for what has
+        expired.
+        """
+        key: bytes | None
+        if type(message) is EncodedMessage:
+            data, key = message.encoded, message.stamp.suffix
+        else:
+            data = message.attributes.SerializeToString()
+            key = suffix(data)
+        out = self._out.get(key) if key is not None else None
+        if out is None:
+            return self._encode_anew(message, key)
+        payload = message.payload
+        remaining = out.size + len(payload)
+        _, msb, _, lsb = _id_field.unpack_from(data)
+        if (
+            msb >> 12 & 0xF != 7  # no UUID of version 7
+            or msb > MSB_MAX  # no date
+            or lsb >> 62 != 2
+            or (out.needs_payload and not payload and not message.HasField("payload"))
+            or (out.ttl_ms and self._checks.now_ms() > (msb >> 16) + out.ttl_ms)
+            or remaining + HEADER_BYTES_MAX > self.packet_bytes_max
+        ):
+            return self._encode_anew(message, key)  # it says why not
+        time, version, variant, rest = msb >> 32, msb & 0xFFFF, lsb >> 48, lsb & 0xFFFF_FFFF_FFFF
+        id = b"%08x-%04x-%04x-%04x-%012x" % (time, msb >> 16 & 0xFFFF, version, variant, rest)
+        head = b"%c%b%b" % (PUBLISH | QOS1, varint(remaining), out.topic)
+        return head, b"".join((out.before_id, id, out.after_id, payload))
+
+    def _encode_anew(self, message: Carried, key: bytes | None) -> tuple[bytes, bytes]:
+        message = decoded(message)
+        refusal = self._checks.refusal(message, self._checks.now_ms())
+        if refusal is not None:
+            raise UStatusError.from_status(refusal)
+        packet = self._mapping.encode(message)
+        head, tail = publish_frame(packet)
+        length = len(head) + 2 + len(tail)
+        if length > self.packet_bytes_max:  # a broker hangs up on it, again and again
+            raise invalid(
+                f"a message is a packet of at most {self.packet_bytes_max} bytes here, and this one has {length}: "
+                "send less, or raise message_bytes_max, and the broker's own limit if it has one"
+            )
+        if key is not None and is_shared(message.attributes):
+            at = tail.index(ID_KEY) + len(ID_KEY)
+            properties, topic = tail[: len(tail) - len(packet.payload)], text(packet.topic)
+            before_id, after_id = properties[:at], properties[at + ID_BYTES :]
+            size, has_format = len(topic) + 2 + len(properties), packet.content_type is not None
+            self._out[key] = _Out(topic, before_id, after_id, size, message.attributes.ttl, has_format)
+        return head, tail
+
+    def decode(self, publish: Publish) -> tuple[str, tuple[int, ...], bytes]:
+        """Topic, subscription identifiers, serialised UAttributes. Raises UStatusError as Mapping.decode does."""
+        topic, properties = publish.topic, publish.properties
+        at = properties.find(ID_KEY) + len(ID_KEY)
+        key = (topic, properties[:at], properties[at + ID_BYTES :])
+        found = self._in.get(key)
+        id = _UUID7.fullmatch(properties, at, at + ID_BYTES) if found is not None else None
+        if found is not None and id is not None:
+            one, two, three, four, five = id.groups()
+            field = _id_field.pack(_ID_TAG, int(one + two + three, 16), _LSB_TAG, int(four + five, 16))
+            return found.topic, found.identifiers, field + found.attributes
+        packet, identifiers = read_packet(publish)
+        attributes = self._mapping.decode(packet).attributes
+        encoded = attributes.SerializeToString()
+        rest = suffix(encoded)
+        if rest is not None and self._same_for_all_ids and is_shared(attributes) and holds_id_at(properties, at):
+            self._in[key] = _In(packet.topic, identifiers, rest)
+        return packet.topic, identifiers, encoded

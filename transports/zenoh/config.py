@@ -32,55 +32,47 @@ class TlsConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    root_ca: Path | None = Field(
-        default=None, description="whom to trust; without it the authorities that Zenoh comes with"
-    )
-    certificate: Path | None = Field(default=None, description="our own, with those that lead to the CA")
-    private_key: Path | None = Field(default=None, description="of our certificate")
-    mutual: bool = Field(
-        default=False,
-        description="demand a certificate of who connects to us. A node that listens shows its own, where it "
-        "connects, only with this",
-    )
-    verify_name: bool = Field(default=True, description="hold the other side's certificate to its host name")
+    root_ca: Path | None = None
+    """whom to trust; without it the authorities that Zenoh comes with"""
+    certificate: Path | None = None
+    """our own, with those that lead to the CA"""
+    private_key: Path | None = None
+    """of our certificate"""
+    mutual: bool = False
+    """demand a certificate of who connects to us. A node that listens shows its own, where it connects, only with
+    this"""
+    verify_name: bool = True
+    """hold the other side's certificate to its host name"""
 
 
 class ZenohConfig(TransportSettings):
     """How to join a Zenoh network. Endpoints are Zenoh's: tcp/HOST:PORT, tls/HOST:PORT, ..."""
 
-    mode: Literal["peer", "client", "router"] = Field(default="peer", description="whom we hear and pass on, see above")
-    listen: tuple[str, ...] = Field(
-        default=(), description="where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one"
-    )
-    connect: tuple[str, ...] = Field(
-        default=(),
-        description="whom to connect to: a client to the first that answers, a peer or router to all of them",
-    )
-    multicast_scouting: bool = Field(default=False, description="find others by UDP multicast")
-    connect_timeout_ms: int = Field(
-        default=5_000,
-        ge=1,
-        description="until somebody in `connect` has answered; a link that is lost later is looked for without end",
-    )
-    stall_ms_max: int = Field(
-        default=60_000,
-        ge=1,
-        description="a peer that reads nothing for so long is cut off; until then who sends to it waits",
-    )
-    user: str | None = Field(default=None, description="who we are to whom we connect; needs `password`")
-    password: SecretStr | None = Field(default=None, description="for `user`")
-    credentials_file: Path | None = Field(default=None, description="lines of `user:password` that may connect to us")
-    tls: TlsConfig | None = Field(default=None, description="for endpoints `tls/...` and `quic/...`")
-    config_file: Path | None = Field(
-        default=None,
-        description="a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of "
-        "`mode`, "
-        "`multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`",
-    )
-    settings: dict[str, Any] = Field(
-        default_factory=dict,
-        description="any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others",
-    )
+    mode: Literal["peer", "client", "router"] = "peer"
+    """whom we hear and pass on, see above"""
+    listen: tuple[str, ...] = ()
+    """where others may connect, as `PROTOCOL/HOST:PORT`; port 0 is any free one"""
+    connect: tuple[str, ...] = ()
+    """whom to connect to: a client to the first that answers, a peer or router to all of them"""
+    multicast_scouting: bool = False
+    """find others by UDP multicast"""
+    connect_timeout_ms: int = Field(default=5_000, ge=1)
+    """until somebody in `connect` has answered; a link that is lost later is looked for without end"""
+    stall_ms_max: int = Field(default=60_000, ge=1)
+    """a peer that reads nothing for so long is cut off; until then who sends to it waits"""
+    user: str | None = None
+    """who we are to whom we connect; needs `password`"""
+    password: SecretStr | None = None
+    """for `user`"""
+    credentials_file: Path | None = None
+    """lines of `user:password` that may connect to us"""
+    tls: TlsConfig | None = None
+    """for endpoints `tls/...` and `quic/...`"""
+    config_file: Path | None = None
+    """a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of `mode`,
+    `multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`"""
+    settings: dict[str, Any] = Field(default_factory=dict)
+    """any setting of Zenoh by its path, such as `transport/link/tx/lease`; goes over all others"""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -22,9 +22,12 @@ VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
 _SOURCE_AT, _SINK_AT = 1, 6  # the authorities in a key, whose eleven segments every filter_key asks for
-_TYPE_AT: Final = 21  # in an attachment: after the version and the id (field 1 of UAttributes, 20 bytes)
-_TYPE_TAG: Final = b"\x10"  # field 2, a varint
-_CALLS: Final = (bytes([UMessageType.UMESSAGE_TYPE_REQUEST]), bytes([UMessageType.UMESSAGE_TYPE_RESPONSE]))
+# in an attachment, behind the version and the id (field 1 of UAttributes, 20 bytes), where every encoder writes it:
+TYPE_AT: Final = slice(21, 23)
+# what stands there of a request and a response: field 2, a varint
+CALLS: Final = {
+    bytes([0x10, type]) for type in (UMessageType.UMESSAGE_TYPE_REQUEST, UMessageType.UMESSAGE_TYPE_RESPONSE)
+}
 
 PRIORITIES: Final[dict[int, str]] = {
     UPriority.UPRIORITY_UNSPECIFIED: "DATA_LOW",
@@ -42,33 +45,22 @@ PRIORITIES: Final[dict[int, str]] = {
 def segments(address: UUri, local_authority: str) -> str:
     """Authority, type, instance, version, resource; `*` for a wildcard, the local authority for an empty one.
 
-    Raises UStatusError(INVALID_ARGUMENT) for an authority that no key expression can hold.
+    Raises UStatusError(INVALID_ARGUMENT) for an authority that no key expression can hold: within a segment Zenoh keeps
+    `*` and `$` for itself, and only IPvFuture may have them.
     """
-    type, instance = address.ue_id & 0xFFFF, address.ue_id >> 16
-    return "/".join(
-        (
-            _authority(address.authority_name or local_authority),
-            _segment(type, uris.WILDCARD_ENTITY_TYPE),
-            _segment(instance, uris.WILDCARD_ENTITY_INSTANCE),
-            _segment(address.ue_version_major, uris.WILDCARD_VERSION),
-            _segment(address.resource_id, uris.WILDCARD_RESOURCE),
-        )
-    )
-
-
-def _authority(name: str) -> str:
-    """The wildcard is `*` in both languages; within a segment Zenoh keeps `*` and `$` for itself, and only IPvFuture
-    may have them."""
-    if len(name) > 1 and ("*" in name or "$" in name):
+    authority = address.authority_name or local_authority
+    if len(authority) > 1 and ("*" in authority or "$" in authority):
         raise invalid(
-            f"the authority {name} has a character that is special in Zenoh's keys (* or $): it can't be "
+            f"the authority {authority} has a character that is special in Zenoh's keys (* or $): it can't be "
             "reached over Zenoh"
         )
-    return name
-
-
-def _segment(value: int, wildcard: int) -> str:
-    return "*" if value == wildcard else f"{value:X}"
+    numbers = (
+        (address.ue_id & 0xFFFF, uris.WILDCARD_ENTITY_TYPE),
+        (address.ue_id >> 16, uris.WILDCARD_ENTITY_INSTANCE),
+        (address.ue_version_major, uris.WILDCARD_VERSION),
+        (address.resource_id, uris.WILDCARD_RESOURCE),
+    )
+    return "/".join([authority, *("*" if number == wildcard else f"{number:X}" for number, wildcard in numbers)])
 
 
 def message_key(message: UMessage, local_authority: str) -> str:
@@ -91,20 +83,10 @@ def complete(attributes: UAttributes, key: str) -> None:
     attrs.complete(attributes, source, source if sink == "{}" else sink)
 
 
-def attachment(encoded_attributes: bytes) -> bytes:
-    """dsn~up-transport-zenoh-attributes-mapping~1, one behind the other (A-25). The ttl has no other place (A-27)."""
-    return VERSION_BYTE + encoded_attributes
-
-
-def is_call(attachment: bytes) -> bool:
-    """True for a request or a response, by the type that every encoder writes behind the id; False where it stands
-    elsewhere."""
-    return attachment[_TYPE_AT : _TYPE_AT + 1] == _TYPE_TAG and attachment[_TYPE_AT + 1 : _TYPE_AT + 2] in _CALLS
-
-
 def encode(message: UMessage) -> bytes:
-    """The attachment of `message`."""
-    return attachment(message.attributes.SerializeToString())
+    """The attachment of `message` (dsn~up-transport-zenoh-attributes-mapping~1), one part behind the other (A-25). The
+    ttl has no other place (A-27)."""
+    return VERSION_BYTE + message.attributes.SerializeToString()
 
 
 def decode(payload: bytes, attachment: bytes) -> UMessage:

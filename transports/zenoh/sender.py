@@ -80,10 +80,16 @@ def translate(error: Exception, doing: str) -> UStatusError:
 class _Route:
     """How to put on one key with one priority."""
 
-    __slots__ = ("key", "publisher", "put", "puts_left")
+    __slots__ = ("key", "options", "publisher", "put", "puts_left")
 
-    def __init__(self, key: _Key, put: Callable[..., Any]) -> None:
-        self.key, self.put = key, put
+    def __init__(self, session: zenoh.Session, key: _Key) -> None:
+        self.key = key
+        self.options: dict[str, Any] = {  # reliable, blocking, without an encoding (A-26)
+            "congestion_control": zenoh.CongestionControl.BLOCK,
+            "priority": _PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
+            "allowed_destination": zenoh.Locality.REMOTE,
+        }
+        self.put: Callable[..., Any] = partial(session.put, key[0], **self.options)
         self.publisher: zenoh.Publisher | None = None
         self.puts_left = PUTS_BEFORE_DECLARED  # 0: there is a publisher
 
@@ -137,14 +143,15 @@ class SenderThread(Executor):
 
 
 class ZenohSender:
-    """Of one session. All of it runs on the sender thread, but for `first_link`.
+    """Of one session. All of it runs on its `thread`, but for `first_link`; `thread.shutdown` ends it.
 
     `peers` are those that are linked now, by Zenoh id, with True for one that answers every query: it belongs to the
     transport.
     """
 
     def __init__(self, session: zenoh.Session, authority: str, peers: Mapping[str, bool], wire_bytes_max: int) -> None:
-        self._session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
+        self.session, self._authority, self._peers, self._wire_bytes_max = session, authority, peers, wire_bytes_max
+        self.thread = SenderThread(f"zenoh-send-{authority}")
         self._checks = SendChecks()
         self._plans: Cache[Any, _SendPlan] = Cache(PLANS_MAX)  # by Stamp, or by the encoded attributes without the id
         self._routes: dict[_Key, _Route] = {}
@@ -198,8 +205,10 @@ class ZenohSender:
                 route = plan.route
                 if settling:
                     settling = self._await_match(route)
-                if route.puts_left:
-                    self._count(route)
+                if route.puts_left:  # the last one of so many puts declares a publisher, if there is room
+                    route.puts_left -= 1
+                    if not route.puts_left and not self._declare(route):
+                        route.puts_left = PUTS_BEFORE_DECLARED
                 payload = message.payload
                 if len(payload) + len(encoded) > bytes_max:
                     statuses.append(too_large(len(payload) + len(encoded), bytes_max))
@@ -229,35 +238,17 @@ class ZenohSender:
         if len(self._routes) >= ROUTES_MAX:
             self._routes.clear()
             self._plans.clear()
-        put = partial(  # reliable, blocking, without an encoding (A-26)
-            self._session.put,
-            key[0],
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            priority=_PRIORITIES.get(key[1], zenoh.Priority.DATA_LOW),
-            allowed_destination=zenoh.Locality.REMOTE,
-        )
-        route = self._routes[key] = _Route(key, put)
+        route = self._routes[key] = _Route(self.session, key)
         if key in self._publishers:
             route.declared(self._publishers[key])
         return route
 
-    def _count(self, route: _Route) -> None:
-        """A put without a publisher; the last one of so many declares it, if there is room."""
-        route.puts_left -= 1
-        if not route.puts_left and not self._declare(route):
-            route.puts_left = PUTS_BEFORE_DECLARED
-
     def _declare(self, route: _Route) -> bool:
         if not self._has_room():
             return False
-        publisher = self._session.declare_publisher(
-            route.key[0],
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            priority=_PRIORITIES.get(route.key[1], zenoh.Priority.DATA_LOW),
-            reliability=zenoh.Reliability.RELIABLE,
-            allowed_destination=zenoh.Locality.REMOTE,
+        publisher = self._publishers[route.key] = self.session.declare_publisher(
+            route.key[0], reliability=zenoh.Reliability.RELIABLE, **route.options
         )
-        self._publishers[route.key] = publisher
         self._used.add(route.key)
         route.declared(publisher)
         return True
@@ -284,8 +275,9 @@ class ZenohSender:
         """Just after the first link: wait until somebody listens, or the time is over. True while it is not."""
         if route.publisher is None and not self._declare(route):
             return True
+        publisher: Any = route.publisher  # whose stub says that matching_status is a bool
         while (now := time.monotonic()) < self._settled_at:
-            if _matches(route.publisher):
+            if publisher.matching_status.matching:
                 self._settled_at = min(self._settled_at, now + SETTLE_MORE_S)
                 return True
             time.sleep(SETTLE_POLL_S)
@@ -312,7 +304,7 @@ class ZenohSender:
         return unread
 
     def _ask(self, peer: str, timeout_s: float) -> zenoh.Handler[zenoh.Reply]:
-        return self._session.get(
+        return self.session.get(
             f"{FLUSH_KEY}/{peer}",
             target=zenoh.QueryTarget.ALL,
             timeout=timeout_s,
@@ -326,7 +318,3 @@ def answer_flush(query: zenoh.Query) -> None:
     """On Zenoh's thread. What was put before the query has been read by now: one link is read in its order."""
     with query:
         query.reply(query.key_expr, b"")
-
-
-def _matches(publisher: Any) -> bool:
-    return bool(publisher.matching_status.matching)  # the stub says bool

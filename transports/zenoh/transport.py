@@ -29,7 +29,7 @@ from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
-from transports.zenoh.sender import FLUSH_KEY, NO_PEER, SenderThread, ZenohSender, answer_flush, translate
+from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
 from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -68,39 +68,34 @@ class ZenohTransport(TransportBase):
             self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped
         )
         self._calls: Arrivals[Arrived] = Arrivals(self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped)
-        self._session: zenoh.Session | None = None
-        self._sender: ZenohSender | None = None
-        self._sending: SenderThread | None = None
-        self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on it
+        self._sender: ZenohSender | None = None  # of the session; None: closed
+        self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
         self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
 
     def __repr__(self) -> str:
-        state = f"{len(self._peers)} peers" if self._session is not None else "closed"
+        state = f"{len(self._peers)} peers" if self.is_open else "closed"
         return f"ZenohTransport({self.authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
         for settings."""
         async with self._opening:
-            if self._session is None:
-                await self._open()
-
-    async def _open(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._publishes.open(self.wire_bytes_max)
-        self._calls.open(self.wire_bytes_max)
-        try:  # a session that nobody has would keep the port
-            session = self._session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
-        except zenoh.ZError as error:
-            raise translate(error, "opening the Zenoh session") from None
-        self.is_open = True
-        self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
-        self._sending = SenderThread(f"zenoh-send-{self.authority}")
-        for transport in session.info.transports():
-            self._on_peer(transport, True)
+            if self._sender is not None:
+                return
+            self._loop = asyncio.get_running_loop()
+            self._publishes.open(self.wire_bytes_max)
+            self._calls.open(self.wire_bytes_max)
+            try:  # a session that nobody has would keep the port
+                session = await on_own_thread(f"zenoh-open-{self.authority}", self._join, _close)
+            except zenoh.ZError as error:
+                raise translate(error, "opening the Zenoh session") from None
+            self.is_open = True
+            self._sender = ZenohSender(session, self.authority, self._peers, self.wire_bytes_max)
+            for transport in session.info.transports():
+                self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
         """On a thread of its own."""
@@ -126,10 +121,10 @@ class ZenohTransport(TransportBase):
         Takes CLOSE_S_MAX and LEAVE_S_MAX at most; what it could not wait for is logged.
         """
         self.is_open = False
-        session, self._session = self._session, None
-        if session is None or self._sender is None or self._sending is None:
+        sender, self._sender = self._sender, None
+        if sender is None:
             return
-        flush = self._loop.run_in_executor(self._sending, self._flush, self._sender)  # behind what is queued
+        flush = self._loop.run_in_executor(sender.thread, self._flush, sender)  # behind what is queued
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S_MAX):
                 await asyncio.gather(self._drain(), asyncio.shield(flush))
@@ -137,8 +132,7 @@ class ZenohTransport(TransportBase):
         self._calls.close()
         if not flush.done():
             log.warning(UNREAD, authority=self.authority, waited_s=CLOSE_S_MAX)
-        await self._leave(session, self._sending)
-        self._sender = None
+        await self._leave(sender)
         for peer in list(self._peers):
             self._lost(peer)
 
@@ -163,16 +157,16 @@ class ZenohTransport(TransportBase):
                     peers=unread.mute,
                 )
 
-    async def _leave(self, session: zenoh.Session, sending: SenderThread) -> None:
+    async def _leave(self, sender: ZenohSender) -> None:
         """Close the session on a thread that nobody needs to wait for: not we, and not the end of the process."""
         left = asyncio.Event()
 
         def close() -> None:
-            _close(session)
+            _close(sender.session)
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 self._loop.call_soon_threadsafe(left.set)
 
-        sending.shutdown()
+        sender.thread.shutdown()
         threading.Thread(target=close, name=f"zenoh-close-{self.authority}", daemon=True).start()
         try:
             async with asyncio.timeout(LEAVE_S_MAX):
@@ -186,7 +180,7 @@ class ZenohTransport(TransportBase):
         peer = str(transport.zid)
         if not linked:
             self._lost(peer)
-        elif self._session is not None and self._sender is not None:
+        elif self._sender is not None:
             self._peers[peer] = transport.whatami == zenoh.WhatAmI.ROUTER or self._config.mode == "client"
             if not self.connected:
                 self._sender.first_link()
@@ -204,17 +198,18 @@ class ZenohTransport(TransportBase):
             raise translate(error, doing) from None
 
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
-        if self._session is None or self._sender is None or self._sending is None:
+        if self._sender is None:
             return stopped([], len(messages), NOT_OPEN)
         if not messages:
             return []
-        send = self._loop.run_in_executor(self._sending, self._sender.put, messages)
+        send = self._loop.run_in_executor(self._sender.thread, self._sender.put, messages)
         self._sends.add(send)
         send.add_done_callback(self._sends.discard)
         try:
             statuses = await send
         except asyncio.CancelledError:
-            if not send.cancelled() or _is_cancelled():
+            task = asyncio.current_task()
+            if not send.cancelled() or (task is not None and task.cancelling()):
                 raise
             return stopped([], len(messages), _CLOSED)  # by `close`
         if not self._peers:  # lost meanwhile: what was put may have gone nowhere
@@ -223,17 +218,10 @@ class ZenohTransport(TransportBase):
 
     async def listen(self, filter: Filter) -> None:
         """Other sessions learn of it a moment later; until then their messages don't come."""
-        session, key = self._session, mapping.filter_key(filter.source, filter.sink, self.authority)
-        assert session is not None, "only an open transport listens"
-        self._subscribers[filter] = await self._call(
-            f"subscribing to {key}", lambda: self._subscribe(session, key, filter)
-        )
-
-    async def unlisten(self, filter: Filter) -> None:
-        await self._call("ending a subscription", self._subscribers.pop(filter).undeclare)
-
-    def _subscribe(self, session: zenoh.Session, key: str, filter: Filter) -> zenoh.Subscriber[None]:
-        put, put_call, is_call, dropped = self._publishes.put, self._calls.put, mapping.is_call, self.dropped
+        assert self._sender is not None, "only an open transport listens"
+        session, key = self._sender.session, mapping.filter_key(filter.source, filter.sink, self.authority)
+        put_publish, put_call, dropped = self._publishes.put, self._calls.put, self.dropped
+        type_at, calls = mapping.TYPE_AT, mapping.CALLS
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more."""
@@ -242,16 +230,22 @@ class ZenohTransport(TransportBase):
                 dropped["malformed"] += 1
             else:
                 payload, attributes = sample.payload.to_bytes(), attachment.to_bytes()
-                (put_call if is_call(attributes) else put)(
-                    (filter, payload, attributes, sample.key_expr), len(payload) + len(attributes)
-                )
+                put = put_call if attributes[type_at] in calls else put_publish
+                put((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
 
-        return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
+        def subscribe() -> zenoh.Subscriber[None]:
+            return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
+
+        self._subscribers[filter] = await self._call(f"subscribing to {key}", subscribe)
+
+    async def unlisten(self, filter: Filter) -> None:
+        await self._call("ending a subscription", self._subscribers.pop(filter).undeclare)
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
         version = mapping.VERSION_BYTE
         ours = [one for one in arrived if one[2][:1] == version]
-        self.dropped["malformed"] += len(arrived) - len(ours)
+        if len(ours) < len(arrived):
+            self.dropped["malformed"] += len(arrived) - len(ours)
 
         def complete(place: int, attributes: UAttributes) -> None:
             mapping.complete(attributes, str(ours[place][3]))
@@ -270,11 +264,6 @@ def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
     for subscriber in subscribers:
         with contextlib.suppress(zenoh.ZError):
             subscriber.undeclare()  # type: ignore[no-untyped-call]
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 def _close(session: zenoh.Session) -> None:

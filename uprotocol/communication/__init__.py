@@ -5,7 +5,7 @@ pubsub.py      SimplePublisher   SimpleNotifier   InMemorySubscriber
 rpc_client.py  InMemoryRpcClient     request -> waits by its id -> response
 rpc_server.py  InMemoryRpcServer     request -> handler -> response, many at once, bounded
 responses.py   Responses             the outbox of whoever serves
-shares.py      Shares                room that callers share, a part for each
+shares.py      Shares, Turns         room that callers share, a part for each; whose request is worked on next
 
 None of them blocks; failures are UStatusError (dsn~communication-layer-impl-async~1,
 dsn~communication-layer-impl-error-handling~1).
@@ -14,6 +14,7 @@ dsn~communication-layer-impl-error-handling~1).
 from uprotocol.communication.api import (
     DEFAULT_OPTIONS,
     CallOptions,
+    MessageOptions,
     NotificationListener,
     Notifier,
     Publisher,
@@ -35,6 +36,7 @@ __all__ = [
     "InMemoryRpcClient",
     "InMemoryRpcServer",
     "InMemorySubscriber",
+    "MessageOptions",
     "NotificationListener",
     "Notifier",
     "Publisher",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypedDict, Unpack
 
 from google.protobuf.message import Message
 
@@ -50,16 +50,18 @@ RequestCheck = Callable[[UMessage], None]
 to such hooks."""
 
 
+class MessageOptions(TypedDict, total=False):
+    """How one message travels; what is not given, or None, is as the specification has it."""
+
+    priority: UPriority.ValueType | None
+    ttl_ms: int | None
+    traceparent: str | None
+
+
 class Publisher(abc.ABC):
     @abc.abstractmethod
     async def publish(
-        self,
-        resource_id: int,
-        payload: UPayload | None = None,
-        *,
-        priority: UPriority.ValueType | None = None,
-        ttl_ms: int | None = None,
-        traceparent: str | None = None,
+        self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
         """Publish on own topic `resource_id` (8000 to FFFE). Returns when the network has taken it.
 
@@ -74,14 +76,7 @@ class NotificationListener(UListener, Protocol):
 class Notifier(abc.ABC):
     @abc.abstractmethod
     async def notify(
-        self,
-        resource_id: int,
-        destination: UUri,
-        payload: UPayload | None = None,
-        *,
-        priority: UPriority.ValueType | None = None,
-        ttl_ms: int | None = None,
-        traceparent: str | None = None,
+        self, resource_id: int, destination: UUri, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
         """Tell `destination` (resource 0) something from own topic `resource_id`. Raises as `Publisher.publish`."""
 

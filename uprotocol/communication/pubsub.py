@@ -7,31 +7,31 @@ subscribe(topic, listener): register the listener -> ask uSubscription -> or unr
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, Unpack
 
 from uprotocol import uri as uris
-from uprotocol.communication.api import NotificationListener, Notifier, Publisher, Subscriber, SubscriptionService
+from uprotocol.communication.api import (
+    MessageOptions,
+    NotificationListener,
+    Notifier,
+    Publisher,
+    Subscriber,
+    SubscriptionService,
+)
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError, invalid
 from uprotocol.transport import LocalUriProvider, UListener, UTransport
-from uprotocol.v1.uattributes_pb2 import UPriority
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 
-def _finish(
-    builder: UMessageBuilder,
-    payload: UPayload | None,
-    priority: UPriority.ValueType | None,
-    ttl_ms: int | None,
-    traceparent: str | None,
-) -> UMessage:
-    if priority is not None:
+def _finish(builder: UMessageBuilder, payload: UPayload | None, options: MessageOptions) -> UMessage:
+    if (priority := options.get("priority")) is not None:
         builder.with_priority(priority)
-    if ttl_ms is not None:
+    if (ttl_ms := options.get("ttl_ms")) is not None:
         builder.with_ttl(ttl_ms)
-    if traceparent is not None:
+    if (traceparent := options.get("traceparent")) is not None:
         builder.with_traceparent(traceparent)
     return builder.build_from_upayload(payload)
 
@@ -43,16 +43,10 @@ class SimplePublisher(Publisher):
         self._transport, self._local = transport, local
 
     async def publish(
-        self,
-        resource_id: int,
-        payload: UPayload | None = None,
-        *,
-        priority: UPriority.ValueType | None = None,
-        ttl_ms: int | None = None,
-        traceparent: str | None = None,
+        self, resource_id: int, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
         builder = UMessageBuilder.publish(self._local.get_resource(resource_id))
-        await self._transport.send(_finish(builder, payload, priority, ttl_ms, traceparent))
+        await self._transport.send(_finish(builder, payload, options))
 
 
 class SimpleNotifier(Notifier):
@@ -62,18 +56,11 @@ class SimpleNotifier(Notifier):
         self._transport, self._local = transport, local
 
     async def notify(
-        self,
-        resource_id: int,
-        destination: UUri,
-        payload: UPayload | None = None,
-        *,
-        priority: UPriority.ValueType | None = None,
-        ttl_ms: int | None = None,
-        traceparent: str | None = None,
+        self, resource_id: int, destination: UUri, payload: UPayload | None = None, **options: Unpack[MessageOptions]
     ) -> None:
         sink = uris.with_authority(destination, self._local.get_authority())
         builder = UMessageBuilder.notification(self._local.get_resource(resource_id), sink)
-        await self._transport.send(_finish(builder, payload, priority, ttl_ms, traceparent))
+        await self._transport.send(_finish(builder, payload, options))
 
     async def register_notification_listener(self, topic: UUri, listener: NotificationListener) -> None:
         _require_topic(topic)  # with a wildcard resource the pair (FFFF, 0) would bring responses as well
@@ -115,10 +102,8 @@ class InMemorySubscriber(Subscriber):
         listeners = self._listeners.get(uris.key(topic), [])
         leaving = list(listeners) if listener is None else [one for one in listeners if one is listener]
         if listener is not None and not leaving:
-            raise UStatusError(
-                UCode.NOT_FOUND,
-                f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription",
-            )
+            what = f"this listener is not subscribed to {uris.format(topic)}: give none to end the subscription"
+            raise UStatusError(UCode.NOT_FOUND, what)
         if len(leaving) == len(listeners):
             # first: if it fails nothing has changed, and it may be tried again
             await self._usubscription.unsubscribe(topic)
@@ -126,12 +111,9 @@ class InMemorySubscriber(Subscriber):
             await self._forget(topic, one)
 
     async def _forget(self, topic: UUri, listener: UListener) -> None:
-        key = uris.key(topic)
-        rest = [one for one in self._listeners.get(key, []) if one is not listener]
-        if rest:
-            self._listeners[key] = rest
-        else:
-            self._listeners.pop(key, None)
+        listeners = self._listeners.pop(uris.key(topic), [])
+        if rest := [one for one in listeners if one is not listener]:
+            self._listeners[uris.key(topic)] = rest
         try:
             await self._transport.unregister_listener(topic, listener)
         except UStatusError as error:

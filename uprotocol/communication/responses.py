@@ -139,11 +139,8 @@ class Responses:
                 failed = [status for status in statuses if status.code]
                 if failed:
                     self.dropped["response_not_sent"] += len(failed)
-                    log.warning(
-                        "responses were not sent, and their callers will time out",
-                        responses=len(failed),
-                        why=failed[0].message,
-                    )
+                    what = "responses were not sent, and their callers will time out"
+                    log.warning(what, responses=len(failed), why=failed[0].message)
         finally:
             self._sender = None
 
@@ -179,13 +176,12 @@ def response_to(request: UAttributes, payload: UPayload | None) -> UMessage:
         priority=request.priority,
         ttl=request.ttl,
     )
-    if payload is None:
-        return UMessage(attributes=attributes)
-    attributes.payload_format = payload.format
-    return UMessage(attributes=attributes, payload=payload.data)
+    if payload is not None:
+        attributes.payload_format = payload.format
+    return UMessage(attributes=attributes, payload=None if payload is None else payload.data)
 
 
-class Unserved:
+class Unserved(Responses):
     """Answers requests for methods that nobody serves: UNIMPLEMENTED, or UNAVAILABLE if the method may be there later
     or elsewhere.
 
@@ -193,8 +189,8 @@ class Unserved:
     is told that a method does not exist: who hears that gives up for good.
     """
 
-    def __init__(self, transport: UTransport, now_ms: Callable[[], int] = uuids.now_ms) -> None:
-        self._responses, self._now_ms = Responses(transport), now_ms
+    def __init__(self, transport: UTransport) -> None:
+        super().__init__(transport)
         self._served: set[tuple[int, int, int]] = set()  # also what is served no more
         self.is_settled = False
 
@@ -205,18 +201,14 @@ class Unserved:
 
     def answer(self, request: UAttributes) -> None:
         """Anything but a request that is alive is left alone."""
-        if request.type != attrs.REQUEST or attrs.is_expired(request, self._now_ms()):
+        if request.type != attrs.REQUEST or attrs.is_expired(request, uuids.now_ms()):
             return
         what = uris.format(request.sink)
         if not self.is_settled or _method(request.sink) in self._served:
             error = UStatusError(UCode.UNAVAILABLE, f"{what} is not served just now: try again later")
         else:
             error = UStatusError(UCode.UNIMPLEMENTED, f"there is no method {what}")
-        self._responses.refuse(request, error)
-
-    async def drain(self, ms_max: int) -> None:
-        """As Responses.drain."""
-        await self._responses.drain(ms_max)
+        self.refuse(request, error)
 
 
 def _method(sink: UUri) -> tuple[int, int, int]:

@@ -80,14 +80,11 @@ class InMemoryRpcClient(RpcClient):
         what the transport says.
         """
         if not self._open:
-            raise UStatusError(
-                UCode.FAILED_PRECONDITION,
-                "the RPC client is not open, so no response could be heard: await open() first",
-            )
+            what = "the RPC client is not open, so no response could be heard: await open() first"
+            raise UStatusError(UCode.FAILED_PRECONDITION, what)
         if len(self._pending) >= self._calls_pending_max:
-            raise UStatusError(
-                UCode.RESOURCE_EXHAUSTED, f"{self._calls_pending_max} calls are pending, which is the limit: try later"
-            )
+            what = f"{self._calls_pending_max} calls are pending, which is the limit: try later"
+            raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         request = self._request(method, payload, options)
         key = (request.attributes.id.msb, request.attributes.id.lsb)
         call = self._pending[key] = asyncio.get_running_loop().create_future()
@@ -99,10 +96,8 @@ class InMemoryRpcClient(RpcClient):
         except TimeoutError:
             if not timer.expired():
                 raise
-            raise UStatusError(
-                UCode.DEADLINE_EXCEEDED,
-                f"{uris.format(request.attributes.sink)} gave no answer within {options.timeout_ms} ms",
-            ) from None
+            what = f"{uris.format(request.attributes.sink)} gave no answer within {options.timeout_ms} ms"
+            raise UStatusError(UCode.DEADLINE_EXCEEDED, what) from None
         finally:
             del self._pending[key]
             if call.done() and not call.cancelled():
@@ -111,9 +106,8 @@ class InMemoryRpcClient(RpcClient):
 
     def _request(self, method: UUri, payload: UPayload | None, options: CallOptions) -> UMessage:
         sink = uris.with_authority(method, self._local.get_authority())
-        builder = UMessageBuilder.request(self._local.get_source(), sink, options.timeout_ms).with_priority(
-            options.priority
-        )
+        builder = UMessageBuilder.request(self._local.get_source(), sink, options.timeout_ms)
+        builder.with_priority(options.priority)
         if options.token is not None:
             builder.with_token(options.token)
         if options.permission_level is not None:

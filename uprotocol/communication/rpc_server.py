@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
@@ -88,9 +87,8 @@ class InMemoryRpcServer(RpcServer):
         if known == handler:
             return
         if known is not None:
-            raise UStatusError(
-                UCode.ALREADY_EXISTS, f"method {resource_id:X} has a handler already: unregister that one first"
-            )
+            what = f"method {resource_id:X} has a handler already: unregister that one first"
+            raise UStatusError(UCode.ALREADY_EXISTS, what)
         self._methods[resource_id] = handler
         try:
             await self._transport.register_listener(_CALLERS, self, sink)
@@ -155,11 +153,8 @@ class InMemoryRpcServer(RpcServer):
         task = asyncio.ensure_future(self._run(attributes, result))
         self._running.add(task)
         self._room.add(caller, 1, bytes)
-        task.add_done_callback(functools.partial(self._ended, caller, bytes))
-
-    def _ended(self, caller: str, bytes: int, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
-        self._room.add(caller, -1, -bytes)
+        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: self._room.add(caller, -1, -bytes))
 
     async def _run(self, request: UAttributes, pending: Awaitable[Result]) -> None:
         try:

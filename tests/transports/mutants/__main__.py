@@ -1,9 +1,7 @@
 """The table of faults, and the proof of all of it.
 
-python -m tests.transports.mutants                 the table of docs/conformance.md: each fault, and the test that
-                                                   must catch it
-python -m tests.transports.mutants --all [WORD]    runs every fault, or those with that word in their name, against
-                                                   every test: minutes
+python -m tests.transports.mutants               the table of docs/conformance.md: each fault, and what catches it
+python -m tests.transports.mutants --all [WORD]  runs every fault, or those with that word, against every test: minutes
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The network of the good plugin: a TCP hub that keeps what each end wants until the end has taken it.
 
 SEND from an end -> room in every other end's queue? -> MESSAGE to those whose filters match -> TAKEN: forgotten
-                    no: the sender gets no DONE         no match: kept for PULL       AGAIN: once more, the oldest first
+                    no: the sender gets no DONE         no match: kept for PULL                 AGAIN: from the oldest
 
 Frame: 4 octets length, 1 octet kind, 8 octets number, body. An end that is cut off keeps its queue (a session); BYE
 ends it.

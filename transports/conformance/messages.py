@@ -1,0 +1,110 @@
+"""The messages of the suite, and their addresses: from alpha to beta, unless a test says otherwise.
+
+publish, streamed, notification, request, response | example: one that a pair of filters lets through
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Final
+
+from uprotocol import attributes as attrs
+from uprotocol import uri as uris
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.status import UStatusError
+from uprotocol.v1.uattributes_pb2 import UPayloadFormat
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.uri_pb2 import UUri
+from uprotocol.v1.ustatus_pb2 import UStatus
+from uprotocol.v1.uuid_pb2 import UUID
+
+ALPHA: Final = "alpha"
+BETA: Final = "beta"
+ENTITY: Final = 0x0003_10AB  # instance 3 of type 10AB
+VERSION: Final = 4
+TTL_MS: Final = 60_000
+PROBE: Final = b"conformance probe"
+
+
+def topic(authority: str = ALPHA, resource: int = 0x9A01, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, resource)
+
+
+def reply(authority: str = BETA, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, 0)
+
+
+def method(authority: str = BETA, resource: int = 0x0B18, entity: int = ENTITY, version: int = VERSION) -> UUri:
+    return uris.uri(authority, entity, version, resource)
+
+
+def raw(data: bytes) -> UPayload:
+    return UPayload(data, UPayloadFormat.UPAYLOAD_FORMAT_RAW)
+
+
+def publish(payload: bytes = b"", source: UUri | None = None) -> UMessage:
+    return UMessageBuilder.publish(source or topic()).build_from_upayload(raw(payload))
+
+
+def streamed(payload: bytes = b"", source: UUri | None = None, authority: str = BETA) -> UMessage:
+    """A publish with the sink that only a streamer sets."""
+    message = UMessageBuilder(attrs.PUBLISH, source or topic(), attrs.streamer_sink(authority))
+    return message.build_from_upayload(raw(payload))
+
+
+def notification(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
+    return UMessageBuilder.notification(source or topic(), sink or reply()).build_from_upayload(raw(payload))
+
+
+def request(payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None) -> UMessage:
+    return UMessageBuilder.request(source or reply(ALPHA), sink or method(), TTL_MS).build_from_upayload(raw(payload))
+
+
+def response(
+    payload: bytes = b"", source: UUri | None = None, sink: UUri | None = None, request_id: UUID | None = None
+) -> UMessage:
+    builder = UMessageBuilder.response(source or method(ALPHA), sink or reply(), request_id or UMessageBuilder.new_id())
+    return builder.with_ttl(TTL_MS).build_from_upayload(raw(payload))
+
+
+def example(source_filter: UUri, sink_filter: UUri | None) -> UMessage:
+    """A probe that the filters let through, from alpha and to beta where they leave it open."""
+    source = _filled(source_filter, ALPHA, 0 if sink_filter is not None and uris.is_method(sink_filter) else 0x9A01)
+    if sink_filter is None:
+        return publish(PROBE, source)
+    sink = _filled(sink_filter, BETA, 0)
+    if uris.is_topic(source):
+        return notification(PROBE, source, sink)
+    return request(PROBE, source, sink) if uris.is_method(sink) else response(PROBE, source, sink)
+
+
+def _filled(pattern: UUri, authority: str, resource: int) -> UUri:
+    """With these, and our entity, in place of what is left open."""
+    entity = pattern.ue_id
+    for mask in (0xFFFF, 0xFFFF_0000):
+        if entity & mask == mask:
+            entity = entity & ~mask | ENTITY & mask
+    return UUri(
+        authority_name=authority if pattern.authority_name in ("", "*") else pattern.authority_name,
+        ue_id=entity,
+        ue_version_major=VERSION if pattern.ue_version_major == uris.WILDCARD_VERSION else pattern.ue_version_major,
+        resource_id=resource if pattern.resource_id == uris.WILDCARD_RESOURCE else pattern.resource_id,
+    )
+
+
+def codes(statuses: Sequence[UStatus]) -> list[int]:
+    return [status.code for status in statuses]
+
+
+async def code_of(call: Awaitable[object]) -> int:
+    """OK, or the code of the UStatusError that it raised; anything else that it raises fails the test."""
+    try:
+        await call
+    except UStatusError as error:
+        return int(error.code)
+    return UCode.OK
+
+
+def payloads(messages: Sequence[UMessage]) -> list[bytes]:
+    return [message.payload for message in messages]
