@@ -5,7 +5,7 @@ python -m tools.house [--tree DIR] [--walks] [--names]
 tree -> lines of each package (generated code aside), lines over 120 columns, runs of ten lines that stand in two places
      -> a streamer in this process, its clients in another one -> one message of each kind, traced, some times over
         publish    Zenoh -> log -> MQTT, until its subscriber has it
-        subscribe  from MQTT to the embedded uSubscription, a new topic, until the answer is there
+        subscribe  from MQTT to the embedded uSubscription, a new topic, until it is answered and the change is told
         poll       of the history, from MQTT, records at hand, until they are there
 
 Counted are the functions and files of the product, in all threads, that every one of the runs has entered: whatever a
@@ -39,7 +39,7 @@ PRODUCT: Final = (
 COLUMNS_MAX: Final = 120
 SHARED_LINES: Final = 10
 RUNS: Final = 7
-SETTLE_S: Final = 0.03  # after a publish is there: its confirmation, but not the timers behind it
+SETTLE_S: Final = 0.03  # until a publish is confirmed, and a change told; the timers behind that fall out
 WAIT_S: Final = 30.0
 LAYOUT: Final = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING, tokenize.COMMENT}
 
@@ -192,7 +192,7 @@ async def walks(tree: Path, names: bool) -> None:
                 await asyncio.sleep(0.4)  # until timers of the run before have gone off
                 tracer.armed = True
                 await _ask(client, walk)
-                if walk == "publish":
+                if walk != "poll":
                     await asyncio.sleep(SETTLE_S)
                 seen.append(tracer.take())
             _show_walk(tree, walk, seen, names)
