@@ -175,7 +175,7 @@ class CommandQueue(Generic[K, C]):
 
 
 class Services:
-    """The uSubscription services of an authority, or of all: what they are asked, and what they tell, in each version."""
+    """The uSubscription services of an authority, or of all: asking them, hearing what they tell, in each version."""
 
     def __init__(
         self,
