@@ -183,7 +183,7 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "usubscription.database:DETAILS_BYTES_MAX", "usubscription.quota:UNIT_BYTES",
     ]),
     ("usubscription", "# requests waiting for the store", 1, ["usubscription.store:WAITING_MAX"]),
-    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.index:SUBSCRIBERS_MAX"]),
+    ("usubscription", "with up to # subscribers is answered from memory", 1, ["usubscription.store:SUBSCRIBERS_MAX"]),
     ("readings", "the service decides, # entries", 1, ["usubscription.service:PAGE_ENTRIES_MAX"]),
     ("mqtt5", "waits, unacknowledged, for # s", 1_000, ["transports.mqtt5.transport:UNCLAIMED_MS_MAX"]),
     ("mqtt5", "beyond # waiting", 1, ["transports.mqtt5.intake:UNACKNOWLEDGED_MESSAGES_MAX"]),
