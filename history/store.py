@@ -186,9 +186,10 @@ class Store:
     def _write_changes(self, db: sqlite3.Connection, changes: Changes) -> None:
         if changes.streams or changes.forgotten:
             self._write_streams(db, changes)
-        META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
-        gone = [(key,) for key, value in changes.meta.items() if value is None]
-        db.executemany("DELETE FROM meta WHERE key = ?", gone)
+        if changes.meta:
+            META.insert(db, [(key, value) for key, value in changes.meta.items() if value is not None])
+            gone = [(key,) for key, value in changes.meta.items() if value is None]
+            db.executemany("DELETE FROM meta WHERE key = ?", gone)
         DAMAGE.insert(db, changes.damage)
         if changes.cursors:
             kept = [(name, *c.columns) for name, c in changes.cursors.items() if c is not None]
