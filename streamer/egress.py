@@ -449,12 +449,12 @@ class Pump:
         No batch is in flight here, so all that is not in these queues has left, or was never read.
         """
 
-        def is_held(stream: int) -> bool:
-            source = self.log.stream(stream).source
-            return any(self._paused.concerns(pause, self.peer, source) for pause in fresh)
-
         candidates = self.aside.known_streams.union((item[2] for item in self._queue), self.parking, self._back.targets)
-        held = self._fitting({stream for stream in candidates if is_held(stream)})
+        sources = [(stream, self.log.stream(stream).source) for stream in candidates]
+        concerns = self._paused.concerns
+        held = self._fitting(
+            {stream for stream, source in sources if any(concerns(pause, self.peer, source) for pause in fresh)}
+        )
         first: dict[int, int] = {}  # by stream
         for item in self.aside.take_out(held) + self._queue.take_out(held):
             first[item[2]] = min(item[0], first.get(item[2], item[0]))

@@ -136,7 +136,7 @@ class Ingress(EncodedListener):
         self._verdicts: Cache[bytes, Verdict] = Cache(VERDICTS_MAX)
         self._verdicts_version: Version | None = None
         self._tell_full_at = 0.0  # loop time
-        # by what the network calls them: nothing of theirs is read until the next turn
+        # by what the network calls them: nothing of theirs need be read until the next turn of the ledger
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
         self._registered: dict[Any, Filter] = {}
@@ -161,9 +161,10 @@ class Ingress(EncodedListener):
         committed."""
         endpoint, dispatch, verdicts, take = self.endpoint, self._dispatch, self._verdicts, self._dispatch.window.take
         endpoint.received += len(messages)
-        if dispatch.view.version != self._verdicts_version:
+        version = dispatch.view.version
+        if version != self._verdicts_version:
             verdicts.clear()
-            self._verdicts_version = dispatch.view.version
+            self._verdicts_version = version
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
         pending: list[Awaitable[Any]] = []
         duplicates = 0
@@ -244,18 +245,13 @@ class Ingress(EncodedListener):
             return
         attributes = message.stamp.attributes
         self.endpoint.dropped["over_quota"] += 1
-        self._refuse_unread(verdict.account, attributes.source.authority_name)
+        refused, authority = self.endpoint.transport.refused, attributes.source.authority_name
+        if refused is not None and authority not in self._refused:
+            self._refused[authority] = verdict.account
+            refused[authority] = 0
         if attributes.type == attrs.REQUEST:
             what = f"authority {verdict.account.authority} sends more than its quota: send slower"
             self._dispatch.express.fail(message, UCode.RESOURCE_EXHAUSTED, what, self.endpoint)
-
-    def _refuse_unread(self, account: Account, authority: str) -> None:
-        """Until the next turn of the ledger its messages need not even be read. `authority`: as the network names
-        it."""
-        refused = self.endpoint.transport.refused
-        if refused is not None and authority not in self._refused:
-            self._refused[authority] = account
-            refused[authority] = 0
 
     def gather_refused(self) -> None:
         """Count what the transport has refused, and let those authorities send again that may."""
@@ -385,8 +381,11 @@ class Ingress(EncodedListener):
 
     def _wanted(self, topics: Sequence[UUri], all_publishes: bool) -> dict[Any, Filter]:
         """The filters, without those that another one covers: a network may deliver once for each filter."""
-        sinks = [uris.pattern(authority) for authority in self._sink_authorities()]
-        known = {sink.authority_name for sink in sinks}
+        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self.endpoint.name)]
+        known = {authority for peer in peers for authority in peer.authorities}
+        if any(map(uris.is_pattern, known)):
+            known = {uris.WILDCARD_AUTHORITY}
+        sinks = [uris.pattern(authority) for authority in known]
         if uris.WILDCARD_AUTHORITY not in known:
             sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
         wanted: dict[Any, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
@@ -403,11 +402,6 @@ class Ingress(EncodedListener):
             if not any(uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
                 wanted[uris.key(source), None] = (source, None)
         return wanted
-
-    def _sink_authorities(self) -> set[str]:
-        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self.endpoint.name)]
-        authorities = {authority for peer in peers for authority in peer.authorities}
-        return {uris.WILDCARD_AUTHORITY} if any(map(uris.is_pattern, authorities)) else authorities
 
     def _at_home(self, pattern: UUri) -> list[UUri]:
         """`pattern`, limited to the authorities that live here."""

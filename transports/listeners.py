@@ -170,7 +170,9 @@ class ListenerTable:
             found = self._sound(message, now)
             if found is None:
                 continue
-            for listener in _each_once(found) if only is None else _of(found, only):
+            if only is not None:
+                found = [one for one in found if one[0] is only]
+            for listener in _each_once(found):
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
         return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
@@ -306,16 +308,14 @@ class ListenerTable:
         return self._sound(message, self._now_ms()) is not None
 
     def _matching(self, message: UMessage) -> _Found | None:
-        attributes = message.attributes
-        sink = attributes.sink.SerializeToString() if attributes.HasField("sink") else None
-        route = (attributes.type, attributes.source.SerializeToString(), sink)
-        found = self._routes.get(route, _UNKNOWN)
-        return self._resolve(route, message) if found is _UNKNOWN else found
-
-    def _resolve(self, route: Any, message: UMessage) -> _Found | None:
-        """Which filters match this (type, source, sink); None if no valid message can have it."""
+        """Which filters match its (type, source, sink); None if no valid message can have it."""
         attributes = message.attributes
         sink = attributes.sink if attributes.HasField("sink") else None
+        encoded_sink = sink.SerializeToString() if sink is not None else None
+        route = (attributes.type, attributes.source.SerializeToString(), encoded_sink)
+        found = self._routes.get(route, _UNKNOWN)
+        if found is not _UNKNOWN:
+            return found
         try:
             attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
         except UStatusError:
@@ -358,10 +358,6 @@ def _each_once(found: _Found) -> Iterable[UListener]:
     if len(found) == 1:
         return found[0][1]
     return {id(listener): listener for _, listeners in found for listener in listeners}.values()
-
-
-def _of(found: _Found, only: Filter) -> list[UListener]:
-    return next((listeners for filter, listeners in found if filter is only), _NOBODY)
 
 
 async def all_of(pending: Sequence[Awaitable[Any]]) -> None:

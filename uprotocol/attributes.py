@@ -13,7 +13,7 @@ from typing import Final, Literal, NamedTuple
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -178,22 +178,15 @@ def validate_rest(attributes: UAttributes) -> None:
         )
     type = attributes.type
     has = attributes.HasField
+    # what the specification has for another type alone (A-55)
     if (type != RESPONSE and (has("reqid") or has("commstatus"))) or (
         type != REQUEST and (has("permission_level") or has("token"))
     ):
-        raise _foreign(attributes)
+        name, only = next((name, only) for name, only in _ONLY_OF.items() if only != type and has(name))
+        what = f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {type}, has it set"
+        raise invalid(what)
     if type in _RPC:
         _validate_rpc(attributes, type)
-
-
-def _foreign(attributes: UAttributes) -> UStatusError:
-    """For one with an attribute that the specification has for another type alone (A-55)."""
-    name, only = next(
-        (name, only) for name, only in _ONLY_OF.items() if only != attributes.type and attributes.HasField(name)
-    )
-    return invalid(
-        f"{name} is an attribute of a {RULES[only].name} alone, and this message, of type {attributes.type}, has it set"
-    )
 
 
 def has_valid_traceparent(attributes: UAttributes) -> bool:

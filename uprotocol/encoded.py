@@ -75,7 +75,12 @@ class Stamp:
         """`suffix`, if the caller has it: what follows the id in the serialised `attributes`."""
         self.suffix = _without_id(attributes) if suffix is None else suffix
         self.type = attributes.type
-        self.address = _address(attributes)
+        address = UAttributes(type=attributes.type)  # what decides where a message goes, as a key
+        if attributes.HasField("source"):
+            address.source.CopyFrom(attributes.source)
+        if attributes.HasField("sink"):
+            address.sink.CopyFrom(attributes.sink)
+        self.address = address.SerializeToString()
         self.priority = attrs.priority(attributes)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires
         self.payload_format: int = attributes.payload_format
@@ -85,16 +90,6 @@ class Stamp:
     def attributes(self) -> UAttributes:
         """Parsed anew each time; without an id."""
         return UAttributes.FromString(self.suffix)
-
-
-def _address(attributes: UAttributes) -> bytes:
-    """Type, source and sink: what decides where a message goes, as a key."""
-    address = UAttributes(type=attributes.type)
-    if attributes.HasField("source"):
-        address.source.CopyFrom(attributes.source)
-    if attributes.HasField("sink"):
-        address.sink.CopyFrom(attributes.sink)
-    return address.SerializeToString()
 
 
 def _without_id(attributes: UAttributes) -> bytes:
