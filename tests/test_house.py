@@ -23,5 +23,6 @@ def test_it_finds_ten_lines_that_stand_twice(tmp_path: Path) -> None:
 
 
 def test_lines_of_code_are_those_that_do_something() -> None:
-    text = '"""A docstring\nof two lines."""\n\nx = 1  # why\n\n\ndef f(\n    a: int,\n) -> str:\n    """Says."""\n    # a comment\n    return """one\ntwo"""\n'
+    text = '"""A docstring\nof two lines."""\n\nx = 1  # why\n\n\ndef f(\n    a: int,\n) -> str:\n'
+    text += '    """Says."""\n    # a comment\n    return """one\ntwo"""\n'
     assert house.code_lines(text) == 1 + 3 + 2

@@ -1,6 +1,6 @@
 """Permission levels (CAP, spec basics/permissions.adoc): carried and readable, never enforced here.
 
-request.permission_level --claimed()--> level | level <--declared()-- options of the method, its service, its topic in the .proto
+request.permission_level --claimed()--> level | level <--declared()-- options of method, service, topic in the .proto
                                         who enforces compares the two: see `check` of InMemoryRpcServer
 """
 

@@ -102,7 +102,11 @@ def demo(options: Demo) -> None:
     from streamer.demo import demo as demos
 
     logs.configure()
-    outcome = terminal.finish(demos.Demo(options, terminal.err).run())
+
+    async def perform() -> demos.Outcome:
+        return await demos.Demo(options, terminal.err).run()  # made here: once there is a folder, Ctrl-C clears it away
+
+    outcome = terminal.finish(perform())
     demos.show(outcome, terminal.out)
     if not outcome.adds_up:
         terminal.err.print("[bold red]it does not add up[/]")
