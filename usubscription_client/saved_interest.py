@@ -43,7 +43,7 @@ class SavedInterest:
         try:
             entries = json.loads(self._path.read_text())
             return [
-                Subscription(uris.parse(topic), uris.parse(subscriber), Status.SUBSCRIBED, None, period)
+                Subscription(uris.parse(topic), uris.parse(subscriber), Status.SUBSCRIBED, None, _period(period))
                 for topic, subscriber, period in entries
             ]
         except FileNotFoundError:
@@ -77,3 +77,10 @@ class SavedInterest:
             await self.save()
         if self._saving is not None:
             await self._saving
+
+
+def _period(value: object) -> int | None:
+    """Milliseconds, as the wire has them. Raises ValueError."""
+    if value is None or (type(value) is int and 0 <= value < 1 << 32):
+        return value
+    raise ValueError(f"a sample period is a number of milliseconds, or null, and not {value!r}")
