@@ -161,7 +161,7 @@ class Appender:
         else:
             taken = self._log.append(streams, batch)
             if taken.done() and taken.exception() is None:  # by a volatile log
-                answer.set_result(taken.result())
+                self._settle(streams, batch, answer, taken)
             else:
                 taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
 
