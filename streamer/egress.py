@@ -213,7 +213,7 @@ class Pump:
             if self.trouble:
                 self.trouble = ""
                 self._backoff.reset()
-            if self._queue or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
+            if self._queue.messages or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
                 self._heed()  # what was paused since does not leave
                 await self._send()
                 continue
@@ -226,8 +226,8 @@ class Pump:
     # Reading ahead
 
     def _is_full(self) -> bool:
-        waiting = self._queue
-        return len(waiting) >= WINDOW_MESSAGES_MAX or waiting.bytes >= WINDOW_BYTES_MAX or self.aside.is_full
+        is_full = self._queue.messages >= WINDOW_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
+        return is_full or (bool(self.aside) and self.aside.is_full)
 
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""

@@ -153,7 +153,7 @@ class Appender:
         return self._flow.append(len(batch), functools.partial(self._offer, streams, batch))
 
     def _offer(self, streams: list[int], batch: Sequence[EncodedMessage], answer: asyncio.Future[int]) -> None:
-        if self._is_ahead(batch):
+        if self._awaiting_redelivery is not None and self._is_ahead(batch, *self._awaiting_redelivery):
             what = "what the log has refused before this comes again first"
             self._refuse(batch, answer, UStatusError(UCode.UNAVAILABLE, what))
         elif self._holds and (self._held or self._refusing_since is not None or not self._log.healthy):
@@ -161,7 +161,7 @@ class Appender:
         else:
             taken = self._log.append(streams, batch)
             if taken.done() and taken.exception() is None:  # by a volatile log
-                answer.set_result(taken.result())
+                self._settle(streams, batch, answer, taken)
             else:
                 taken.add_done_callback(functools.partial(self._settle, streams, batch, answer))
 
@@ -190,11 +190,8 @@ class Appender:
             self._awaiting_redelivery = (batch[0].id_key, asyncio.get_running_loop().time() + REDELIVERY_S)
         self._on_refused(batch)
 
-    def _is_ahead(self, batch: Sequence[EncodedMessage]) -> bool:
+    def _is_ahead(self, batch: Sequence[EncodedMessage], id: bytes, until: float) -> bool:
         """True if `batch` would overtake what the log has refused and the network has not yet delivered again."""
-        if self._awaiting_redelivery is None:
-            return False
-        id, until = self._awaiting_redelivery
         if asyncio.get_running_loop().time() < until and all(message.id_key != id for message in batch):
             return True
         self._awaiting_redelivery = None

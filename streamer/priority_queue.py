@@ -7,7 +7,7 @@ put_back -> before all else of its class
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
@@ -18,14 +18,14 @@ T = TypeVar("T", bound=tuple[Any, EncodedMessage, Any])
 
 
 class PriorityQueue(Generic[T]):
-    """Items are tuples with the message in the middle; they have `bytes` of payload."""
+    """Items are tuples with the message in the middle. `messages` wait, with `bytes` of payload."""
 
     def __init__(self) -> None:
         self._classes: list[deque[T]] = [deque() for _ in UPriority.values()]  # the lowest first
-        self._count = self.bytes = 0
+        self.messages = self.bytes = 0
 
     def __len__(self) -> int:
-        return self._count
+        return self.messages
 
     def __iter__(self) -> Iterator[T]:
         return chain.from_iterable(reversed(self._classes))
@@ -37,20 +37,21 @@ class PriorityQueue(Generic[T]):
         else:
             for item in items:
                 self._classes[item[1].stamp.priority].append(item)
-        self._count += len(items)
-        self.bytes += _payload_bytes(items)
+        self.messages += len(items)
+        self.bytes += sum([len(item[1].payload) for item in items])
 
     def put_back(self, items: Sequence[T]) -> None:
         """They were taken in this order, and have not got through."""
         for item in reversed(items):
             self._classes[item[1].stamp.priority].appendleft(item)
-        self._count += len(items)
-        self.bytes += _payload_bytes(items)
+        self.messages += len(items)
+        self.bytes += sum([len(item[1].payload) for item in items])
 
     def take(self, messages_max: int, bytes_max: int) -> list[T]:
         """The next ones; the last may exceed `bytes_max`."""
-        if self._count <= messages_max and self.bytes <= bytes_max:  # all, which is the common case
-            batch, self._count, self.bytes = list(self), 0, 0
+        if self.messages <= messages_max and self.bytes <= bytes_max:  # all, which is the common case
+            batch = [item for queue in reversed(self._classes) for item in queue]
+            self.messages = self.bytes = 0
             for queue in self._classes:
                 queue.clear()
             return batch
@@ -60,7 +61,7 @@ class PriorityQueue(Generic[T]):
                 item = queue.popleft()
                 batch.append(item)
                 size += len(item[1].payload)
-        self._count -= len(batch)
+        self.messages -= len(batch)
         self.bytes -= size
         return batch
 
@@ -68,15 +69,11 @@ class PriorityQueue(Generic[T]):
         """All those whose last part is one of `streams`."""
         taken = [item for item in self if item[2] in streams]
         self._classes = [deque(item for item in queue if item[2] not in streams) for queue in self._classes]
-        self._count -= len(taken)
-        self.bytes -= _payload_bytes(taken)
+        self.messages -= len(taken)
+        self.bytes -= sum([len(item[1].payload) for item in taken])
         return taken
 
     @property
     def firsts(self) -> list[T]:
         """The oldest of each class."""
         return [queue[0] for queue in self._classes if queue]
-
-
-def _payload_bytes(items: Iterable[tuple[Any, EncodedMessage, Any]]) -> int:
-    return sum([len(item[1].payload) for item in items])

@@ -15,6 +15,8 @@ from history.log import Log
 from streamer import flow as flows
 from streamer.flow import Appender, Flow
 from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
+from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -224,6 +226,22 @@ async def test_what_is_wrong_for_good_is_not_held() -> None:
     log.error = UStatusError(UCode.INTERNAL, "a fault")
     with pytest.raises(UStatusError, match="a fault"):
         await holding(log).append([1], ["a"])
+
+
+async def test_who_waits_no_more_holds_up_nobody_behind_him() -> None:
+    log = await Log.open(None, name="test")
+    flow, lag = Flow(), [2.0]
+    flow.follow(lambda: lag[0])
+    appender = Appender(log, flow, lambda batch: None, holds=True)
+    topic = log.stream_id(SPEED)
+    batch = [EncodedMessage.of(UMessageBuilder.publish(SPEED).build())]
+    first, second = appender.append([topic], batch), appender.append([topic], batch)
+    await asyncio.sleep(0)
+    first.cancel()
+    lag[0] = 0.0
+    flow.moved()
+    assert await asyncio.wait_for(second, 5) == 2
+    await log.close()
 
 
 async def test_zenoh_like_networks_wait_for_a_disk_that_is_full_for_a_moment(
