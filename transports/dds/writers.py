@@ -116,8 +116,11 @@ class _Writer:
         return True
 
     def drained(self, timeout_s: float = 0.0) -> bool:
-        """True if all that was written has been acknowledged by everybody. Its own wrapper trips over a time-out."""
-        return bool(self.entity._wait_for_acks(self.entity._ref, int(timeout_s * 1e9)) == 0)
+        """True if all that was written has been acknowledged by everybody."""
+        try:
+            return self.entity.wait_for_acks(int(timeout_s * 1e9))
+        except (AttributeError, DDSException):  # the former is the binding's own mistake: it trips over a time-out
+            return False
 
     def receivers(self) -> frozenset[bytes]:
         """The participants that have readers of this writer."""
