@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Waits of `min_ms` at first, twice as long each time, up to `max_ms`; `wake` ends a wait early, for instance when a
+    """Waits of `min_ms` at first, twice as long each time, up to `max_ms`; `wake` ends a wait early, say when a
     network is back. With `rng` each wait is drawn from what it may be, so that many who failed together don't try
     again together."""
 
