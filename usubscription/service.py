@@ -95,7 +95,7 @@ class USubscriptionService:
         gate = self._gate = Gate(transport, authority, self.also)
         most, disk = subscriptions_max, runtime.disk
         database = Database(path, authority, also=self.also, majors=remote_majors, disk=disk, subscriptions_max=most)
-        self.store = Store(database, committed=self._committed, answered=self._answered, runtime=runtime)
+        self.store = Store(database, self._committed, self._answered, self._in_trouble, runtime=runtime)
         self.notifier = Notifier(transport, authority, self.store, gate.responses, self.also)
         self.remote = Remote(
             gate, authority, self.store, self.notifier, timeout_ms=remote_timeout_ms, audit_ms=audit_ms, runtime=runtime
@@ -111,7 +111,6 @@ class USubscriptionService:
             for major in CODECS
         }
         self.entry = CommandEntry(gate, self.store, authority, check, self.also)
-        self.store.on_trouble = self._in_trouble
         self._handlers: dict[str, Handler] = {
             FETCH_SUBSCRIPTIONS: self._fetch_subscriptions,
             FETCH_SUBSCRIBERS: self._fetch_subscribers,

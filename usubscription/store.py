@@ -99,14 +99,14 @@ class Store:
     def __init__(
         self,
         database: Database,
-        *,
         committed: Callable[[list[Outcome]], Awaitable[None] | None],
         answered: Callable[[list[Outcome]], None],
-        now_ms: Callable[[], int] | None = None,
+        on_trouble: Callable[[], None],
         runtime: Runtime = REAL,
     ) -> None:
         self.database = database
-        self._committed, self._tell, self._now_ms = committed, answered, now_ms or runtime.now_ms
+        self._committed, self._tell, self._on_trouble = committed, answered, on_trouble
+        self._now_ms = runtime.now_ms
         self._start_worker = runtime.worker
         self._writer: Answerer[tuple[StoreEvent, Any], Outcome] | None = None
         self._readers: dict[str, Answerer[Callable[[Reader], Any], Any]] = {}
@@ -115,7 +115,6 @@ class Store:
         self._answering: asyncio.Task[None] | None = None
         self._commits = True
         self.trouble: str | None = None
-        self.on_trouble: Callable[[], None] = lambda: None
         self.index = Index()
 
     @property
@@ -149,7 +148,7 @@ class Store:
         if self.trouble is None:
             self.trouble = error.message
             log.error("the subscriptions are damaged: every request is answered UNAVAILABLE", why=error.message)
-            self.on_trouble()
+            self._on_trouble()
 
     def _seen(self, answers: Sequence[Any]) -> list[Any]:
         """What callers get of `answers`: damage is UNAVAILABLE to them."""

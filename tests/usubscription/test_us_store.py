@@ -227,11 +227,14 @@ def test_the_oldest_changes_leave_a_full_outbox_and_are_counted(tmp_path: Path) 
 # ------------------------------------------------------------------------------------------------------------------
 
 
+def _no_trouble() -> None:
+    raise AssertionError("the store is in trouble")
+
+
 async def test_many_requests_share_a_transaction(path: Path) -> None:
     batches: list[int] = []
-    store = Store(
-        Database(path, "dev1"), committed=lambda outcomes: batches.append(len(outcomes)), answered=lambda outcomes: None
-    )
+    database = Database(path, "dev1")
+    store = Store(database, lambda outcomes: batches.append(len(outcomes)), lambda outcomes: None, _no_trouble)
     await store.start()
     events = [Subscribe(("dev1", number + 1, 1, 0x8000), APP, 4) for number in range(1000)]
     outcomes = await asyncio.gather(*(store.submit(event) for event in events))
@@ -250,7 +253,7 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
         count.close()
         await asyncio.sleep(0)
 
-    store = Store(Database(path, "dev1"), committed=committed, answered=lambda outcomes: order.append("consequences"))
+    store = Store(Database(path, "dev1"), committed, lambda outcomes: order.append("consequences"), _no_trouble)
     await store.start()
     future = store.submit(Subscribe(FAR, APP, 4))
     future.add_done_callback(lambda _: order.append("answer"))
@@ -262,7 +265,7 @@ async def test_answers_come_after_the_commit_and_after_the_hook(path: Path) -> N
 
 
 async def test_a_question_that_fails_is_an_error_of_its_asker_alone(path: Path) -> None:
-    store = Store(Database(path, "dev1"), committed=lambda outcomes: None, answered=lambda outcomes: None)
+    store = Store(Database(path, "dev1"), lambda outcomes: None, lambda outcomes: None, _no_trouble)
     await store.start()
     results = await asyncio.gather(
         store.read(lambda reader: 1 // 0), store.read(lambda reader: reader.count()), return_exceptions=True

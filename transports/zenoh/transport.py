@@ -220,18 +220,15 @@ class ZenohTransport(TransportBase):
         """Other sessions learn of it a moment later; until then their messages don't come."""
         assert self._sender is not None, "only an open transport listens"
         session, key = self._sender.session, mapping.filter_key(filter.source, filter.sink, self.authority)
-        put_publish, put_call, dropped = self._publishes.put, self._calls.put, self.dropped
+        put_publish, put_call = self._publishes.put, self._calls.put
         type_at, calls = mapping.TYPE_AT, mapping.CALLS
 
         def on_sample(sample: zenoh.Sample) -> None:
-            """On Zenoh's thread: the bytes, and nothing more."""
+            """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
             attachment = sample.attachment
-            if attachment is None:
-                dropped["malformed"] += 1
-            else:
-                payload, attributes = sample.payload.to_bytes(), attachment.to_bytes()
-                put = put_call if attributes[type_at] in calls else put_publish
-                put((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
+            payload, attributes = sample.payload.to_bytes(), b"" if attachment is None else attachment.to_bytes()
+            put = put_call if attributes[type_at] in calls else put_publish
+            put((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
 
         def subscribe() -> zenoh.Subscriber[None]:
             return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
