@@ -12,22 +12,13 @@ from pathlib import Path
 import pytest
 
 from streamer.config import loads
+from tools.house import PRODUCT
 
 ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve()
 READINGS = ROOT / "docs" / "readings.md"
 SKIPPED = {READINGS, HERE, ROOT / "docs" / "spec-coverage.md"}  # the list itself, and what is made of other files
 FOLDERS = ("docs", "tests", "tools", "deploy", "examples", "bench", "chaos", "simulation", ".github")
-PRODUCT = (
-    "uprotocol",
-    "storage",
-    "transports",
-    "history",
-    "usubscription",
-    "usubscription_client",
-    "streamer",
-    "spark_ingest",
-)
 TEXT = {".py", ".md", ".toml", ".proto", ".yml", ".conf", ".service"}
 NUMBER = re.compile(r"\b[A-Z]-[0-9]+\b")
 ROW = re.compile(r"^\| ([A-Z]-[0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)

@@ -17,20 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from tools.house import PRODUCT
+
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = (
-    *(
-        "uprotocol",
-        "storage",
-        "transports",
-        "history",
-        "usubscription",
-        "usubscription_client",
-        "streamer",
-        "spark_ingest",
-    ),
-    "pyspark_uprotocol",
-)
 SHARED = {"transports.plugin", "transports.listeners", "transports.arrivals", "transports.base"}  # by all plugins
 
 # module or package -> what it may import beside itself; the longest name that fits counts
@@ -81,7 +70,7 @@ NOT_IN_UPROTOCOL = {
 def modules() -> list[tuple[str, Path]]:
     """Every hand-written module: name, file."""
     found = []
-    for package in PACKAGES:
+    for package in PRODUCT:
         for path in sorted((ROOT / package).rglob("*.py")):
             if not path.stem.endswith("_pb2"):
                 name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -118,7 +107,7 @@ def test_imports_run_downhill(module: str, path: Path) -> None:
     wrong = [
         name
         for name in imports(path)
-        if name.split(".")[0] in PACKAGES
+        if name.split(".")[0] in PRODUCT
         and not is_in(name, own)
         and not any(is_in(name, allowed) for allowed in ALLOWED[rule])
     ]
@@ -208,7 +197,7 @@ def test_uprotocol_has_no_sockets_files_or_threads() -> None:
 
 def test_the_table_names_what_exists() -> None:
     names = {module for module, _ in ALL}
-    assert {rule for rule in ALLOWED if rule.split(".")[0] in PACKAGES and rule not in names} <= {
+    assert {rule for rule in ALLOWED if rule.split(".")[0] in PRODUCT and rule not in names} <= {
         "usubscription.__main__"
     }
     assert {"transports.plugin", "transports.listeners", "transports.arrivals"} <= names

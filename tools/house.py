@@ -33,8 +33,15 @@ from typing import Any, Final
 import structlog
 
 PRODUCT: Final = (
-    *("uprotocol", "transports", "storage", "history", "usubscription", "usubscription_client", "streamer"),
-    *("spark_ingest", "pyspark_uprotocol"),
+    "uprotocol",
+    "transports",
+    "storage",
+    "history",
+    "usubscription",
+    "usubscription_client",
+    "streamer",
+    "spark_ingest",
+    "pyspark_uprotocol",
 )
 COLUMNS_MAX: Final = 120
 SHARED_LINES: Final = 10
