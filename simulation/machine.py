@@ -112,9 +112,9 @@ class GatewayProcess(Process):
         """Only so that nobody waits for what has been told; whether it was stored is looked up in the end."""
         add, checker = streamer.dead_letters.add, self.machine.world.checker
 
-        def tapped(message: UMessage, *others: Any) -> None:
+        def tapped(message: UMessage, *others: Any, **options: Any) -> None:
             checker.told_dead(message)
-            add(message, *others)
+            add(message, *others, **options)
 
         streamer.dead_letters.add = tapped  # type: ignore[method-assign]
 
