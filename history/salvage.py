@@ -141,10 +141,10 @@ def _fill(
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
     }
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
-    if read[rows.META.name].bad and kept["floor_seq"]:  # which streams were forgotten may have been there
+    is_meta_whole = not read[rows.META.name].bad and meta.keys() >= set(rows.META_KEYS)
+    if not is_meta_whole and kept["floor_seq"]:  # which streams were forgotten may have been there
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
-    if read[rows.CURSOR.name].bad or CURSORS_LOST in meta:
-        kept[CURSORS_LOST] = 1
+    kept[CURSORS_LOST] = 1  # a damaged page doesn't tell how many rows it had
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
         if table not in (rows.META, rows.DAMAGE):
