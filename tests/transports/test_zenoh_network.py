@@ -8,6 +8,7 @@ import contextlib
 import re
 import socket
 import subprocess
+import threading
 import tomllib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -224,6 +225,15 @@ async def test_vehicle_and_cloud_know_each_other_by_certificate(
         with pytest.raises(UStatusError):
             await stranger.open()
         await stranger.close()
+
+
+async def test_no_daemon_of_zenoh_s_is_there_that_could_come_back_while_the_interpreter_ends() -> None:
+    """It would unwind through Rust, which aborts the process: an exit code of -6 now and then."""
+    before = set(threading.enumerate())
+    async with end("a", mode="peer", listen=[f"tcp/127.0.0.1:{free_port()}"]) as transport:
+        await transport.register_listener(topic("b"), Sink(DEADLINE_S))
+        daemons = {thread.name for thread in set(threading.enumerate()) - before if thread.daemon}
+        assert all(name.startswith("zenoh-send-") for name in daemons), "that one comes back from Python's own queue"
 
 
 def test_zenoh_itself_takes_messages_of_so_much() -> None:

@@ -23,6 +23,7 @@ from typing import Final, TypeVar
 
 import structlog
 import zenoh
+from zenoh.handlers import Callback
 
 from transports.arrivals import Arrivals
 from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
@@ -98,7 +99,11 @@ class ZenohTransport(TransportBase):
                 self._on_peer(transport, True)
 
     def _join(self) -> zenoh.Session:
-        """On a thread of its own."""
+        """On a thread of its own.
+
+        What is rare is called on Zenoh's threads (`indirect=False`): for the others Zenoh starts a thread of Python's,
+        a daemon as this one is, and one that comes back from Rust while the interpreter ends aborts the process.
+        """
         loop = self._loop
 
         def on_event(event: zenoh.TransportEvent) -> None:
@@ -108,8 +113,9 @@ class ZenohTransport(TransportBase):
 
         session = linked(self._config, self.wire_bytes_max)
         try:
-            session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", answer_flush)
-            self._events = session.info.declare_transport_events_listener(on_event, history=True)
+            session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", Callback(answer_flush, indirect=False))
+            events = Callback(on_event, indirect=False)
+            self._events = session.info.declare_transport_events_listener(events, history=True)
         except zenoh.ZError:
             _close(session)
             raise
