@@ -139,12 +139,12 @@ def _fill(
         "incarnation": incarnation,
         "indexed_seq": NOT_KNOWN,  # all else is found anew in the chunks
         "floor_seq": meta.get("floor_seq", max(0, first_seq - 1)),
+        CURSORS_LOST: 1,  # a damaged page doesn't tell how many rows it had
     }
     kept |= {key: value for key, value in meta.items() if key == NEXT_STREAM or key.startswith(FORGOTTEN_PREFIX)}
     is_meta_whole = not read[rows.META.name].bad and meta.keys() >= set(rows.META_KEYS)
     if not is_meta_whole and kept["floor_seq"]:  # which streams were forgotten may have been there
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
-    kept[CURSORS_LOST] = 1  # a damaged page doesn't tell how many rows it had
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
         if table not in (rows.META, rows.DAMAGE):

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Consumer:
-    """Takes at once, or when `taking` is released; `wanted` items make `done`."""
+    """Takes at once, or, if it is `slow`, when `release` is called; `wanted` items make `done`."""
 
     def __init__(self, wanted: int = 0) -> None:
         self.items: list[int] = []
@@ -34,6 +34,12 @@ class Consumer:
             return None
         self.results.append(asyncio.get_running_loop().create_future())
         return self.results[-1]
+
+    def release(self) -> None:
+        """Take all that was handed over, and at once from now on."""
+        self.slow = False
+        for result in self.results:
+            result.set_result(None)
 
 
 def opened(
@@ -97,9 +103,7 @@ async def test_who_puts_waits_while_it_is_full(where: str) -> None:
     await asyncio.sleep(0.05)
     assert not putting.done(), "ten are being taken, and nobody has taken one"
     assert consumer.items == list(range(10))
-    consumer.slow = False
-    for result in consumer.results:
-        result.set_result(None)
+    consumer.release()
     await within(putting)
     await within(arrivals.drained())
     assert consumer.items == list(range(100))
@@ -118,9 +122,7 @@ async def test_large_items_are_bounded_in_bytes(where: str) -> None:
     assert consumer.items == [1_000, 1_001], "two of 10,000 bytes fill it"
     arrivals_of_small = opened(Consumer(), bytes_max=20_000)
     await within(put_all(arrivals_of_small, range(100), where, SMALL_BYTES))
-    consumer.slow = False
-    for result in consumer.results:
-        result.set_result(None)
+    consumer.release()
     await within(putting)
     await within(arrivals.drained())
     assert consumer.items == list(range(1_000, 1_010))
@@ -141,9 +143,7 @@ async def test_there_is_more_room_while_what_came_is_held(where: str) -> None:
     assert not putting.done()
     assert arrivals.not_handed_over == 40
     assert consumer.items == list(range(10)), "no more than before are handed over"
-    consumer.slow = False
-    for result in consumer.results:
-        result.set_result(None)
+    consumer.release()
     await within(putting)
     await within(arrivals.drained())
     assert consumer.items == list(range(100))
