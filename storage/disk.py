@@ -2,6 +2,7 @@
 are replaced whole.
 
 connect(path) -> sqlite3.Connection     lock(path) -> Lock     mark(path) -> Mark     replace_text(path, text)
+                                                                                       read_json(path, shape)
 
 The mark says up to where was committed, and is overwritten in place after each commit: SQLite cuts a damaged
 write-ahead log to its last whole commit, in silence, and a file that is gone says nothing.
@@ -16,7 +17,11 @@ import sqlite3
 import struct
 import zlib
 from pathlib import Path
-from typing import IO, Final, NamedTuple
+from typing import IO, Final, NamedTuple, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
 
 BUSY_TIMEOUT_S: Final = 5.0  # a file that we lock for ourselves is shared with our own readers, and with a backup
 STATEMENTS_CACHED: Final = 256
@@ -169,3 +174,14 @@ class Disk:
 
 
 REAL_DISK: Final = Disk()
+
+
+def read_json(path: Path, shape: TypeAdapter[T]) -> T:
+    """What a file of ours holds, whatever has become of it. Raises OSError, and ValueError in one line if it is not of
+    that shape."""
+    try:
+        return shape.validate_json(path.read_bytes(), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"[{step!r}]" for step in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None

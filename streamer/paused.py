@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import structlog
+from pydantic import TypeAdapter
 
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, read_json
 from streamer.endpoint import Endpoint, Endpoints
 from uprotocol import uri as uris
 from uprotocol.status import UStatusError, invalid
@@ -25,6 +26,7 @@ from uprotocol.v1.uri_pb2 import UUri
 FILE: Final = "paused.json"  # in a data_dir
 PAUSES_MAX: Final = 256  # each is held against each topic whenever something changes
 PEER_LENGTH_MAX: Final = 128  # characters: as long as an authority may be
+_PAUSES: Final = TypeAdapter(list[tuple[str, str]])  # topic, peer
 
 log = structlog.get_logger()
 
@@ -39,13 +41,10 @@ class Pause(NamedTuple):
 def read(path: Path) -> list[Pause]:
     """What is paused as the file has it; none if there is no file. Raises FAILED_PRECONDITION if it can't be read."""
     try:
-        found = [
-            Pause(uris.format(uris.parse(topic)), str(peer))
-            for topic, peer in json.loads(path.read_text(encoding="utf-8"))
-        ]
+        found = [Pause(uris.format(uris.parse(topic)), peer) for topic, peer in read_json(path, _PAUSES)]
     except FileNotFoundError:
         return []
-    except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
+    except (OSError, ValueError, UStatusError) as error:
         why = f"what is paused can't be read from {path} ({error}), so nothing is: move it away, and pause again"
         raise UStatusError(UCode.FAILED_PRECONDITION, why) from None
     return found[:PAUSES_MAX]

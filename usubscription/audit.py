@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Final
 
 import structlog
+from pydantic import TypeAdapter
 
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, read_json
 from uprotocol.core.usubscription.asking import end
 from uprotocol.status import FINAL, UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
@@ -38,6 +39,7 @@ PARTNERS_A_ROUND_MAX: Final = 160
 UNKNOWN_MAX: Final = 20_000
 # services, each of a version: twice the largest fleet measured, 1 MB; then the oldest are forgotten
 PARTNERS_MAX: Final = 20_000
+_PARTNERS: Final = TypeAdapter(list[tuple[str, int]])  # authority, version
 SUSPECTS_MS: Final = 5_000  # between questions for what is doubtful, while its service can't be asked
 
 Partner = tuple[str, int]
@@ -223,11 +225,10 @@ class Partners:
     async def load(self) -> None:
         """A file that can't be read is told and replaced: the links in the store name those that count most."""
         try:
-            text = await asyncio.to_thread(self.path.read_text)
-            self._known = {(str(authority), int(major)): 0 for authority, major in json.loads(text)}
+            self._known = dict.fromkeys(await asyncio.to_thread(read_json, self.path, _PARTNERS), 0)
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, RecursionError) as error:
+        except (OSError, ValueError) as error:
             what = "the file of services that may have subscriptions of ours can't be read"
             log.warning(what, path=str(self.path), why=str(error))
 

@@ -9,16 +9,19 @@ import asyncio
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import structlog
+from pydantic import Field, TypeAdapter
 
-from storage.disk import REAL_DISK, Disk
+from storage.disk import REAL_DISK, Disk, read_json
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError
 
 SAVE_DELAY_S: Final = 1.0  # changes come in bursts; what is lost with the power is asked again
+# topic, subscriber, sample period in milliseconds as the wire has it
+_ENTRIES: Final = TypeAdapter(list[tuple[str, str, Annotated[int, Field(ge=0, lt=1 << 32)] | None]])
 
 log = structlog.get_logger()
 
@@ -41,14 +44,13 @@ class SavedInterest:
     def load(self) -> list[Subscription]:
         """What was known when the file was written; empty if there is none."""
         try:
-            entries = json.loads(self._path.read_text())
             return [
-                Subscription(uris.parse(topic), uris.parse(subscriber), Status.SUBSCRIBED, None, _period(period))
-                for topic, subscriber, period in entries
+                Subscription(uris.parse(topic), uris.parse(subscriber), Status.SUBSCRIBED, None, period_ms)
+                for topic, subscriber, period_ms in read_json(self._path, _ENTRIES)
             ]
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, TypeError, RecursionError, UStatusError) as error:
+        except (OSError, ValueError, UStatusError) as error:
             what = "the remembered interest can't be read, and is asked anew"
             log.warning(what, path=str(self._path), why=str(error))
             return []
@@ -77,10 +79,3 @@ class SavedInterest:
             await self.save()
         if self._saving is not None:
             await self._saving
-
-
-def _period(value: object) -> int | None:
-    """Milliseconds, as the wire has them. Raises ValueError."""
-    if value is None or (type(value) is int and 0 <= value < 1 << 32):
-        return value
-    raise ValueError(f"a sample period is a number of milliseconds, or null, and not {value!r}")
