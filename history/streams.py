@@ -147,6 +147,11 @@ class Streams(abc.ABC):
                 found[id] = self.stream_id(attributes.source, sink, wanted=True)
         return [found.get(id, id) for id in streams]
 
+    def known_id(self, source: UUri) -> int | None:
+        """The number of what comes from `source` without sink, if it has one."""
+        stream = self._by_address.get(address_of(source, None))
+        return None if stream is None else stream.id
+
     def stream(self, id: int) -> Stream:
         """One that is known; see `knows_stream`."""
         return self._table[id]

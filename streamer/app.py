@@ -53,6 +53,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription.service import USubscriptionService
 from usubscription_client.interest import Interest
+from usubscription_client.table import Topics
 
 INTEREST_WAIT_S: Final = 5.0  # at start: services that have not answered by then are asked on while the rest goes on
 OPEN_WAIT_S: Final = 5.0  # at start: a network that hangs is waited for no longer
@@ -340,15 +341,16 @@ class Streamer:
 
     # What has changed
 
-    def _interest_changed(self) -> None:
+    def _interest_changed(self, topics: Topics) -> None:
         self._networks.listen_soon()
         for pump in self.pumps:
-            pump.wake()
+            pump.look_at(topics)
 
     async def _entities_changed(self) -> None:
         """A service inside has come or gone: what is for it goes another way now."""
         for ingress in (*self.ingresses.values(), self._entry):
             ingress.forget_verdicts()
+            ingress.filters.services_changed()
         await self._networks.listen()
 
     def _is_named(self, authority: str, endpoint: str) -> bool:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import Final, NamedTuple, cast
 
@@ -25,7 +24,8 @@ import structlog
 
 from history.chunk import Chunk, Scan
 from history.log import Log, Passed
-from streamer.blocked import Aside, Item, Key, key_of
+from streamer.blocked import Aside, Item, key_of
+from streamer.blocked import Key as StreamKey
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, Flow
@@ -37,10 +37,13 @@ from streamer.view import Decision, Target, Version, View
 from transports.base import NOT_TRIED
 from uprotocol import attributes as attrs
 from uprotocol import uuid as uuids
+from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
+from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
+from usubscription_client.table import Topics
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
 WINDOW_MESSAGES_MAX: Final = 2_000
@@ -111,7 +114,8 @@ class Pump:
         self._plans_version: Version | None = None
         self._paused, self._pauses_known = paused, frozenset[Pause]()
         self.parking = Parking(source, peer.name, absent_ms_max)
-        self._recheck: deque[int] = deque()  # parked topics to be looked at: the interest has changed
+        self._recheck: dict[int, None] = {}  # parked topics to be looked at: the interest has changed
+        self._lacks_room = False  # to park what comes next
         self._found: dict[int, tuple[Target, ...]] = {}  # parked topics that are wanted, and by whom
         self._back = Back({}, {}, 0, 0)
         # streams that don't get through though others do
@@ -165,8 +169,16 @@ class Pump:
         kept = max(log.newest_seq - log.floor_seq, 1)
         return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
 
+    def look_at(self, topics: Topics) -> None:
+        """The interest in them has changed. What is parked of them may be wanted now; about the others the view is
+        asked when a record comes."""
+        parked = self.parking
+        is_concerned = parked and (topics is None or any(self.log.known_id(to_uri(one)) in parked for one in topics))
+        if is_concerned or self._lacks_room:
+            self._wake.set()
+
     def wake(self) -> None:
-        """Try again now: the peer may be back, or the interest is another."""
+        """Try again now: the peer may be back, or what is paused is another."""
         self._backoff.wake()
         self.aside.wake()
         self._wake.set()
@@ -255,7 +267,8 @@ class Pump:
                         self._read = self.log.floor_seq
                     found = await self._scan(self._read)
                     chunks, covered = found.chunks, found.covered
-                    if self._plans_version != self._view.version:
+                    self._heed()
+                    if self._recheck:  # what is parked comes first
                         continue
                 for chunk in chunks:
                     if chunk.last_seq <= self._read:  # told as passed by retention while it was read
@@ -269,16 +282,28 @@ class Pump:
 
     def _heed(self) -> None:
         """Go by the rules, the interest and the pauses that are in force now."""
-        version = self._view.version
-        if version == self._plans_version:
+        version, before = self._view.version, self._plans_version
+        if version == before:
+            return
+        self._plans_version = version
+        topics = self._view.changed_since(before) if before is not None else None
+        if topics is not None:
+            for topic in sorted(topics):  # so that a run can be replayed
+                self._heed_topic(topic)
             return
         self._plans.clear()
-        self._plans_version = version
         pauses = frozenset(self._paused)
         if fresh := pauses - self._pauses_known:
             self._hold_back(fresh)
         self._pauses_known = pauses
-        self._recheck = deque(self.parking)
+        self._recheck = dict.fromkeys(self.parking)
+
+    def _heed_topic(self, topic: Key) -> None:
+        stream = self.log.known_id(to_uri(topic))
+        if stream is not None:
+            self._plans.pop(stream, None)
+            if stream in self.parking:
+                self._recheck[stream] = None
 
     async def _scan(self, place: int, streams: Set[int] | None = None, until: int | None = None) -> Scan:
         """What follows `place` and is not in memory any more."""
@@ -344,7 +369,8 @@ class Pump:
             plans[stream] = self._plan(stream)
         wanted = [plan for stream in chunk.stream_set if (plan := plans[stream]) is not SKIP]
         parks = sum([plan.park for plan in wanted])
-        if parks and parks > self.parking.room:
+        self._lacks_room = bool(parks) and parks > self.parking.room
+        if self._lacks_room:
             return False
         fresh = chunk.after(self._read)
         if len(wanted) == len(chunk.stream_set) and all(plan.as_is and plan.since < fresh.first_seq for plan in wanted):
@@ -396,8 +422,8 @@ class Pump:
 
     async def _look_at_parked(self) -> None:
         """The interest has changed: which parked topics are wanted now, and which are not?"""
-        for _ in range(min(len(self._recheck), RECHECK_TOPICS)):
-            stream = self._recheck.popleft()
+        for stream in list(islice(self._recheck, RECHECK_TOPICS)):
+            del self._recheck[stream]
             parked = self.parking.get(stream)
             if parked is None:
                 continue
@@ -437,7 +463,7 @@ class Pump:
         for stream, targets in served.items():
             self.parking.serve(stream, targets)
             self._plans.pop(stream, None)
-            self._recheck.append(stream)
+            self._recheck[stream] = None
         return True
 
     # What is paused
@@ -545,7 +571,7 @@ class Pump:
         for item, status in settled.refused:
             self._dead(item, status.code, status.message or code_name(status.code))
         again = [item for item, _ in settled.again]
-        stuck = set[Key]()  # the streams that failed though others got through
+        stuck = set[StreamKey]()  # the streams that failed though others got through
         if settled.sent:
             stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
         if again or self.aside:
@@ -563,7 +589,7 @@ class Pump:
             if was_failing:
                 self._backoff.reset()
 
-    def _put_back(self, again: list[Item], stuck: Set[Key] = frozenset()) -> None:
+    def _put_back(self, again: list[Item], stuck: Set[StreamKey] = frozenset()) -> None:
         """What has not got through: aside, where others have, else to the front of the queue."""
         apart, rest = list[Item](), list[Item]()
         for item in again:

@@ -18,6 +18,7 @@ import structlog
 from history.log import Log, TopicsFullError
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
+from streamer.filters import Filters
 from streamer.flow import Appender, Flow
 from streamer.hosted import HostedTransport
 from streamer.ledger import UNIT_BYTES, UNLIMITED, Account, Ledger
@@ -27,9 +28,8 @@ from streamer.view import Version, View
 from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.cache import Cache
+from uprotocol.core.usubscription.wire import to_uri
 from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed
-from uprotocol.status import UStatusError
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -107,9 +107,6 @@ class Logs:
         return any(uris.key(pattern)[1:] == key and uris.matches(pattern, source) for pattern in self.record)
 
 
-Filter = tuple[UUri, UUri | None]
-
-
 @dataclass(frozen=True, slots=True)
 class Dispatch:
     """What all ingresses have in common. The composition root makes it; each part is changed by its owner alone."""
@@ -133,14 +130,16 @@ class Ingress(EncodedListener):
         self.endpoint, self._dispatch, self._trusted = endpoint, dispatch, trusted
         # of its network; services inside use those of the gateway itself
         self._names = None if trusted else endpoint.names
-        self._verdicts: Cache[bytes, Verdict] = Cache(VERDICTS_MAX)
+        self._verdicts: dict[bytes, Verdict] = {}
+        # by the source of a publish as it is called inside: the addresses that have a verdict, mostly one: a host may
+        # name itself or not
+        self._published: dict[bytes, tuple[bytes, ...]] = {}
         self._verdicts_version: Version | None = None
         self._tell_full_at = 0.0  # loop time
         # by what the network calls them: nothing of theirs need be read until the next turn of the ledger
         self._refused: dict[str, Account] = {}
         self._in_flight: set[asyncio.Future[int]] = set()  # appends that may still fail
-        self._registered: dict[Any, Filter] = {}
-        self._sync_lock = asyncio.Lock()
+        self.filters = Filters(endpoint, dispatch, self)
         redelivers = not trusted and Capability.ACK in endpoint.transport.capabilities
         self._appenders = {
             log: Appender(log, flow, self._not_taken, holds=not (trusted or redelivers), redelivers=redelivers)
@@ -152,7 +151,7 @@ class Ingress(EncodedListener):
             log.on_forgotten(functools.partial(self.forget_streams, log))
 
     def __repr__(self) -> str:
-        return f"Ingress({self.endpoint.name}, listening to {len(self._registered)} filters)"
+        return f"Ingress({self.endpoint.name}, listening to {len(self.filters)} filters)"
 
     # What arrives
 
@@ -163,8 +162,7 @@ class Ingress(EncodedListener):
         endpoint.received += len(messages)
         version = dispatch.view.version
         if version != self._verdicts_version:
-            verdicts.clear()
-            self._verdicts_version = version
+            self._forget_changed()
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
         pending: list[Awaitable[Any]] = []
         duplicates = 0
@@ -218,7 +216,8 @@ class Ingress(EncodedListener):
         """By the log: it is not acknowledged, and whoever can will send it again."""
         self.endpoint.dropped["refused"] += len(batch)
         for message in batch:
-            self._dispatch.window.forget(message.id_key + message.stamp.attributes.source.SerializeToString())
+            source = to_uri(uris.key(message.stamp.attributes.source)).SerializeToString()  # as in the verdict
+            self._dispatch.window.forget(message.id_key + source)
 
     def close(self) -> None:
         """What the log refuses is not tried again; called when the network is closed."""
@@ -270,13 +269,30 @@ class Ingress(EncodedListener):
     def forget_verdicts(self) -> None:
         """Decide anew: something has changed that `View.version` does not tell."""
         self._verdicts.clear()
+        self._published.clear()
+
+    def _forget_changed(self) -> None:
+        """Decide anew about those topics of which something has changed."""
+        view, before = self._dispatch.view, self._verdicts_version
+        topics = view.changed_since(before) if before is not None else None
+        self._verdicts_version = view.version
+        if topics is None:
+            self.forget_verdicts()
+            return
+        for topic in topics:
+            self._forget_published(to_uri(topic).SerializeToString())
+
+    def _forget_published(self, source: bytes) -> None:
+        for address in self._published.pop(source, ()):
+            del self._verdicts[address]
 
     def forget_streams(self, log: Log, streams: frozenset[int]) -> None:
         """`log` knows these numbers no more: what comes next for one of them is decided anew, and what found no room
         before."""
         for address, verdict in list(self._verdicts.items()):
             if (verdict.stream in streams and verdict.log is log) or verdict.found_no_room:
-                del self._verdicts[address]
+                self._forget_published(verdict.source)
+                self._verdicts.pop(address, None)
 
     def _judge(self, message: EncodedMessage) -> Verdict:
         attributes = message.stamp.attributes  # not decoded: the message is kept for as long as the tail of the log
@@ -299,21 +315,29 @@ class Ingress(EncodedListener):
         if not self._trusted and not verdict.is_answer:
             verdict.bytes_max = self._dispatch.message_bytes_max
         readdressed = None
-        if source != attributes.source or (sink is not None and sink != attributes.sink):
+        if uris.key(source) != uris.key(attributes.source) or (
+            sink is not None and uris.key(sink) != uris.key(attributes.sink)
+        ):
             readdressed = Readdressed(source, sink)
             verdict.inside = readdressed.of
         if self._names is not None and may_carry_addresses(attributes):
             verdict.inside = functools.partial(self._names.arrived, readdressed)
-        self._verdicts[message.stamp.address] = verdict
+        address = message.stamp.address
+        if len(self._verdicts) >= VERDICTS_MAX:
+            self.forget_verdicts()
+        self._verdicts[address] = verdict
+        if sink is None:
+            self._published[verdict.source] = (*self._published.get(verdict.source, ()), address)
         return verdict
 
     def _inward(self, address: UUri) -> UUri:
-        """As it is called inside: with authority, and by the names of this gateway."""
-        inside = UUri()
-        inside.CopyFrom(uris.with_authority(address, self.endpoint.only_authority))
+        """As it is called inside: with authority, by the names of this gateway, and without fields that nobody
+        knows."""
+        key = uris.key(address)
+        authority = key[0] or self.endpoint.only_authority
         if self._names is not None:
-            inside.authority_name = self._names.inward(inside.authority_name)
-        return inside
+            authority = self._names.inward(authority)
+        return to_uri((authority, *key[1:]))
 
     def _decide(self, attributes: UAttributes, source: UUri, sink: UUri | None) -> Verdict:
         if not source.authority_name or (sink is not None and not sink.authority_name):
@@ -348,70 +372,3 @@ class Ingress(EncodedListener):
             is_named = self._dispatch.view.names(source) or self._dispatch.logs.names(source)
             return Verdict(target, target.stream_id(source, None, wanted=is_named))
         return Verdict()  # nobody wants it
-
-    # What to listen to
-
-    async def sync(self, topics: Sequence[UUri], *, all_publishes: bool = False) -> None:
-        """Listen to what rules, interest, recording and hosted services need, and to nothing else.
-
-        `topics` are those of the interest; `all_publishes`: a uSubscription can't name them, so listen to every
-        publish. Raises the first UStatusError after everything else was tried.
-        """
-        async with self._sync_lock:
-            wanted = self._wanted(topics, all_publishes)
-            errors: list[UStatusError] = []
-            # in a fixed order, so that a run can be replayed
-            for key in [key for key in self._registered if key not in wanted]:
-                source, sink = self._registered.pop(key)
-                try:
-                    await self.endpoint.unregister_listener(source, self, sink)
-                except UStatusError as error:
-                    if error.code != UCode.NOT_FOUND:
-                        errors.append(error)
-            for key in [key for key in wanted if key not in self._registered]:
-                source, sink = wanted[key]
-                try:
-                    await self.endpoint.register_listener(source, self, sink)
-                except UStatusError as error:
-                    errors.append(error)
-                else:
-                    self._registered[key] = (source, sink)
-            if errors:
-                raise errors[0]
-
-    def _wanted(self, topics: Sequence[UUri], all_publishes: bool) -> dict[Any, Filter]:
-        """The filters, without those that another one covers: a network may deliver once for each filter."""
-        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self.endpoint.name)]
-        known = {authority for peer in peers for authority in peer.authorities}
-        if any(map(uris.is_pattern, known)):
-            known = {uris.WILDCARD_AUTHORITY}
-        sinks = [uris.pattern(authority) for authority in known]
-        if uris.WILDCARD_AUTHORITY not in known:
-            sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
-        wanted: dict[Any, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
-        if Capability.PUBLISH_WITHOUT_SINK not in self.endpoint.transport.capabilities:
-            return wanted  # publishes carry the streamer's sink here
-        sources: list[UUri] = []
-        for pattern in [uris.ANY] if all_publishes else self._dispatch.logs.record:
-            sources += self._at_home(pattern)
-        wide = [source for source in sources if uris.has_wildcard(source)]
-        for topic in topics:
-            if self._dispatch.view.leaves(self.endpoint, topic):
-                sources.append(topic)
-        for source in sources:
-            if not any(uris.key(other) != uris.key(source) and uris.matches(other, source) for other in wide):
-                wanted[uris.key(source), None] = (source, None)
-        return wanted
-
-    def _at_home(self, pattern: UUri) -> list[UUri]:
-        """`pattern`, limited to the authorities that live here."""
-        authorities = frozenset([pattern.authority_name])
-        if pattern.authority_name == uris.WILDCARD_AUTHORITY:
-            authorities = self.endpoint.authorities
-            if any(map(uris.is_pattern, authorities)):
-                return [pattern]
-        return [
-            uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
-            for authority in authorities
-            if self._dispatch.endpoints.owner(authority) is self.endpoint
-        ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,6 @@ from streamer.endpoint import Endpoint, Endpoints
 from streamer.ingress import Ingress
 from uprotocol.pacing import Backoff
 from uprotocol.status import UStatusError
-from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
 
 JUST_GONE_S: Final = 5.0  # a network that went away within that may be back any moment: a broker restarts, say, so ...
@@ -52,6 +51,7 @@ class Networks:
         self._troubles: dict[str, str] = {}  # endpoint -> why it is not open, or not listening
         self._gone_at: dict[str, float] = {}  # endpoints whose network went away, and when (loop time)
         self._changed = asyncio.Event()  # what is to be listened to
+        self._retry = False  # what a network has refused may be taken now: one is new, or back
         self._back = asyncio.Event()  # a network is back, or nobody waits for one any more
         self._stopping = False
 
@@ -76,6 +76,10 @@ class Networks:
         self._open.add(endpoint.name)
         self._troubles.pop(endpoint.name, None)
         tried.set()
+        self._listen_anew()
+
+    def _listen_anew(self) -> None:
+        self._retry = True
         self._changed.set()
 
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
@@ -85,7 +89,7 @@ class Networks:
         else:
             self._gone_at.pop(endpoint.name, None)
             self._linked.add(endpoint.name)
-            self._changed.set()
+            self._listen_anew()
             self._back.set()
             self._on_connected(endpoint)
 
@@ -106,33 +110,40 @@ class Networks:
 
     # What is listened to
 
-    async def sync(self) -> None:
-        """Make every ingress listen to what is needed now. Raises the first UStatusError, after all were tried."""
-        topics = list(self._interest.topics())
+    async def sync(self, *, retry: bool = True) -> None:
+        """Make every ingress listen to what is needed now; `retry`: also to what its network has refused before.
+
+        Raises the first UStatusError, after all were tried.
+        """
         names = [endpoint.name for endpoint in self._endpoints if endpoint.name in self._open]
         # one that hangs holds up no other
-        results = await asyncio.gather(*(self._sync_one(name, topics) for name in names))
+        results = await asyncio.gather(*(self._sync_one(name, retry) for name in names))
         errors = [error for error in results if error is not None]
         if errors:
             raise errors[0]
 
-    async def _sync_one(self, name: str, topics: Sequence[UUri]) -> UStatusError | None:
+    async def _sync_one(self, name: str, retry: bool) -> UStatusError | None:
         try:
-            await self._ingresses[name].sync(topics, all_publishes=not self._interest.can_list)
+            await self._ingresses[name].filters.sync(self._interest, retry=retry)
         except UStatusError as error:
             self._troubles[name] = f"listening failed: {error}"
             return error
         self._troubles.pop(name, None)
         return None
 
-    async def listen(self) -> bool:
+    async def listen(self, *, retry: bool = True) -> bool:
         """Listen to what can be listened to now, and leave the rest to `follow`: one network that refuses stops
         nothing. False if something is left."""
+        listens = await self._try_to_listen(retry)
+        if not listens:
+            self._changed.set()
+        return listens
+
+    async def _try_to_listen(self, retry: bool) -> bool:
         try:
-            await self.sync()
+            await self.sync(retry=retry)
         except UStatusError as error:
             log.warning("could not listen to everything; trying again", error=str(error))
-            self._changed.set()
             return False
         return True
 
@@ -141,22 +152,29 @@ class Networks:
         self._changed.set()
 
     async def follow(self) -> None:
-        """Listen to what is needed, whenever that changes, until cancelled."""
-        backoff = self._backoff()
+        """Listen to what is needed, whenever that changes, until cancelled. What a network refuses is tried again after
+        a while, and at once when one is back."""
+        loop, backoff = asyncio.get_running_loop(), self._backoff()
+        retry_at: float | None = None
         while True:
-            await self._changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(retry_at):
+                    await self._changed.wait()
             self._changed.clear()
-            if await self.listen():
+            retry = self._retry or (retry_at is not None and loop.time() >= retry_at)
+            self._retry = False
+            if await self._try_to_listen(retry):
                 backoff.reset()
-            else:
-                await backoff.wait()
+                retry_at = None
+            elif retry or retry_at is None:
+                retry_at = loop.time() + backoff.next_ms() / 1000
 
     async def listen_before_answer(self, _: Any) -> None:
         """The embedded service is about to answer: listen first, so that nothing published after the answer is missed.
 
         A network that has just gone is waited for a little: what is published there before we are back reaches nobody.
         """
-        await self.listen()
+        await self.listen(retry=False)
         loop = asyncio.get_running_loop()
         until = loop.time() + BACK_SOON_S
         while (

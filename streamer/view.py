@@ -4,12 +4,12 @@
                                       a service has not answered yet: its peers are open
                                       somebody has paused it (paused.py): that peer is open, too
 
-Decided once per topic and version of rules and interest; callers cache the answer under `version`.
+Decided once per topic; callers cache the answer. When `version` has changed, `changed_since` says of which topics.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from history.log import Log
@@ -19,6 +19,7 @@ from streamer.rules import Rules
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.interest import Interest
+from usubscription_client.table import Want
 
 
 class Target(NamedTuple):
@@ -52,7 +53,8 @@ class Decision(NamedTuple):
 
 
 NOBODY: Final = Decision()
-Version = tuple[int, ...]
+Version = tuple[int, int, int]
+"""Of the rules, the interest, the pauses."""
 
 
 class View:
@@ -69,6 +71,16 @@ class View:
         """Changes whenever an answer of `decide` may."""
         return (self._rules.version, self._interest.version, self._paused.version)
 
+    def changed_since(self, version: Version) -> frozenset[uris.Key] | None:
+        """The topics for which `decide` may answer something else by now, each without sink: what has one does not go
+        by subscriptions. None: any, with a sink or without."""
+        if (self._rules.version, self._paused.version) != (version[0], version[2]):
+            return None
+        changed = self._interest.changed_since(version[1])
+        if changed is None or any(uris.shape(topic) != uris.EXACT for topic in changed):
+            return None
+        return changed
+
     def decide(self, source: UUri, sink: UUri | None, log: Log) -> Decision:
         """Who gets what comes from `source` (and goes to `sink`) and is kept in `log`."""
         wanted = self.wanted(source, sink, log)
@@ -84,7 +96,8 @@ class View:
             if peer is None or not self._passes(origin, peer, source):
                 return NOBODY
             return Decision((Leg(peer, (Target(sink.authority_name, 0, None),)),))
-        return Decision(self._subscribed(origin, source, self._places[log]), self._open(origin, source))
+        subscribed = self._subscribed(origin, source, self._interest.wants(source), self._places[log])
+        return Decision(subscribed, self._open(origin, source))
 
     def _held(self, decision: Decision, source: UUri) -> Decision:
         """Without the targets to whom it is paused; their peers are open."""
@@ -97,9 +110,9 @@ class View:
                 open[peer.name] = peer
         return Decision(tuple(legs), tuple(open.values()))
 
-    def _subscribed(self, origin: Endpoint, topic: UUri, place: int) -> tuple[Leg, ...]:
+    def _subscribed(self, origin: Endpoint, topic: UUri, wants: Mapping[str, Want], place: int) -> tuple[Leg, ...]:
         targets: dict[str, list[Target]] = {}
-        for authority, want in self._interest.wants(topic).items():
+        for authority, want in wants.items():
             peer = self._endpoints.owner(authority)
             if peer is not None and self._passes(origin, peer, topic):
                 since = want.since[place] if want.since else 0
@@ -123,8 +136,11 @@ class View:
         return self._interest.names(topic)
 
     def leaves(self, origin: Endpoint, topic: UUri) -> bool:
-        """True iff `topic` is published at `origin` and wanted by somebody on another network."""
-        return self._endpoints.owner(topic.authority_name) is origin and bool(self._subscribed(origin, topic, 0))
+        """True iff `topic` is published at `origin`, and somebody on another network has subscribed to just this, be it
+        a topic or a pattern: each filter is wanted for itself."""
+        if self._endpoints.owner(topic.authority_name) is not origin:
+            return False
+        return bool(self._subscribed(origin, topic, self._interest.wants_by_name(topic), 0))
 
     def _passes(self, origin: Endpoint, peer: Endpoint, address: UUri) -> bool:
         if peer is origin:

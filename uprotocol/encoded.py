@@ -80,6 +80,7 @@ class Stamp:
             address.source.CopyFrom(attributes.source)
         if attributes.HasField("sink"):
             address.sink.CopyFrom(attributes.sink)
+        address.DiscardUnknownFields()  # they decide nothing, and may be large
         self.address = address.SerializeToString()
         self.priority = attrs.priority(attributes)
         self.ttl: int = attributes.ttl  # milliseconds; 0: never expires

@@ -220,9 +220,47 @@ def with_authority(uri: UUri, authority: str) -> UUri:
     return completed
 
 
-def key(uri: UUri) -> tuple[str, int, int, int]:
+Key = tuple[str, int, int, int]
+"""A UUri as `key` gives it."""
+
+
+def key(uri: UUri) -> Key:
     """A hashable identity."""
     return (uri.authority_name, uri.ue_id, uri.ue_version_major, uri.resource_id)
+
+
+Shape = tuple[bool, int, int, int]
+"""Which parts of a pattern are wildcards: the authority; and as bits, all of which are set in a wildcard, of the other
+three numbers of a key."""
+
+EXACT: Final[Shape] = (False, 0, 0, 0)
+
+
+def shape(key: Key) -> Shape:
+    """EXACT: it is no pattern."""
+    authority, ue_id, version, resource = key
+    entity = WILDCARD_ENTITY_TYPE if ue_id & 0xFFFF == WILDCARD_ENTITY_TYPE else 0
+    if ue_id >> 16 == WILDCARD_ENTITY_INSTANCE:
+        entity |= WILDCARD_ENTITY_INSTANCE << 16
+    return (
+        authority == WILDCARD_AUTHORITY,
+        entity,
+        WILDCARD_VERSION if version == WILDCARD_VERSION else 0,
+        WILDCARD_RESOURCE if resource == WILDCARD_RESOURCE else 0,
+    )
+
+
+def masked(key: Key, shape: Shape) -> Key:
+    """The only pattern of that shape that matches what has this `key`. So of many patterns in a dict those that match
+    are found by one look-up for each shape that they have."""
+    authority, ue_id, version, resource = key
+    any_authority, entity, any_version, any_resource = shape
+    return (
+        WILDCARD_AUTHORITY if any_authority else authority,
+        ue_id | entity,
+        version | any_version,
+        resource | any_resource,
+    )
 
 
 ANY: Final = pattern()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -31,7 +32,16 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 from usubscription_client.client import CALL_MS, PROBE_MS, USubscriptionClient
 from usubscription_client.saved_interest import SavedInterest
-from usubscription_client.table import SUBSCRIPTIONS_MAX, InterestSource, Positions, Want, is_wide, merge
+from usubscription_client.table import (
+    SUBSCRIPTIONS_MAX,
+    Changed,
+    InterestSource,
+    Positions,
+    Topics,
+    Want,
+    is_wide,
+    merge,
+)
 
 # between fetches when all is well: notifications do the work, this only mends what they lost
 REFRESH_MS: Final = 60_000
@@ -42,6 +52,10 @@ TOPICS_ASKED_MAX: Final = 100_000  # topics asked of a service that can't list; 
 # of one authority, so that topics which it makes up keep out its own alone
 AUTHORITY_TOPICS_ASKED_MAX: Final = TOPICS_ASKED_MAX // 8
 ASKS_AT_ONCE: Final = 32  # calls in flight to services that can't list
+# that had to be waited for: then topics for which there was no room may be asked, so they are to be looked at again
+ANSWERS_FOR_ROOM: Final = 256
+# topics of which is known when they changed, some 150 bytes each: more than change between two looks of who is awake
+JOURNAL_TOPICS_MAX: Final = 4_096
 # what the service has on disk itself is remembered a second time for its damage only
 EMBEDDED_SAVE_DELAY_S: Final = 60.0
 
@@ -85,6 +99,7 @@ class ServiceInterest(InterestSource):
         self._unanswered: set[Key] = set()
         self._answered: set[Key] = set()
         self._fetching = asyncio.Lock()
+        self._had_no_room = False  # for a topic that was to be asked
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         transport.on_connection(self._connection_changed)
@@ -98,8 +113,8 @@ class ServiceInterest(InterestSource):
             return
         if self._saved is not None:  # what was known before the restart serves until the service is heard
             known = self._saved.load()
-            if self.replace(known):
-                self.changed()
+            if changed := self.replace(known):
+                self.changed(changed)
             for subscription in known:
                 self._note_asked(subscription.topic)
             self.on_change(self._saved.changed)
@@ -127,11 +142,13 @@ class ServiceInterest(InterestSource):
             if freed is None:
                 what = {"authority": self.name, "of": authority, "topics": len(of_it)}
                 log.warning("no more topics can be asked of this service", **what)
+                self._had_no_room = True
                 return
         self._note_asked(topic)
         if not await self._ask(topic):
             self._news.set()
         if freed is not None:
+            self.changed(frozenset([uris.key(freed)]))  # it is undecided again
             with contextlib.suppress(UStatusError):  # it may go on telling us
                 await self._client.unregister_for_notifications(freed)
 
@@ -169,6 +186,9 @@ class ServiceInterest(InterestSource):
                 first.set_result(None)
             if self.healthy:
                 backoff.reset()
+            if self._had_no_room:
+                self._had_no_room = False
+                self.changed(None)  # whoever has such a topic asks again
             wait_ms = (self._refresh_ms if self.healthy else backoff.next_ms()) * (0.75 + self._random() / 2)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_ms / 1000):
@@ -193,11 +213,12 @@ class ServiceInterest(InterestSource):
 
     async def _fetch(self) -> None:
         could_list = self.can_list
-        if await self._client.find_version() == 4:
+        version = await self._client.find_version()
+        if self.can_list != could_list:
+            self.changed(None)  # who waits for this service has to ask it by topic, or no more
+        if version == 4:
             await self._take_all(self._fetch_all)
             return
-        if could_list:
-            self.changed()  # who waits for this service has to ask it by topic
         topics = [topic for of_it in self._asked.values() for topic in of_it.values()]
         for start in range(0, len(topics), ASKS_AT_ONCE):
             answered = await asyncio.gather(*(self._ask(topic) for topic in topics[start : start + ASKS_AT_ONCE]))
@@ -235,7 +256,7 @@ class ServiceInterest(InterestSource):
         known = [Subscription(topic, subscriber, Status.SUBSCRIBED) for subscriber in subscribers]
         if self.replace(filter(self._may_say, known), only=topic) or key not in self._answered:
             self._answered.add(key)
-            self.changed()
+            self.changed(frozenset([key]))
         return True
 
     def _on_change(self, change: Subscription) -> None:
@@ -297,8 +318,8 @@ class EmbeddedInterest(InterestSource):
             what = "the subscriptions can't be read: the last known interest serves"
             log.error(what, authority=self.name, why=str(error))
             self.healthy = False
-            if not self.complete and self._saved is not None and self.replace(self._saved.load()):
-                self.changed()
+            if not self.complete and self._saved is not None and (changed := self.replace(self._saved.load())):
+                self.changed(changed)
 
     async def _read(self) -> Iterable[Subscription]:
         entries = await self._service.subscriptions()
@@ -317,16 +338,20 @@ def _subscription(entry: Entry) -> Subscription:
 
 
 class Interest:
-    """The union of several sources. `version` rises with every change of any of them."""
+    """The union of several sources. `version` rises with every change of any of them; `changed_since` says what it was,
+    so that whoever keeps what follows from it need not work out all of it anew."""
 
     def __init__(self, sources: Iterable[InterestSource], positions: Callable[[], Positions] = tuple) -> None:
         """`positions()`: where the logs are in which new subscriptions count."""
         self.sources = tuple(sources)
         self.version = 0
-        self._callbacks: list[Callable[[], None]] = []
+        self._journal: deque[tuple[int, Key]] = deque()  # version, and a topic that changed with it
+        self._journal_after = 0  # all that changed after this version is in the journal
+        self._callbacks: list[Changed] = []
         self._to_ask: dict[str, dict[Key, UUri]] = {}  # by the topics' authority, which take turns
         self._to_ask_count = 0
         self._asking: dict[Key, asyncio.Task[None]] = {}
+        self._room_in: int | None = None  # answers, until there may be room for topics that were not asked
         for source in self.sources:
             source.positions = positions
             source.on_change(self._changed)
@@ -367,15 +392,21 @@ class Interest:
         key, waiting = uris.key(topic), self._to_ask.setdefault(topic.authority_name, {})
         if key in self._asking or key in waiting:
             return
-        # else it is asked when it is seen again
         if self._to_ask_count < TOPICS_ASKED_MAX and len(waiting) < AUTHORITY_TOPICS_ASKED_MAX:
             waiting[key] = topic
             self._to_ask_count += 1
             self._ask_next()
+        elif self._room_in is None:  # it is asked when it is seen again
+            self._room_in = ANSWERS_FOR_ROOM
 
     def _ask_next(self, answered: Key | None = None) -> None:
         if answered is not None:
             del self._asking[answered]
+            if self._room_in is not None:
+                self._room_in -= 1
+                if self._room_in <= 0 or not self._to_ask_count:
+                    self._room_in = None
+                    self._changed(None)
         while self._to_ask and len(self._asking) < ASKS_AT_ONCE:
             authority, waiting = next(iter(self._to_ask.items()))
             del self._to_ask[authority]
@@ -390,8 +421,13 @@ class Interest:
             task.add_done_callback(lambda _, key=key: self._ask_next(key))  # type: ignore[misc]
 
     def wants(self, topic: UUri) -> Mapping[str, Want]:
-        """Which authorities want `topic`. Pure lookup: ask it once per topic and version."""
+        """Which authorities want `topic`. Pure lookup: ask it once per topic, and again when that has changed."""
         return merge([source.wants(topic) for source in self.sources])
+
+    def wants_by_name(self, topic: UUri) -> Mapping[str, Want]:
+        """The same of those alone who have subscribed to just this, be it a topic or a pattern."""
+        key = uris.key(topic)
+        return merge([source.wants_by_name(key) for source in self.sources])
 
     def names(self, topic: UUri) -> bool:
         """True if somebody has subscribed to exactly `topic`, and not just to a pattern of it."""
@@ -414,10 +450,28 @@ class Interest:
         """Names of the sources whose knowledge may be stale."""
         return [source.name for source in self.sources if not source.healthy]
 
-    def on_change(self, callback: Callable[[], None]) -> None:
+    def on_change(self, callback: Changed) -> None:
         self._callbacks.append(callback)
 
-    def _changed(self) -> None:
+    def changed_since(self, version: int) -> Topics:
+        """The topics, and patterns of them, that have changed since then. None: any may have."""
+        if version < self._journal_after:
+            return None
+        changed = set[Key]()
+        for changed_with, topic in reversed(self._journal):
+            if changed_with <= version:
+                break
+            changed.add(topic)
+        return frozenset(changed)
+
+    def _changed(self, topics: Topics) -> None:
         self.version += 1
+        if topics is None or len(topics) > JOURNAL_TOPICS_MAX:
+            self._journal.clear()
+            self._journal_after = self.version
+        else:
+            self._journal.extend((self.version, topic) for topic in topics)
+            while len(self._journal) > JOURNAL_TOPICS_MAX:
+                self._journal_after, _ = self._journal.popleft()
         for callback in self._callbacks:
-            callback()
+            callback(topics)

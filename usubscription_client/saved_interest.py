@@ -18,6 +18,7 @@ from storage.disk import REAL_DISK, Disk, read_json
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.status import UStatusError
+from usubscription_client.table import Topics
 
 SAVE_DELAY_S: Final = 1.0  # changes come in bursts; what is lost with the power is asked again
 # topic, subscriber, sample period in milliseconds as the wire has it
@@ -55,7 +56,7 @@ class SavedInterest:
             log.warning(what, path=str(self._path), why=str(error))
             return []
 
-    def changed(self) -> None:
+    def changed(self, _: Topics = None) -> None:
         """Save soon."""
         if self._due is None:
             self._due = asyncio.get_running_loop().call_later(self._delay_s, self._start)

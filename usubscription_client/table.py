@@ -6,6 +6,7 @@ put(subscription), replace(all) --> topics --> wants(topic) -> {authority: Want}
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,6 +18,10 @@ from uprotocol.v1.uri_pb2 import UUri
 
 Positions = tuple[int, ...]
 """Up to where each log had come, in the order of the logs. Later positions are greater; () is before all others."""
+
+Topics = frozenset[Key] | None
+"""The topics, or patterns of them, of which something has changed. None: of any."""
+Changed = Callable[[Topics], None]
 
 FROM_THE_CURSOR: Final[Positions] = ()
 CHANGES_KEPT_MAX: Final = 100_000  # changes that may arrive during one fetch; beyond it the fetch starts again
@@ -56,10 +61,9 @@ class InterestTable:
         self.count = 0  # of subscriptions
         self.left_out = 0  # since there was no room for more
         self._topics: dict[Key, _Topic] = {}
-        # of those the ones with a wildcard: version 4 allows all instances, and all versions
-        self._patterns: dict[Key, _Topic] = {}
-        self._wide: dict[Key, _Topic] = {}  # and of those the ones with another wildcard, which only a file can have
-        self._callbacks: list[Callable[[], None]] = []
+        # of those with a wildcard, how many have which: version 4 allows all instances, and all versions; a file more
+        self._shapes: Counter[uris.Shape] = Counter()
+        self._callbacks: list[Changed] = []
 
     def __len__(self) -> int:
         return len(self._topics)
@@ -67,13 +71,15 @@ class InterestTable:
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         """Which authorities want `topic`."""
         key = uris.key(topic)
-        found = self._topics.get(key)
-        wants = _wants_of(found) if found is not None else NOBODY
-        if self._patterns:
-            patterns = [self._patterns[one] for one in _wildcards(key) if one in self._patterns]
-            patterns += [pattern for pattern in self._wide.values() if uris.matches(pattern.uri, topic)]
-            wants = merge((wants, *map(_wants_of, patterns)))
-        return wants
+        if not self._shapes:
+            return self.wants_by_name(key)
+        keys = {key: None} | {uris.masked(key, shape): None for shape in self._shapes}
+        return merge([self.wants_by_name(one) for one in keys])
+
+    def wants_by_name(self, topic: Key) -> Mapping[str, Want]:
+        """The same of those alone who have subscribed to just this, be it a topic or a pattern."""
+        found = self._topics.get(topic)
+        return _wants_of(found) if found is not None else NOBODY
 
     def names(self, topic: UUri) -> bool:
         """True if a subscription names exactly `topic`, and not a pattern of it."""
@@ -83,17 +89,17 @@ class InterestTable:
         return [entry.uri for entry in self._topics.values()]
 
     def subscriptions(self) -> Iterator[Subscription]:
-        """Everything that is known; pending ones count as subscribed."""
-        for entry in self._topics.values():
-            for key, want in entry.subscribers.items():
+        """Everything that is known; pending ones count as subscribed. What changes while it is read may be missed."""
+        for entry in list(self._topics.values()):
+            for key, want in list(entry.subscribers.items()):
                 yield Subscription(entry.uri, to_uri(key), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def one_of_each_authority(self) -> Iterator[Subscription]:
         """What has to be known to forward: of each topic one subscriber of each authority, with what satisfies all of
-        them."""
-        for entry in self._topics.values():
+        them. What changes while it is read may be missed."""
+        for entry in list(self._topics.values()):
             named = {key[0]: key for key in reversed(entry.subscribers)}  # the first one of each
-            for authority, want in _wants_of(entry).items():
+            for authority, want in list(_wants_of(entry).items()):
                 yield Subscription(entry.uri, to_uri(named[authority]), Status.SUBSCRIBED, None, want.sample_period_ms)
 
     def put(self, subscription: Subscription) -> bool:
@@ -109,10 +115,8 @@ class InterestTable:
                 return False
             if entry is None:
                 entry = self._topics[topic_key] = _Topic(subscription.topic)
-                if uris.has_wildcard(subscription.topic):
-                    self._patterns[topic_key] = entry
-                    if is_wide(topic_key):
-                        self._wide[topic_key] = entry
+                if (shape := uris.shape(topic_key)) != uris.EXACT:
+                    self._shapes[shape] += 1
             self.count += known is None
             since = self._since(subscription.topic) if known is None else known.since
             entry.subscribers[subscriber] = Want(subscription.sample_period_ms, since)
@@ -123,13 +127,13 @@ class InterestTable:
             self.count -= 1
             if not entry.subscribers:
                 del self._topics[topic_key]
-                self._patterns.pop(topic_key, None)
-                self._wide.pop(topic_key, None)
+                if (shape := uris.shape(topic_key)) != uris.EXACT:
+                    self._shapes -= Counter([shape])
         entry.wants = None
         return True
 
-    def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> bool:
-        """These are all there are (of topic `only`, if given). True if that changed anything."""
+    def replace(self, subscriptions: Iterable[Subscription], only: UUri | None = None) -> frozenset[Key]:
+        """These are all there are (of topic `only`, if given). The topics of which that changed anything."""
         listed = {(uris.key(one.topic), uris.key(one.subscriber)): one for one in subscriptions}
         topics = self._topics if only is None else {uris.key(only)} & self._topics.keys()
         gone = [
@@ -138,26 +142,18 @@ class InterestTable:
             for subscriber in self._topics[topic].subscribers
             if (topic, subscriber) not in listed
         ]
-        return sum(map(self.put, (*gone, *listed.values()))) > 0
+        return self.put_all((*gone, *listed.values()))
 
-    def on_change(self, callback: Callable[[], None]) -> None:
+    def put_all(self, subscriptions: Iterable[Subscription]) -> frozenset[Key]:
+        """The topics of which that changed anything."""
+        return frozenset([uris.key(one.topic) for one in subscriptions if self.put(one)])
+
+    def on_change(self, callback: Changed) -> None:
         self._callbacks.append(callback)
 
-    def changed(self) -> None:
+    def changed(self, topics: Topics) -> None:
         for callback in self._callbacks:
-            callback()
-
-
-def _wildcards(key: Key) -> Iterable[Key]:
-    """The patterns of version 4 that match: any instance, any version, both. Each once: `key` may be one of them
-    itself."""
-    authority, ue_id, version, resource = key
-    any_instance, any_version = ue_id | uris.WILDCARD_ENTITY_INSTANCE << 16, uris.WILDCARD_VERSION
-    return {
-        (authority, any_instance, version, resource): None,
-        (authority, ue_id, any_version, resource): None,
-        (authority, any_instance, any_version, resource): None,
-    }
+            callback(topics)
 
 
 def is_wide(key: Key) -> bool:
@@ -250,18 +246,16 @@ class InterestSource(InterestTable):
                 subscriptions = await fetch()
         finally:
             self._meanwhile = None
-        changed = self.replace(subscriptions)
-        for change in meanwhile:
-            changed = self.put(change) or changed
-        if changed or not self.complete:
+        changed = self.replace(subscriptions) | self.put_all(meanwhile)
+        if not self.complete:
             self.complete = True
-            self.changed()
+            self.changed(None)  # nothing is undecided any more
+        elif changed:
+            self.changed(changed)
 
     def _take(self, changes: Iterable[Subscription]) -> None:
-        changed = False
-        for change in changes:
-            if self._meanwhile is not None and len(self._meanwhile) < CHANGES_KEPT_MAX:
-                self._meanwhile.append(change)
-            changed = self.put(change) or changed
-        if changed:
-            self.changed()
+        changes = list(changes)
+        if self._meanwhile is not None:
+            self._meanwhile += changes[: CHANGES_KEPT_MAX - len(self._meanwhile)]
+        if changed := self.put_all(changes):
+            self.changed(changed)

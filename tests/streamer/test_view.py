@@ -46,6 +46,11 @@ class Interest:
     def wants(self, topic: UUri) -> Mapping[str, Want]:
         return self._wants.get(uris.key(topic), {})
 
+    wants_by_name = wants
+
+    def changed_since(self, version: int) -> None:
+        """Of anything."""
+
     def undecided(self, topic: UUri) -> list[str]:
         return self.asked_about.get(uris.key(topic), [])
 

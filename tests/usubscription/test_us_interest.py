@@ -46,7 +46,7 @@ class Changed:
         self._news = asyncio.Event()
         source.on_change(self._changed)
 
-    def _changed(self) -> None:
+    def _changed(self, _: Any) -> None:
         self.count += 1
         self._news.set()
 

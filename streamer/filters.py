@@ -1,0 +1,212 @@
+"""Filters: what the network of one endpoint is asked for, and nothing else.
+
+rules, services inside, recording --------> fixed filters --+-> wanted, and not registered: register
+Interest.changed_since --> those topics --> wanted? covered? +-> registered, and not wanted: unregister
+                           all of them at the start, and when      '- refused: again with the next `retry`
+                           rules or covers change
+
+The cost follows the change: one subscription more costs a look at its topic, however many topics there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Final
+
+from streamer.endpoint import Endpoint
+from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import to_uri
+from uprotocol.status import RETRYABLE, UStatusError
+from uprotocol.transport import Capability, UListener
+from uprotocol.uri import Key
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client.interest import Interest
+
+if TYPE_CHECKING:
+    from streamer.ingress import Dispatch
+
+LOOKED_AT_MAX: Final = 256  # topics in one step of the loop, some 2 ms; and filters that a network is asked for at once
+
+FilterKey = tuple[Key, Key | None]
+Filter = tuple[UUri, UUri | None]
+"""Of the source, and of the sink."""
+
+
+class Filters:
+    """The filters by which `listener` hears one endpoint. Lives on the loop."""
+
+    def __init__(self, endpoint: Endpoint, dispatch: Dispatch, listener: UListener) -> None:
+        self._endpoint, self._dispatch, self._listener = endpoint, dispatch, listener
+        # where publishes carry the streamer's sink, no topic needs a filter of its own
+        self._takes_topics = Capability.PUBLISH_WITHOUT_SINK in endpoint.transport.capabilities
+        self._registered: dict[FilterKey, Filter] = {}
+        self._fixed: dict[FilterKey, Filter] = {}  # what is needed whatever the interest
+        self._covers: dict[Key, None] = {}  # sources of those that have wildcards, and no sink
+        self._shapes: set[uris.Shape] = set()  # of the covers
+        self._made_for: tuple[int, bool] | None = None  # version of the rules, and whether topics can be named
+        self._seen: int | None = None  # version of the interest whose topics were looked at; None: none
+        self._due: dict[FilterKey, None] = {}  # to be looked at; stays if that is cut short
+        self._refused: dict[FilterKey, UStatusError] = {}
+        self._turn = asyncio.Lock()
+        self.looks = 0  # at a filter: is it wanted?
+
+    def __len__(self) -> int:
+        return len(self._registered)
+
+    def __iter__(self) -> Iterator[FilterKey]:
+        return iter(self._registered)
+
+    def services_changed(self) -> None:
+        """What is hosted is another: the next `sync` makes the fixed filters anew."""
+        self._made_for = None
+
+    async def sync(self, interest: Interest, *, retry: bool = True) -> None:
+        """Listen to what is needed now. `retry`: try again what the network has refused.
+
+        Raises the first UStatusError of what it refuses (still), after everything else was tried; where it answers
+        nothing at all, the rest is left for the next try.
+        """
+        async with self._turn:
+            self._find_due(interest)
+            if retry:
+                self._due.update(dict.fromkeys(self._refused))
+                self._refused.clear()
+            while self._due:
+                await self._look_at(list(islice(self._due, LOOKED_AT_MAX)))
+                if self._due:
+                    await asyncio.sleep(0)
+            for error in self._refused.values():
+                raise error
+
+    # What to look at
+
+    def _find_due(self, interest: Interest) -> None:
+        """New fixed filters first, and those that are needed no more last: what one of them covers is never without."""
+        rules, can_list = self._dispatch.rules.version, interest.can_list
+        topics = interest.changed_since(self._seen) if self._seen is not None else None
+        old = self._fixed
+        if self._made_for != (rules, can_list):
+            covers = self._covers
+            self._fixed = self._make_fixed(all_publishes=not can_list)
+            if self._made_for is None or self._made_for[0] != rules or self._covers != covers:
+                topics = None
+            self._made_for = rules, can_list
+            self._due.update(dict.fromkeys(self._fixed))
+        self._seen = interest.version
+        if self._takes_topics:
+            if topics is None:
+                self._due.update({(uris.key(topic), None): None for topic in interest.topics()})
+                self._due.update({key: None for key in self._registered if key[1] is None})
+            else:  # in a fixed order, so that a run can be replayed
+                self._due.update({(topic, None): None for topic in sorted(topics)})
+        for key in old:
+            if key not in self._fixed:
+                self._due.pop(key, None)
+                self._due[key] = None
+
+    def _make_fixed(self, *, all_publishes: bool) -> dict[FilterKey, Filter]:
+        """Without those that another one covers: a network may deliver once for each filter. `all_publishes`: a
+        uSubscription can't name topics, so listen to every publish."""
+        peers = [self._dispatch.endpoints[name] for name in self._dispatch.rules.egresses(self._endpoint.name)]
+        known = {authority for peer in peers for authority in peer.authorities}
+        if any(map(uris.is_pattern, known)):
+            known = {uris.WILDCARD_AUTHORITY}
+        sinks = [uris.pattern(authority) for authority in sorted(known)]
+        if uris.WILDCARD_AUTHORITY not in known:
+            sinks += [filter for filter in self._dispatch.hosted.sinks() if filter.authority_name not in known]
+        fixed: dict[FilterKey, Filter] = {(uris.key(uris.ANY), uris.key(sink)): (uris.ANY, sink) for sink in sinks}
+        if not self._takes_topics:
+            return fixed
+        sources = {
+            uris.key(source): source
+            for pattern in ([uris.ANY] if all_publishes else self._dispatch.logs.record)
+            for source in self._at_home(pattern)
+        }
+        self._covers = {key: None for key in sources if uris.shape(key) != uris.EXACT}
+        self._shapes = {uris.shape(key) for key in self._covers}
+        fixed |= {(key, None): (source, None) for key, source in sources.items() if not self._is_covered(key)}
+        return fixed
+
+    def _at_home(self, pattern: UUri) -> list[UUri]:
+        """`pattern`, limited to the authorities that live here."""
+        endpoints, authorities = self._dispatch.endpoints, self._endpoint.authorities
+        if pattern.authority_name != uris.WILDCARD_AUTHORITY:
+            authorities = frozenset([pattern.authority_name])
+        elif any(map(uris.is_pattern, authorities)):
+            return [pattern]
+        return [
+            uris.uri(authority, pattern.ue_id, pattern.ue_version_major, pattern.resource_id)
+            for authority in sorted(authorities)
+            if endpoints.owner(authority) is self._endpoint
+        ]
+
+    def _is_covered(self, source: Key) -> bool:
+        masks = (uris.masked(source, shape) for shape in self._shapes)
+        return any(mask != source and mask in self._covers for mask in masks)
+
+    # What is wanted
+
+    def _wanted(self, key: FilterKey) -> Filter | None:
+        fixed = self._fixed.get(key)
+        if fixed is not None:
+            return fixed
+        source, sink = key
+        if sink is not None or not self._takes_topics or self._is_covered(source):
+            return None
+        topic = to_uri(source)
+        return (topic, None) if self._dispatch.view.leaves(self._endpoint, topic) else None
+
+    async def _look_at(self, keys: list[FilterKey]) -> None:
+        self.looks += len(keys)
+        missing: dict[FilterKey, Filter] = {}
+        superfluous: dict[FilterKey, Filter] = {}
+        for key in keys:
+            wanted, known = self._wanted(key), self._registered.get(key)
+            if wanted is not None and known is None:
+                missing[key] = wanted
+            elif wanted is None and known is not None:
+                superfluous[key] = known
+            else:
+                del self._due[key]
+        if missing:
+            await self._register(missing)
+        if superfluous:
+            await self._unregister(superfluous)
+
+    async def _register(self, filters: dict[FilterKey, Filter]) -> None:
+        answers = await self._ask(self._endpoint.register_listener, filters)
+        for key, error in answers.items():
+            del self._due[key]
+            if error is None:
+                self._registered[key] = filters[key]
+            else:
+                self._refused[key] = error
+        errors = [error for error in answers.values() if error is not None and error.code in RETRYABLE]
+        if len(errors) == len(filters):  # the network answers nothing now
+            self._refused.update(dict.fromkeys(self._due, errors[0]))
+            self._due.clear()
+
+    async def _unregister(self, filters: dict[FilterKey, Filter]) -> None:
+        """What fails at it is gone all the same as far as we know: if it is wanted again, it is registered again."""
+        for key, error in (await self._ask(self._endpoint.unregister_listener, filters)).items():
+            del self._due[key]
+            del self._registered[key]
+            if error is not None and error.code != UCode.NOT_FOUND:
+                self._refused[key] = error
+
+    async def _ask(
+        self, ask: Callable[..., Awaitable[None]], filters: dict[FilterKey, Filter]
+    ) -> dict[FilterKey, UStatusError | None]:
+        """The network, of all of them at once, though it is told in this order."""
+
+        async def answer(filter: Filter) -> UStatusError | None:
+            try:
+                await ask(filter[0], self._listener, filter[1])
+            except UStatusError as error:
+                return error
+            return None
+
+        return dict(zip(filters, await asyncio.gather(*map(answer, filters.values())), strict=True))
