@@ -11,19 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 from google.protobuf.message import DecodeError
 
+from transports.routes import Filter as Filter
+from transports.routes import Route, Routes, each_once
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
 from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, shared_suffix, suffix
 from uprotocol.status import UStatusError
-from uprotocol.transport import UBatchListener, UListener, validate_filters
+from uprotocol.transport import UBatchListener, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -34,49 +35,20 @@ LISTENERS_MAX: Final = 100_000
 LISTENERS_PER_FILTER_MAX: Final = 1_000  # the fan-out of one message within one process
 SOURCES_TOLD_MAX: Final = 1_000  # of which a line in the log says that something of theirs was mended
 TRACEPARENT_SHOWN_MAX: Final = 64  # characters; a good one has 55
-# (type, source, sink), and stamps, whose listeners are known
-ROUTES_CACHED_MAX: Final = 32_768
+STAMPS_MAX: Final = 32_768  # whose route is known; some 700 bytes each
 
 log = structlog.get_logger()
 
 Complete = Callable[[int, UAttributes], None]
 """(place in what arrived, attributes whose source or sink has no authority): fills in what the network knows."""
 
-_Found = list[tuple["Filter", list[UListener]]]
 _NOBODY: Final[list[UListener]] = []
-_UNKNOWN: Final[_Found] = []  # a route that is not in the cache; None there: no valid message can have it
-
-
-@dataclass(frozen=True, slots=True)
-class Filter:
-    """A source filter and a sink filter, completed with the local authority. Hashable."""
-
-    key: tuple[Any, Any]
-    source: UUri = field(compare=False, repr=False)
-    sink: UUri | None = field(compare=False, repr=False)
-
-    @classmethod
-    def of(cls, source: UUri, sink: UUri | None, local_authority: str = "") -> Filter:
-        """Raises UStatusError(INVALID_ARGUMENT) for a pair that the specification does not list."""
-        validate_filters(source, sink)
-        source = uris.with_authority(source, local_authority)
-        sink = uris.with_authority(sink, local_authority) if sink is not None else None
-        return cls((uris.key(source), uris.key(sink) if sink is not None else None), source, sink)
-
-    def matches(self, source: UUri, sink: UUri | None) -> bool:
-        """Without sink filter only messages without sink match; a message without sink matches no sink filter."""
-        if (self.sink is None) != (sink is None):
-            return False
-        return uris.matches(self.source, source) and (
-            self.sink is None or sink is None or uris.matches(self.sink, sink)
-        )
 
 
 class _Known(NamedTuple):
     """What is the same for all messages of a stamp."""
 
-    # by the identity of the Filter, which is quicker than its hash; of None: those of all, once
-    by_filter: dict[int, list[UListener]]
+    route: Route
     stamp: Stamp
 
 
@@ -102,11 +74,9 @@ class ListenerTable:
         self._local_authority = local_authority
         self._listeners_max, self._per_filter_max = listeners_max, listeners_per_filter_max
         self._now_ms = now_ms
-        self._table: dict[Filter, list[UListener]] = {}
         self._size = 0
-        self._routes: Cache[Any, _Found | None] = Cache(ROUTES_CACHED_MAX)  # by type, source, sink
-        # the same and more, by the suffix of the encoded attributes
-        self._stamped: Cache[bytes, _Known] = Cache(ROUTES_CACHED_MAX)
+        self._stamped: Cache[bytes, _Known] = Cache(STAMPS_MAX)  # by the suffix of the encoded attributes
+        self._routes = Routes(local_authority, self._stamped.clear)
         self.dropped: Counter[str] = Counter()
         self.mended: Counter[str] = Counter()
         self._told: set[bytes] = set()  # sources of what was mended
@@ -118,7 +88,7 @@ class ListenerTable:
         Raises INVALID_ARGUMENT, or RESOURCE_EXHAUSTED at a limit (not for what is registered already).
         """
         filter = Filter.of(source, sink, self._local_authority)
-        listeners = self._table.get(filter, [])
+        listeners = self._routes.listeners(filter)
         if any(known is listener for known in listeners):
             return None
         if self._size >= self._listeners_max:
@@ -127,35 +97,26 @@ class ListenerTable:
         if len(listeners) >= self._per_filter_max:
             what = f"{self._per_filter_max} listeners have this filter, which is the limit"
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-        self._table[filter] = [*listeners, listener]
+        self._routes.put(filter, [*listeners, listener])
         self._size += 1
-        self._forget()
         return None if listeners else filter
 
     def remove(self, source: UUri, sink: UUri | None, listener: UListener) -> Filter | None:
         """The filter, if it has no listener left; else None. Raises INVALID_ARGUMENT or NOT_FOUND."""
         filter = Filter.of(source, sink, self._local_authority)
-        listeners = self._table.get(filter, [])
+        listeners = self._routes.listeners(filter)
         rest = [known for known in listeners if known is not listener]
         if len(rest) == len(listeners):
             what = f"no such listener for {uris.format(filter.source)}: it was never registered, or is gone already"
             raise UStatusError(UCode.NOT_FOUND, what)
         self._size -= 1
-        self._forget()
-        if rest:
-            self._table[filter] = rest
-            return None
-        del self._table[filter]
-        return filter
-
-    def _forget(self) -> None:
-        self._routes.clear()
-        self._stamped.clear()
+        self._routes.put(filter, rest)
+        return None if rest else filter
 
     @property
     def filters(self) -> list[Filter]:
         """Every filter that the network must know, to be asked for again after a reconnect."""
-        return list(self._table)
+        return [filter for filter, _ in self._routes.filters.values()]
 
     def deliver(self, messages: Sequence[UMessage], only: Filter | None = None) -> Awaitable[None] | None:
         """Hand `messages` to the listeners that match, in order, each listener once for the whole batch.
@@ -167,12 +128,11 @@ class ListenerTable:
         shares: _Shares[UMessage] = {}
         now = self._now_ms()
         for message in messages:
-            found = self._sound(message, now)
-            if found is None:
+            route = self._sound(message, now)
+            if route is None:
                 continue
-            if only is not None:
-                found = [one for one in found if one[0] is only]
-            for listener in _each_once(found):
+            found = route.found if only is None else [one for one in route.found if one[0] is only]
+            for listener in each_once(found):
                 shares.setdefault(id(listener), (listener, []))[1].append(message)
         return _in_hand([self._call(listener, messages) for listener, messages in shares.values()])
 
@@ -216,7 +176,7 @@ class ListenerTable:
                         continue
                     known, last = first
             brought_by.append(filter)
-            for listener in known.by_filter.get(id(filter), _NOBODY):
+            for listener in known.route.by_filter.get(id(filter), _NOBODY):
                 share = shares.get(id(listener))
                 if share is None:
                     shares[id(listener)] = (listener, [last])
@@ -250,32 +210,32 @@ class ListenerTable:
         if payload or message.attributes.payload_format:
             message.payload = payload
         rest = shared_suffix(encoded, message.attributes)  # asked first: what was mended is not what it stands for
-        found = self._sound(message, now)
-        if found is None:
+        route = self._sound(message, now)
+        if route is None:
             return None
-        by_filter = {id(filter): listeners for filter, listeners in found} | {id(None): list(_each_once(found))}
         if rest is None:
             alone = EncodedMessage.of(message)
-            return _Known(by_filter, alone.stamp), alone
-        known = self._stamped[rest] = _Known(by_filter, Stamp(message.attributes, rest))
+            return _Known(route, alone.stamp), alone
+        known = self._stamped[rest] = _Known(route, Stamp(message.attributes, rest))
         return known, EncodedMessage(encoded, payload, known.stamp)
 
-    def _sound(self, message: UMessage, now_ms: int) -> _Found | None:
-        """The filters that match; None, and counted, if the message is invalid or has expired."""
-        attributes, found = message.attributes, self._matching(message)
-        if found is not None:
+    def _sound(self, message: UMessage, now_ms: int) -> Route | None:
+        """Its route; None, and counted, if the message is invalid or has expired."""
+        attributes = message.attributes
+        route = self._routes.of(attributes)
+        if route is not None:
             try:
                 attrs.validate_rest(attributes)
             except UStatusError:
                 if not self._mend(attributes):
-                    found = None
-        if found is not None and attributes.ttl and attrs.is_expired(attributes, now_ms):
+                    route = None
+        if route is not None and attributes.ttl and attrs.is_expired(attributes, now_ms):
             self.dropped["expired"] += 1
             return None
-        if found is None or (attributes.payload_format and not message.HasField("payload")):
+        if route is None or (attributes.payload_format and not message.HasField("payload")):
             self.dropped["invalid"] += 1
             return None
-        return found
+        return route
 
     def _mend(self, attributes: UAttributes) -> bool:
         """True if it is valid without its traceparent, which is gone then: that says how to trace the message, not what
@@ -300,32 +260,12 @@ class ListenerTable:
     def wants(self, message: UMessage) -> bool:
         """True if a listener's filter matches; also for what can't be valid, since `deliver` is what counts and drops
         that."""
-        found = self._matching(message)
-        return found is None or bool(found)
+        route = self._routes.of(message.attributes)
+        return route is None or bool(route.found)
 
     def accepts(self, message: UMessage) -> bool:
         """True if it is valid and has not expired; else it is counted in `dropped`."""
         return self._sound(message, self._now_ms()) is not None
-
-    def _matching(self, message: UMessage) -> _Found | None:
-        """Which filters match its (type, source, sink); None if no valid message can have it."""
-        attributes = message.attributes
-        sink = attributes.sink if attributes.HasField("sink") else None
-        encoded_sink = sink.SerializeToString() if sink is not None else None
-        route = (attributes.type, attributes.source.SerializeToString(), encoded_sink)
-        found = self._routes.get(route, _UNKNOWN)
-        if found is not _UNKNOWN:
-            return found
-        try:
-            attrs.validate_route(attributes.type, attributes.source if attributes.HasField("source") else None, sink)
-        except UStatusError:
-            found = None
-        else:
-            source = uris.with_authority(attributes.source, self._local_authority)
-            sink = uris.with_authority(sink, self._local_authority) if sink is not None else None
-            found = [(filter, listeners) for filter, listeners in self._table.items() if filter.matches(source, sink)]
-        self._routes[route] = found
-        return found
 
     def _call(self, listener: UListener, messages: list[UMessage]) -> Awaitable[None] | None:
         if isinstance(listener, (EncodedListener, UBatchListener)):
@@ -352,12 +292,6 @@ def _in_hand(answers: list[Awaitable[None] | None]) -> Awaitable[None] | None:
     if not pending:
         return None
     return pending[0] if len(pending) == 1 else all_of(pending)
-
-
-def _each_once(found: _Found) -> Iterable[UListener]:
-    if len(found) == 1:
-        return found[0][1]
-    return {id(listener): listener for _, listeners in found for listener in listeners}.values()
 
 
 async def all_of(pending: Sequence[Awaitable[Any]]) -> None:

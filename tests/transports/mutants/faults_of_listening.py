@@ -28,7 +28,7 @@ PER_BATCH_S: Final = 0.02
 @fault("listeners get everything, whatever their filter", "test_a_pattern_that_does_not_match[another source resource]")
 class FiltersIgnored(HubTransport):
     def deliver(self, messages: list[UMessage]) -> Awaitable[None] | None:
-        for listeners in list(self._table._table.values()):
+        for _, listeners in list(self._table._routes.filters.values()):
             for listener in listeners:
                 for message in messages:
                     listener.on_receive(message)
@@ -185,8 +185,8 @@ class SecondListenerReplaces(HubTransport):
     ) -> None:
         await super().register_listener(source_filter, listener, sink_filter)
         filter = Filter.of(source_filter, sink_filter, self._authority)
-        del self._table._table[filter][:-1]
-        self._table._forget()
+        routes = self._table._routes
+        routes.put(filter, routes.listeners(filter)[-1:])
 
 
 @fault(
@@ -206,7 +206,7 @@ class RegisteringAgainDoubles(HubTransport):
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
-        known = [one for listeners in self._table._table.values() for one in listeners]
+        known = [one for _, listeners in self._table._routes.filters.values() for one in listeners]
         await super().register_listener(
             source_filter, _Twice(listener) if any(one is listener for one in known) else listener, sink_filter
         )
