@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import os
 import queue
 import socket
@@ -17,6 +18,8 @@ from typing import Any, Self
 import pytest
 from cyclonedds.idl import IdlStruct
 from cyclonedds.idl.types import sequence, uint8
+from cyclonedds.pub import DataWriter, Publisher
+from cyclonedds.qos import Policy, Qos
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -25,7 +28,8 @@ from transports import plugin
 from transports.conformance import Sink, TransportConformance
 from transports.dds import DdsTransport, mapping
 from transports.dds.config import DdsConfig
-from transports.dds.link import Participant
+from transports.dds.link import Frame, Participant, delete, reliable
+from transports.dds.readers import NAMES_MAX
 from transports.dds.writers import Batch, Route, Writers
 from uprotocol import uri as uris
 from uprotocol.message import UMessageBuilder, UPayload
@@ -389,6 +393,84 @@ async def test_writers_give_way_to_others_and_lose_nothing(tag: str) -> None:
         await deliver(alpha, [message for topic in topics for message in numbered(0, 1, topic)])
         await heard.expect(200)
         assert "writers=4," in repr(alpha)
+
+
+async def test_listeners_that_come_together_share_a_reader_and_get_their_own(tag: str) -> None:
+    """DDS holds each new writer against each reader: one for every topic made 2,000 topics cost seconds."""
+    topics = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in range(600)]
+    async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
+        sinks = [Sink(DEADLINE_S) for _ in topics]
+        every = Sink(DEADLINE_S)
+        await asyncio.gather(
+            beta.register_listener(uris.pattern("alpha"), every),
+            *(beta.register_listener(topic, sink) for topic, sink in zip(topics, sinks, strict=True)),
+        )
+        assert f"readers={1 + math.ceil(600 / NAMES_MAX)}," in repr(beta)
+        await deliver(alpha, [message for topic in topics for message in numbered(0, 2, topic)])
+        for sink in sinks:
+            await sink.expect(2)
+            assert sink.payloads == [b"0", b"1"]
+        # all but one of them leave: what is for the others still arrives at that reader, and is nobody's
+        for topic, sink in zip(topics[1:], sinks[1:], strict=True):
+            await beta.unregister_listener(topic, sink)
+        assert "readers=2," in repr(beta)
+        await deliver(alpha, [message for topic in topics for message in numbered(2, 1, topic)])
+        await sinks[0].expect(3)
+        await every.expect(1_800)
+        assert [len(sink.payloads) for sink in sinks] == [3, *(2 for _ in sinks[1:])]
+        await beta.unregister_listener(topics[0], sinks[0])
+        assert "readers=1," in repr(beta)
+
+
+async def test_one_that_leaves_its_reader_and_comes_back_is_heard_again(tag: str) -> None:
+    other = uris.uri("alpha", 0x10AB, 3, 0x8002)
+    async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
+        heard, others = Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await asyncio.gather(beta.register_listener(TOPIC, heard), beta.register_listener(other, others))
+        await beta.unregister_listener(TOPIC, heard)
+        await beta.register_listener(TOPIC, heard)
+        await deliver(alpha, numbered(0, 3) + numbered(0, 1, other))
+        await heard.expect(3)
+        await others.expect(1)
+        assert heard.payloads == [b"0", b"1", b"2"]
+
+
+async def test_a_writer_of_several_names_reaches_whom_its_message_is_for(tag: str) -> None:
+    other, third = (uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in (2, 3))
+    async with end(tag, "beta") as beta:
+        heard, others = Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await asyncio.gather(beta.register_listener(TOPIC, heard), beta.register_listener(other, others))
+        raw = Raw(tag)
+        try:
+            names = [mapping.writer_partition(topic, None, "raw") for topic in (TOPIC, other, third)]
+            publisher = Publisher(raw.participant.entity, Qos(Policy.Partition(names)))
+            writer = DataWriter(publisher, raw.participant.topic, reliable(Policy.History.KeepAll))
+            for topic in (third, other, TOPIC):  # nobody listens to the third
+                await asyncio.to_thread(writer.write, Frame(mapping.encode(numbered(0, 1, topic)[0])))
+            await heard.expect(1)
+            await others.expect(1)
+            assert [m.attributes.source for m in heard.messages + others.messages] == [TOPIC, other]
+            delete(writer, publisher)
+        finally:
+            await asyncio.to_thread(raw.close)
+
+
+async def test_topics_that_are_new_hold_up_no_other_one(tag: str) -> None:
+    async with end(tag, "alpha") as alpha, end(tag, "beta") as beta:
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(uris.pattern("alpha"), heard)
+        await deliver(alpha, numbered(0, 1))
+        fresh = [uris.uri("alpha", 0x10AB, 3, 0x8100 + number) for number in range(2_000)]
+        answered: list[str] = []
+
+        async def send(name: str, messages: list[UMessage]) -> None:
+            await deliver(alpha, messages)
+            answered.append(name)
+
+        new = [message for topic in fresh for message in numbered(0, 1, topic)]
+        await asyncio.gather(send("new", new), send("known", numbered(1, 1)))
+        assert answered == ["known", "new"]
+        await heard.expect(2_002)
 
 
 async def test_a_transport_opens_again_and_keeps_its_listeners(tag: str) -> None:

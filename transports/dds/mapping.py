@@ -86,6 +86,17 @@ def reader_partition(source_filter: UUri, sink_filter: UUri | None, local_author
     return f"up/{_segments(source_filter, local_authority, '*')}/{sink}"
 
 
+def is_pattern(partition: str) -> bool:
+    """True if a reader's partition takes in more than the one of that name."""
+    return "*" in partition
+
+
+def partition_of(message: UMessage) -> str:
+    """Where a message goes that names both its authorities."""
+    attributes = message.attributes
+    return writer_partition(attributes.source, attributes.sink if attributes.HasField("sink") else None, "")
+
+
 def complete(attributes: UAttributes, partition: str) -> None:
     """Fill in authorities that are missing from the partition of the writer, "" if that is not known: its sender's own
     stands there."""

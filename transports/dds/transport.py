@@ -3,7 +3,8 @@ writers.py, readers.py and roll_call.py may block, and here is what runs on the 
 
 send_batch -> one hop to the writers' thread: check, encode, write -> DDS: partitions bring it to whom it concerns,
 listener   <- decode <- Arrivals <- the readers' thread            <-      and to nobody else
-register_listener -> a reader -> until every peer has announced that it has found it (RollCall), or SEEN_S has passed
+register_listener -> a reader, one for many filters -> until every peer has announced that it has found it (RollCall),
+                                                       or SEEN_S has passed
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import structlog
@@ -22,7 +24,7 @@ from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_t
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
-from transports.dds.readers import Readers
+from transports.dds.readers import NAMES_BYTES_MAX, NAMES_MAX, Arrived, Readers
 from transports.dds.roll_call import RollCall, Seen
 from transports.dds.writers import Batch, Route, Writers
 from transports.listeners import Filter, all_of
@@ -37,7 +39,6 @@ from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 T = TypeVar("T")
-Arrived = tuple[Filter, bytes, str]  # of which reader, the sample, the partition of its writer
 
 DISCOVERY_S_MAX: Final = 2.0  # and opening waits no longer than this for it
 # for all peers to find a new reader; takes 1 to 30 ms, and a peer that is stuck must not stop us for ever
@@ -54,7 +55,7 @@ class _Session:
     def __init__(
         self,
         config: DdsConfig,
-        arrived: Callable[[Filter, list[tuple[bytes, str]]], None],
+        arrived: Callable[[list[Arrived]], None],
         changed: Callable[[frozenset[bytes], Seen], None],
         sample_bytes_max: int,
     ) -> None:
@@ -87,6 +88,19 @@ class _Session:
         return list(dict.fromkeys(found))
 
 
+@dataclass(eq=False, slots=True)
+class Together:
+    """Filters that share a reader."""
+
+    owners: dict[str, Filter]  # by partition
+    made: asyncio.Task[int] | None = None
+    octets: int = 0  # of the partitions' names
+
+    def has_room(self, partition: str) -> bool:
+        is_full = len(self.owners) >= NAMES_MAX or self.octets + len(partition) > NAMES_BYTES_MAX
+        return self.made is not None and not is_full and partition not in self.owners
+
+
 class DdsTransport(TransportBase):
     """A DDS participant that carries UMessages.
 
@@ -108,7 +122,9 @@ class DdsTransport(TransportBase):
         self._lost: Counter[str] = Counter()  # in sessions that have ended
         self._session: _Session | None = None
         self._opening = asyncio.Lock()
-        self._readers: dict[Filter, asyncio.Task[int]] = {}
+        self._readers: dict[Filter, asyncio.Task[int]] = {}  # the token of its reader, once the peers know that
+        self._together = Together({})  # those whose reader is made next
+        self._making = asyncio.Lock()
         self._peers: frozenset[bytes] = frozenset()
         self._silent: set[bytes] = set()  # peers that once did not answer in time: not waited for until they do
         self._seen: Remembered[bytes, set[bytes]] = Remembered(SEEN_KEPT_MAX)  # own reader -> peers that have found it
@@ -213,6 +229,7 @@ class DdsTransport(TransportBase):
         self._session, self.is_open = None, False
         self._arrivals.close()
         self._readers.clear()
+        self._together = Together({})
         self._peers = frozenset()
         self._seen.clear()
         ended = self._registrar.submit(session.close)
@@ -289,10 +306,10 @@ class DdsTransport(TransportBase):
 
     # receiving
 
-    def _arrived(self, filter: Filter, samples: list[tuple[bytes, str]]) -> None:
+    def _arrived(self, samples: list[Arrived]) -> None:
         """On the readers' thread; waits while it is full."""
-        for sample, partition in samples:
-            self._arrivals.put((filter, sample, partition), len(sample))
+        for item in samples:
+            self._arrivals.put(item, len(item[1]))
 
     def _deliver(self, items: list[Arrived]) -> Awaitable[None] | None:
         """A payload with bytes needs no parsing of the rest; whether an empty one is there must be said in a
@@ -348,15 +365,34 @@ class DdsTransport(TransportBase):
             raise
 
     def _reader(self, filter: Filter) -> asyncio.Task[int]:
-        """The token of the reader of `filter`, which is made if there is none; done when the peers know it."""
+        """The token of the reader of `filter`, which is made if there is none; done when the peers know it.
+
+        Whoever asks while another reader is made shares the next one, unless it asks for a pattern.
+        """
         if filter not in self._readers:
-            self._readers[filter] = asyncio.ensure_future(self._make_reader(filter))
+            partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
+            if mapping.is_pattern(partition):
+                self._readers[filter] = asyncio.ensure_future(self._make_reader(Together({partition: filter})))
+            else:
+                self._readers[filter] = self._join(partition, filter)
         return self._readers[filter]
 
-    async def _make_reader(self, filter: Filter) -> int:
-        session = self._require_session()
-        partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
-        token, key = await self._run(session.readers.add, filter, partition)
+    def _join(self, partition: str, filter: Filter) -> asyncio.Task[int]:
+        together = self._together
+        if not together.has_room(partition):
+            together = self._together = Together({})
+        together.owners[partition] = filter
+        together.octets += len(partition)
+        if together.made is None:
+            together.made = asyncio.ensure_future(self._make_reader(together))
+        return together.made
+
+    async def _make_reader(self, together: Together) -> int:
+        async with self._making:
+            if self._together is together:
+                self._together = Together({})  # who comes from now on is too late for this one
+            session = self._require_session()
+            token, key = await self._run(session.readers.add, together.owners)
         await self._found(key)
         return token
 
@@ -366,10 +402,11 @@ class DdsTransport(TransportBase):
         session = self._require_session()
         filter = self.listeners.remove(source_filter, sink_filter, listener)
         reader = self._readers.pop(filter, None) if filter is not None else None
-        if reader is not None:
+        if filter is not None and reader is not None:
             token = await asyncio.shield(reader)
             if self._session is session:  # else close has removed it
-                await self._run(session.readers.remove, token)
+                partition = mapping.reader_partition(filter.source, filter.sink, self.authority)
+                await self._run(session.readers.leave, token, partition)
 
     async def _run(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._registrar, function, *arguments)

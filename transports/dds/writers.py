@@ -2,6 +2,7 @@
 up.
 
 Batch -> put(route, sample)
+         -> it has no writer yet    -> made, WRITERS_AT_ONCE a turn: what has one does not wait for those
          -> room in its writer      -> DDS, numbered -> OK
          -> none: its queue         -> tried again, each writer by itself, in order -> OK
                                        nothing moved for timeout_s -> UNAVAILABLE for all of it; the writer is *held*
@@ -47,7 +48,11 @@ TIMEOUTS_MAX: Final = 2
 WAITING_MESSAGES_MAX: Final = 32_768
 WAITING_BYTES_MAX: Final = 32 << 20  # the same in bytes: what a small computer can spare
 TROUBLES_MAX: Final = 32  # culprits that are named; more than that is the network's trouble, not theirs
+# made in one turn, some ms with thousands of readers: so long those wait who have one
+WRITERS_AT_ONCE: Final = 16
 WITNESSES_MAX: Final = 64  # writers that are asked whether all they have written was acknowledged, some 1 us each
+
+CLOSING: Final = "the transport closes"
 
 log = structlog.get_logger()
 
@@ -79,6 +84,10 @@ class Batch:
             self._done(self.statuses)
 
 
+Key = tuple[str, int]  # of a writer: partition and priority
+Coming = tuple[Batch, int, Route, bytes]  # a message for a writer that is not there yet: what `put` was given
+
+
 class _Waiting(NamedTuple):
     batch: Batch
     place: int
@@ -99,6 +108,10 @@ class _Writer:
     held: bool = False
     culprits: frozenset[bytes] = frozenset()  # participants; while it is held
     refused_batch: int = 0  # the last batch of which a message was refused: what follows it there must not pass it
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting and not self.held
 
     def write(self, data: bytes, lifespan_ms: int | None) -> bool:
         """False if there is no room. Raises DDSException."""
@@ -142,7 +155,9 @@ class Writers:
 
     def __init__(self, participant: Participant, *, writers_max: int, timeout_s: float) -> None:
         self._participant, self._writers_max, self._timeout_s = participant, writers_max, timeout_s
-        self._writers: OrderedDict[tuple[str, int], _Writer] = OrderedDict()
+        self._writers: OrderedDict[Key, _Writer] = OrderedDict()
+        # for writers that are made next; bounded by the batches that callers wait for
+        self._coming: dict[Key, list[Coming]] = {}
         self._full: dict[int, _Writer] = {}  # by identity: those with a queue
         self._held: dict[int, _Writer] = {}  # by identity: those that refuse
         self._culprits: dict[frozenset[bytes], str] = {}  # their names; told in the log already
@@ -177,7 +192,7 @@ class Writers:
     def _run(self) -> None:
         while True:
             try:
-                job = self._jobs.get(timeout=self._pause_s if self._full else HELD_LOOK_S if self._held else None)
+                job = self._jobs.get(timeout=self._patience())
                 if job is None:
                     return
                 job()
@@ -192,13 +207,22 @@ class Writers:
                 log.exception("a turn of the DDS writers failed, and they go on")
                 time.sleep(FAILED_TURN_S)
 
+    def _patience(self) -> float | None:
+        """Seconds until the next turn without a job; None: there is nothing to do."""
+        if self._coming:
+            return 0.0
+        return self._pause_s if self._full else HELD_LOOK_S if self._held else None
+
     # one message
 
     def put(self, batch: Batch, index: int, route: Route, data: bytes) -> None:
         """Write it, or let it wait; its status is settled sooner or later."""
         try:
             key = (route.partition, route.priority)
-            writer = self._writers.get(key) or self._make(key, route.lifespan_ms)
+            writer = self._writers.get(key)
+            if writer is None:
+                self._coming.setdefault(key, []).append((batch, index, route, data))
+                return
             self._writers.move_to_end(key)
             if writer.waiting:
                 self._wait(writer, batch, index, route, data)
@@ -210,10 +234,24 @@ class Writers:
                 self._wait(writer, batch, index, route, data)
         except DDSException as error:  # not `translated`: a context manager costs as much as the rest of this function
             batch.settle(index, translate(error, f"writing to {route.partition}").status)
-        except UStatusError as error:
-            batch.settle(index, error.status)
 
-    def _make(self, key: tuple[str, int], lifespan_ms: int | None) -> _Writer:
+    def _make_some(self) -> None:
+        """The next writers, and what has come for them in its order."""
+        for key in list(itertools.islice(self._coming, WRITERS_AT_ONCE)):
+            messages = self._coming.pop(key)
+            try:
+                self._make(key, messages[0][2].lifespan_ms)
+            except Exception as error:  # whatever it is: each has its answer
+                if isinstance(error, DDSException):
+                    error = translate(error, f"making a writer for {key[0]}")
+                status = error.status if isinstance(error, UStatusError) else _failed(key, error)
+                for batch, index, _, _ in messages:
+                    batch.settle(index, status)
+            else:
+                for message in messages:
+                    self.put(*message)
+
+    def _make(self, key: Key, lifespan_ms: int | None) -> None:
         while len(self._writers) >= self._writers_max:
             self._give_way()
         partition, priority = key
@@ -223,17 +261,18 @@ class Writers:
             publisher = Publisher(self._participant.entity, Qos(Policy.Partition([partition])))
             writer = _Writer(partition, publisher, DataWriter(publisher, self._participant.topic, qos), lifespan_ms)
         self._writers[key] = writer
-        return writer
 
     def _give_way(self) -> None:
         """The least recently used one goes that keeps nothing back. Raises UStatusError(UNAVAILABLE) if there is
         none."""
         now = time.monotonic()
         if now >= self._crowded_until:
-            idle = [key for key, writer in self._writers.items() if not writer.waiting and not writer.held]
-            gone = next((key for key in idle if self._writers[key].drained()), None)
-            if gone is None and idle and self._writers[idle[0]].drained(GIVE_WAY_S):
-                gone = idle[0]
+            # mostly the first one is it, so that nobody looks through all
+            gone = next((key for key, one in self._writers.items() if one.is_idle and one.drained()), None)
+            if gone is None:
+                oldest = next((key for key, one in self._writers.items() if one.is_idle), None)
+                if oldest is not None and self._writers[oldest].drained(GIVE_WAY_S):
+                    gone = oldest
             if gone is not None:
                 self._writers.pop(gone).close()
                 return
@@ -266,16 +305,14 @@ class Writers:
         order."""
         writer.refused_batch = batch.number
         self.refused += 1
-        why = (
-            "the transport closes"
-            if self._stopping
-            else "a receiver has not taken what was sent before: try again when it keeps up"
-        )
+        why = CLOSING if self._stopping else "a receiver has not taken what was sent before: try again when it keeps up"
         batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{writer.partition}: {why}"))
 
     # what waits
 
     def _serve(self) -> None:
+        if self._coming:
+            self._make_some()
         moved = False
         for writer in list(self._full.values()):
             moved |= self._push(writer)
@@ -322,6 +359,10 @@ class Writers:
         self._full.pop(id(writer), None)
 
     def _fail_all(self) -> None:
+        for messages in self._coming.values():
+            for batch, index, route, _ in messages:
+                batch.settle(index, UStatus(code=UCode.UNAVAILABLE, message=f"{route.partition}: {CLOSING}"))
+        self._coming.clear()
         for writer in list(self._full.values()):
             self._fail(writer)
 
@@ -394,3 +435,8 @@ class Writers:
 
 def _lifespan(lifespan_ms: int | None) -> Policy.Lifespan:
     return Policy.Lifespan(lifespan_ms * 1_000_000 if lifespan_ms is not None else INFINITE_NS)
+
+
+def _failed(key: Key, error: Exception) -> UStatus:
+    log.exception("a DDS writer could not be made", partition=key[0])
+    return UStatus(code=UCode.INTERNAL, message=f"no DDS writer could be made for {key[0]}: {error!r}")
