@@ -25,7 +25,7 @@ from bench.wire import subscribe_packet as subscribe
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
-from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, SUBSCRIBE, Status, V4_CODEC, service
+from uprotocol.core.usubscription.wire import CODECS, FETCH_SUBSCRIPTIONS, SUBSCRIBE, V4_CODEC, Status, service
 from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
@@ -158,7 +158,12 @@ class Vehicles:
         reply = (request.users["4"], request.users["3"])
         topic_name, expiry_s = f"{own}/{wire.CLOUD}", request.expiry_s
         made = wire.properties(
-            "up-res.v1", _new_id(), *reply, request.users["5"], expiry_s, uuids.to_bytes(uuids.parse(request.users["1"]))
+            "up-res.v1",
+            _new_id(),
+            *reply,
+            request.users["5"],
+            expiry_s,
+            uuids.to_bytes(uuids.parse(request.users["1"])),
         )
         out = [self._link.packet(topic_name, made, said.SerializeToString())]
         if told is not None and codec is V4_CODEC:

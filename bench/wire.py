@@ -95,18 +95,20 @@ def varint(value: int) -> bytes:
             return bytes(out)
 
 
-def text_field(text: str) -> bytes:
+def text_of(text: str) -> bytes:
     return struct.pack(">H", len(text)) + text.encode()
 
 
 def connect_packet(client_id: str) -> bytes:
     properties = struct.pack(">BH", _RECEIVE_MAXIMUM, 65_535)
-    body = text_field("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_field(client_id)
+    body = (
+        text_of("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_of(client_id)
+    )
     return b"\x10" + varint(len(body)) + body
 
 
 def subscribe_packet(topic_filter: str) -> bytes:
-    body = struct.pack(">H", 1) + b"\x00" + text_field(topic_filter) + b"\x01"
+    body = struct.pack(">H", 1) + b"\x00" + text_of(topic_filter) + b"\x01"
     return b"\x82" + varint(len(body)) + body
 
 
@@ -121,11 +123,13 @@ class PublishPackets:
         msb, lsb = _id_template()
         message_id = uuids.format(UUID(msb=msb, lsb=lsb))
         properties = [("uP", "1"), ("1", message_id), ("2", "up-pub.v1"), ("3", uris.format(TOPIC)), ("5", "CS1")]
-        encoded = b"".join(b"\x26" + text_field(key) + text_field(value) for key, value in properties) + b"\x03" + text_field("2")
+        encoded = (
+            b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in properties) + b"\x03" + text_of("2")
+        )
         encoded = varint(len(encoded)) + encoded
         cut = encoded.index(message_id.encode()) + len(message_id) - 12
         length = 2 + len(MQTT_TOPIC) + 2 + len(encoded) + PAYLOAD_BYTES
-        self._head = b"\x32" + varint(length) + text_field(MQTT_TOPIC)
+        self._head = b"\x32" + varint(length) + text_of(MQTT_TOPIC)
         self._before, self._after = encoded[:cut], encoded[cut + 12 :]
 
     def packet(self, number: int, payload: bytes) -> bytes:
