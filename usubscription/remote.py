@@ -175,6 +175,8 @@ class Remote:
         commands = self._commands.get(source)
         if commands is not None:
             commands.retry_now()  # it is there
+            if told.status is Status.SUBSCRIBED and commands.told_too(topic):
+                return  # as most services do after each answer
         elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
             self.auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
         # about an earlier Unsubscribe of ours, or about what came after it? Ask.
@@ -215,6 +217,7 @@ class _Command:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced, or to be said again now
     again: bool = False
     repeats: int = 0
+    told: bool = False  # a notification says SUBSCRIBED, which counts where the answer has said PENDING
 
 
 class Commands(CommandQueue[Key, _Command]):
@@ -245,6 +248,13 @@ class Commands(CommandQueue[Key, _Command]):
             self.put(topic, _Command(link, after), delay_ms)
         if known is not None:
             known.news.set()
+
+    def told_too(self, topic: Key) -> bool:
+        """Its service says that `topic` is SUBSCRIBED. True if that is for the command about it to heed."""
+        command = self.get(topic)
+        if command is not None:
+            command.told = True
+        return command is not None
 
     def clear(self) -> None:
         """No command is due any more."""
@@ -279,6 +289,8 @@ class Commands(CommandQueue[Key, _Command]):
                 place.give_back()
             if event is not None:
                 await self._remote.store.submit(event)
+            if command.told and isinstance(event, Answered) and event.status is Status.SUBSCRIBE_PENDING:
+                await self._remote.store.submit(Notified(topic, Status.SUBSCRIBED))
         except UStatusError as error:
             log.warning("the answer of a remote uSubscription could not be stored: asking again", why=error.message)
         except Exception:
