@@ -115,6 +115,11 @@ class Child:
                 return int(line.split()[1]) / 1024
         raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
 
+    def written_mib(self) -> float:
+        """What it has caused to be written to disks."""
+        fields = dict(line.split(": ") for line in Path(f"/proc/{self.pid}/io").read_text().splitlines())
+        return int(fields["write_bytes"]) / (1 << 20)
+
     def close(self) -> None:
         """May be called twice."""
         if self._process.poll() is None:

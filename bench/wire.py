@@ -86,7 +86,7 @@ _RECEIVE_MAXIMUM: Final = 0x21
 RECEIVE_MAXIMUM_DEFAULT: Final = 65_535  # MQTT 5, 3.2.2.3.3: what a CONNACK without the property means
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     out = bytearray()
     while True:
         value, low = divmod(value, 128)
@@ -95,19 +95,21 @@ def _varint(value: int) -> bytes:
             return bytes(out)
 
 
-def _text(text: str) -> bytes:
+def text_of(text: str) -> bytes:
     return struct.pack(">H", len(text)) + text.encode()
 
 
 def connect_packet(client_id: str) -> bytes:
     properties = struct.pack(">BH", _RECEIVE_MAXIMUM, 65_535)
-    body = _text("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + _varint(len(properties)) + properties + _text(client_id)
-    return b"\x10" + _varint(len(body)) + body
+    body = (
+        text_of("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_of(client_id)
+    )
+    return b"\x10" + varint(len(body)) + body
 
 
 def subscribe_packet(topic_filter: str) -> bytes:
-    body = struct.pack(">H", 1) + b"\x00" + _text(topic_filter) + b"\x01"
-    return b"\x82" + _varint(len(body)) + body
+    body = struct.pack(">H", 1) + b"\x00" + text_of(topic_filter) + b"\x01"
+    return b"\x82" + varint(len(body)) + body
 
 
 def puback_packet(packet_id: bytes) -> bytes:
@@ -121,11 +123,13 @@ class PublishPackets:
         msb, lsb = _id_template()
         message_id = uuids.format(UUID(msb=msb, lsb=lsb))
         properties = [("uP", "1"), ("1", message_id), ("2", "up-pub.v1"), ("3", uris.format(TOPIC)), ("5", "CS1")]
-        encoded = b"".join(b"\x26" + _text(key) + _text(value) for key, value in properties) + b"\x03" + _text("2")
-        encoded = _varint(len(encoded)) + encoded
+        encoded = (
+            b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in properties) + b"\x03" + text_of("2")
+        )
+        encoded = varint(len(encoded)) + encoded
         cut = encoded.index(message_id.encode()) + len(message_id) - 12
         length = 2 + len(MQTT_TOPIC) + 2 + len(encoded) + PAYLOAD_BYTES
-        self._head = b"\x32" + _varint(length) + _text(MQTT_TOPIC)
+        self._head = b"\x32" + varint(length) + text_of(MQTT_TOPIC)
         self._before, self._after = encoded[:cut], encoded[cut + 12 :]
 
     def packet(self, number: int, payload: bytes) -> bytes:

@@ -13,9 +13,11 @@ valid since they made it with a UMessageBuilder, or as the response to a valid r
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping, Sequence
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import structlog
 
@@ -26,8 +28,9 @@ from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
 from uprotocol.encoded import EncodedListener, EncodedMessage
-from uprotocol.status import FINAL, OK, UStatusError
+from uprotocol.status import OK, UStatusError
 from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
+from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -37,6 +40,11 @@ USUBSCRIPTION: Final = 0x0000  # the uEntity core.usubscription
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+Taken = Awaitable[None] | None
+
+_ORDERED: Final = frozenset((attrs.NOTIFICATION, attrs.PUBLISH))
+_EXPIRED: Final = UStatus(code=UCode.DEADLINE_EXCEEDED, message="the message has expired before it was sent")
 _NOBODY: Final[Mapping[Hashable, tuple[UUri, UListener]]] = {}
 _inside: ContextVar[bool] = ContextVar("inside", default=False)
 is_inside: Final[Callable[[], bool]] = _inside.get
@@ -123,45 +131,39 @@ class HostedTransport(UTransport):
         return _Toward(self, endpoint)
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
-        """Behind a Notification or Publish that was not taken, no other one to the same destination leaves: that would
-        be out of order."""
-        statuses: list[UStatus] = []
-        stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
-        for message in messages:
-            attributes = message.attributes
-            is_ordered = attributes.type in (attrs.NOTIFICATION, attrs.PUBLISH)
-            destination = attributes.sink.authority_name if is_ordered else None
-            if destination in stopped:
-                statuses.append(stopped[destination])
-                continue
-            try:
-                if attrs.is_expired(attributes, uuids.now_ms()):
-                    raise UStatusError(UCode.DEADLINE_EXCEEDED, "the message has expired before it was sent")
-                await self._send(message)
-            except UStatusError as error:
-                statuses.append(error.status)
-                if destination is not None and error.code not in FINAL:
-                    stopped[destination] = error.status
-            else:
-                statuses.append(OK)
-        return statuses
+        """What goes the same way leaves together: one append to the log, one batch of each network.
 
-    async def _send(self, message: UMessage) -> None:
-        attributes = message.attributes
-        if self.owns(attributes.sink):
-            taken = self.deliver([message], inside=True)
-        else:
-            network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
-            at = self._home if source == self.authority else self._endpoints.owner(source)
-            if network is not None and network is at:  # where the sender is, too: no walk
-                await network.send(message)
-                return
-            assert self._ingress is not None, "who sends has been led to the networks"
-            taken = self._ingress.on_receive_encoded([EncodedMessage.of(message)])
-            if not attributes.HasField("sink"):
-                await self._home.send(message)
-        if taken is not None:
-            await taken
+        Behind a Notification or Publish that was not taken, no other one to the same destination is tried: that would
+        be out of order.
+        """
+        batch = _Batch(messages)
+        for place in batch.due():
+            attributes = messages[place].attributes
+            if self.owns(attributes.sink):
+                batch.inside.append(place)
+            elif (network := self._neighbour(attributes)) is not None:
+                batch.by_network.setdefault(network, []).append(place)
+            else:
+                (batch.ordered if attributes.type in _ORDERED else batch.calls).append(place)
+                if not attributes.HasField("sink"):
+                    batch.by_network.setdefault(self._home, []).append(place)
+        batch.hand(batch.inside, batch.plain, functools.partial(self.deliver, inside=True))
+        batch.hand(batch.calls, batch.encoded, self._enter)  # apart, since no log has to take them
+        batch.hand(batch.ordered, batch.encoded, self._enter)
+        await _together(batch.pending)
+        # behind the log, which may refuse
+        await _together([batch.send(network, places) for network, places in batch.by_network.items()])
+        return batch.statuses
+
+    def _enter(self, messages: list[EncodedMessage]) -> Awaitable[None] | None:
+        assert self._ingress is not None, "who sends has been led to the networks"
+        return self._ingress.on_receive_encoded(messages)
+
+    def _neighbour(self, attributes: UAttributes) -> Endpoint | None:
+        """The network of the sink, if the sender is there, too: then there is no walk."""
+        network, source = self._endpoints.owner(attributes.sink.authority_name), attributes.source.authority_name
+        at = self._home if source == self.authority else self._endpoints.owner(source)
+        return network if network is at else None
 
     async def register_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
@@ -194,6 +196,79 @@ class HostedTransport(UTransport):
             self._entities = entities
             if self._on_entities_changed is not None:
                 await self._on_entities_changed()
+
+
+class _Batch:
+    """Messages that a service sends together, by the way that they go, and what became of each."""
+
+    def __init__(self, messages: Sequence[UMessage]) -> None:
+        self._messages = messages
+        self._encoded: dict[int, EncodedMessage] = {}  # a publish goes two ways
+        self.statuses = [OK] * len(messages)
+        # places of messages
+        self.inside: list[int] = []
+        self.calls: list[int] = []
+        self.ordered: list[int] = []
+        self.by_network: dict[Endpoint, list[int]] = {}
+        self.pending: list[Coroutine[Any, Any, None]] = []  # each notes what has become of what was handed over
+
+    def due(self) -> Iterator[int]:
+        """Places of those that may leave: not expired, nor behind one that is and goes to the same destination."""
+        now_ms = uuids.now_ms()
+        stopped: dict[str, UStatus] = {}  # by authority; "": everybody on the home network
+        for place, message in enumerate(self._messages):
+            attributes = message.attributes
+            destination = attributes.sink.authority_name if attributes.type in _ORDERED else None
+            if destination in stopped:
+                self.statuses[place] = stopped[destination]
+            elif attrs.is_expired(attributes, now_ms):
+                self.statuses[place] = _EXPIRED
+                if destination is not None:
+                    stopped[destination] = _EXPIRED
+            else:
+                yield place
+
+    def plain(self, places: Iterable[int]) -> list[UMessage]:
+        return [self._messages[place] for place in places]
+
+    def encoded(self, places: Iterable[int]) -> list[EncodedMessage]:
+        known, messages = self._encoded, self._messages
+        return [known.get(place) or known.setdefault(place, EncodedMessage.of(messages[place])) for place in places]
+
+    def hand(self, places: list[int], some: Callable[[list[int]], list[T]], take: Callable[[list[T]], Taken]) -> None:
+        """Let `take` have them, if there are any."""
+        if not places:
+            return
+        try:
+            taken = take(some(places))
+        except UStatusError as error:
+            self._refused(places, error)
+            return
+        if taken is not None:
+            self.pending.append(self._noted(places, taken))
+
+    async def _noted(self, places: list[int], taken: Awaitable[None]) -> None:
+        try:
+            await taken
+        except UStatusError as error:
+            self._refused(places, error)
+
+    def _refused(self, places: Iterable[int], error: UStatusError) -> None:
+        for place in places:
+            self.statuses[place] = error.status
+
+    async def send(self, network: Endpoint, places: list[int]) -> None:
+        left = [place for place in places if not self.statuses[place].code]
+        if left:
+            for place, status in zip(left, await network.send_batch(self.encoded(left)), strict=True):
+                self.statuses[place] = status
+
+
+async def _together(pending: Sequence[Coroutine[Any, Any, None]]) -> None:
+    if len(pending) == 1:
+        await pending[0]
+    elif pending:
+        await asyncio.gather(*pending)
 
 
 def _call(listener: UListener, messages: list[UMessage]) -> list[Awaitable[None]]:

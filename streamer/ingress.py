@@ -33,6 +33,7 @@ from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed
 from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
 
 VERDICTS_MAX: Final = 32_768  # addresses (type, source, sink) of which is known what becomes of their messages
@@ -164,6 +165,7 @@ class Ingress(EncodedListener):
         if version != self._verdicts_version:
             self._forget_changed()
         appends: dict[Log, tuple[list[int], list[EncodedMessage]]] = {}
+        inside: list[UMessage] = []  # for hosted services: they commit and answer by the batch
         pending: list[Awaitable[Any]] = []
         duplicates = 0
         for message in messages:
@@ -196,8 +198,10 @@ class Ingress(EncodedListener):
                 append[1].append(message)
             elif peer is not None:
                 dispatch.express.put(peer, message)
-            elif (taken := dispatch.hosted.deliver([message.decoded()])) is not None:
-                pending.append(taken)
+            else:
+                inside.append(message.decoded())
+        if inside and (taken := dispatch.hosted.deliver(inside)) is not None:
+            pending.append(taken)
         for target, (streams, batch) in appends.items():
             future = self._appenders[target].append(streams, batch)
             pending.append(future)

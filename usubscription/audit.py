@@ -132,13 +132,9 @@ class Auditor:
     async def _round(self, everybody: bool) -> None:
         """Those with links first, or of them those that are in doubt; of the others some, and the rest in rounds that
         follow at once."""
-        suspects = dict(self._suspects)
-        links = await self._store.read(lambda reader: reader.links())
-        settled = [(topic, link) for topic, link in links if link.command is None]
-        known = {topic for topic, _ in settled}
-        for topic in suspects.keys() - known:
-            self._clear(topic, suspects)  # the answer to the command decides
-        linked = {(topic[0], link.major): None for topic, link in settled if everybody or topic in self._suspects}
+        linked = await self._in_doubt()
+        if everybody:
+            linked |= dict.fromkeys(await self._store.read(lambda reader: reader.linked()))
         if everybody and not self._due:
             self._due = dict.fromkeys(self._partners.all())
         others = list(islice(self._due, PARTNERS_A_ROUND_MAX))
@@ -149,6 +145,21 @@ class Auditor:
             await asyncio.gather(*(self._audit(*partner) for partner in asked[start : start + AUDITS_AT_ONCE]))
         if self._due:
             self._wake.set()
+
+    async def _in_doubt(self) -> dict[Partner, None]:
+        """Whom to ask about the suspects; of those that have a command under way its answer decides."""
+        suspects, found = dict(self._suspects), dict[Partner, None]()
+        by_authority: dict[str, list[Key]] = {}
+        for topic in suspects:
+            by_authority.setdefault(topic[0], []).append(topic)
+        for authority, topics in by_authority.items():
+            links = await self._links(authority)
+            for topic in topics:
+                if (link := links.get(topic)) is not None and link.command is None:
+                    found[authority, link.major] = None
+                else:
+                    self._clear(topic, suspects)
+        return found
 
     async def _audit(self, authority: str, major: int) -> None:
         before, suspects = await self._links(authority), dict(self._suspects)

@@ -33,7 +33,8 @@ from usubscription.store import Store
 from usubscription.telling import Part, Teller, Troubles
 
 CHANGES_WAITING_MAX: Final = 10_000  # in memory; the others are read from the store when it is their turn
-CHANGES_BATCH_MAX: Final = 16  # some 50 messages at once, 1 ms of the loop: what waits for it is answers
+CHANGES_BATCH_MAX: Final = 128  # some 400 messages at once: each batch waits for the network to take it
+CHANGES_SLICE: Final = 16  # made in one go, 1 ms of the loop: what waits for it is answers
 # while changes follow one another, so that they leave together: a message alone costs ten times as much
 GATHER_MS: Final = 5
 # between notes of what was told: each is a commit, and after a crash only what came since is told twice
@@ -166,7 +167,7 @@ class Notifier:
         tags = {tag for _, tag in batch if tag is not None}
         if tags:
             await self._responses.left(tags)
-        parts = [part for stored, _ in batch if stored.number > self.sent for part in self._teller.parts(stored)]
+        parts = await self._parts([stored for stored, _ in batch if stored.number > self.sent])
         held = [part for part in parts if part.destination in self.troubles]
         held += await self._send([part for part in parts if part.destination not in self.troubles])
         if held:
@@ -175,6 +176,14 @@ class Notifier:
         self._last = asyncio.get_running_loop().time()
         if self._noting is None:
             self._noting = asyncio.get_running_loop().call_later(NOTE_MS / 1000, self._note)
+
+    async def _parts(self, changes: Sequence[StoredChange]) -> list[Part]:
+        parts: list[Part] = []
+        for number, stored in enumerate(changes):
+            if number and not number % CHANGES_SLICE:
+                await asyncio.sleep(0)
+            parts += self._teller.parts(stored)
+        return parts
 
     async def _send(self, parts: list[Part]) -> list[Part]:
         """What was not taken. The first one of it has its destination's trouble; the others behind it are tried once

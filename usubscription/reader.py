@@ -122,13 +122,22 @@ class Reader:
 
     def links(self, authority: str | None = None) -> list[tuple[Key, Link]]:
         """All links (to `authority`), in the order in which their commands were given."""
+        # by the index of addresses: each vehicle's are asked for by themselves
+        which, values = ("", ()) if authority is None else ("WHERE u.authority = ?", (authority,))
         rows = self._db.execute(
-            """SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation, l.attempt,
-            l.sample_period_ms
-               FROM link l JOIN uri u ON u.id = l.topic WHERE ?1 IS NULL OR u.authority = ?1 ORDER BY l.generation""",
-            (authority,),
+            f"""SELECT u.authority, u.ue_id, u.version, u.resource, l.state, l.major, l.command, l.generation,
+                l.attempt, l.sample_period_ms
+                FROM uri u JOIN link l ON l.topic = u.id {which} ORDER BY l.generation""",
+            values,
         ).fetchall()
         return [(row[0:4], read_link(row[4:])) for row in rows]
+
+    def linked(self) -> list[tuple[str, int]]:
+        """(authority, major) of the services with which there is a link that has no command."""
+        return self._db.execute(
+            """SELECT u.authority, l.major FROM link l JOIN uri u ON u.id = l.topic WHERE l.command IS NULL
+               GROUP BY u.authority, l.major ORDER BY min(l.generation)"""
+        ).fetchall()
 
     def registrations(self) -> list[tuple[Key, int, Key | None]]:
         """(client, major, topic; None: everything)."""

@@ -1,6 +1,7 @@
 """The remote leg: what this service has to tell the services of other authorities, until they have answered.
 
-link with a command -> Commands of its authority -> Subscribe, Unsubscribe -> Answered | TimedOut -> store -> update()
+link with a command -> Commands of its authority -> Places -> Subscribe, Unsubscribe -> Answered | TimedOut -> store
+                         |                                                                               -> update()
                          | replaced while under way: waited for a little while, so that the two can't overtake
                          | no answer: said again, with back-off; after a failure again, with back-off, for ever
 notifications to us, audits (audit.py: what do you have of ours?) -> Notified | Lost | Orphaned
@@ -11,9 +12,10 @@ The subscriber in all of it is this service itself (core.usubscription).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import structlog
 
@@ -27,6 +29,7 @@ from uprotocol.transport import LocalUriProvider, UTransport
 from uprotocol.v1.ucode_pb2 import UCode
 from usubscription.audit import Auditor, Partners
 from usubscription.notifier import Notifier
+from usubscription.places import Places
 from usubscription.state import Answered, Command, Event, Key, Link, Notified, Status, TimedOut, retry_delay_ms
 from usubscription.store import Store
 
@@ -76,6 +79,7 @@ class Remote:
             transport, self._locals, "*", self._on_change, strict=True, calls_pending_max=CALLS_PENDING_MAX
         )
         self._commands: dict[str, Commands] = {}
+        self.places = Places()
         self._recent: dict[Key, float] = {}
         self._started_at = -math.inf  # loop time
         self.partners = Partners(store.database.path.with_name(store.database.path.name + ".partners"), runtime.disk)
@@ -171,6 +175,8 @@ class Remote:
         commands = self._commands.get(source)
         if commands is not None:
             commands.retry_now()  # it is there
+            if told.status is Status.SUBSCRIBED and commands.told_too(topic):
+                return  # as most services do after each answer
         elif told.status is not Status.UNSUBSCRIBED and (source, major) not in self.partners:
             self.auditor.stranger((source, major))  # it has what we know nothing of: our store was lost
         # about an earlier Unsubscribe of ours, or about what came after it? Ask.
@@ -211,6 +217,7 @@ class _Command:
     news: asyncio.Event = field(default_factory=asyncio.Event)  # replaced, or to be said again now
     again: bool = False
     repeats: int = 0
+    told: bool = False  # a notification says SUBSCRIBED, which counts where the answer has said PENDING
 
 
 class Commands(CommandQueue[Key, _Command]):
@@ -242,6 +249,13 @@ class Commands(CommandQueue[Key, _Command]):
         if known is not None:
             known.news.set()
 
+    def told_too(self, topic: Key) -> bool:
+        """Its service says that `topic` is SUBSCRIBED. True if that is for the command about it to heed."""
+        command = self.get(topic)
+        if command is not None:
+            command.told = True
+        return command is not None
+
     def clear(self) -> None:
         """No command is due any more."""
         under_way = self.under_way()
@@ -268,9 +282,15 @@ class Commands(CommandQueue[Key, _Command]):
                 await self._remote.partners.remember((topic[0], command.link.major))
             # the dispatcher prepares on the pending change, so that is told first
             await self._remote.notifier.notified(command.after)
-            event = await self._answer(topic, command) if self.is_current(topic, command) else None
+            place = await self._remote.places.take()
+            try:
+                event = await self._answer(topic, command) if self.is_current(topic, command) else None
+            finally:
+                place.give_back()
             if event is not None:
                 await self._remote.store.submit(event)
+            if command.told and isinstance(event, Answered) and event.status is Status.SUBSCRIBE_PENDING:
+                await self._remote.store.submit(Notified(topic, Status.SUBSCRIBED))
         except UStatusError as error:
             log.warning("the answer of a remote uSubscription could not be stored: asking again", why=error.message)
         except Exception:
@@ -280,7 +300,7 @@ class Commands(CommandQueue[Key, _Command]):
     async def _answer(self, topic: Key, command: _Command) -> Event | None:
         """What the other service made of the command; None if a later command replaced it and no answer came in
         time."""
-        calls: list[asyncio.Future[Status]] = []
+        calls: list[asyncio.Task[Status]] = []
         backoff = Backoff(REPEAT_FIRST_MS, REPEAT_MAX_MS)
         command.repeats = 0
         try:
@@ -289,7 +309,7 @@ class Commands(CommandQueue[Key, _Command]):
                 if current:
                     wait_ms = backoff.next_ms()
                     command.repeats += 1
-                    calls.append(asyncio.ensure_future(self._remote.call(topic, command.link)))
+                    calls.append(self._call(topic, command))
                     if len(calls) > CALLS_KEPT_MAX:
                         calls.pop(1).cancel()
                 await self._wait(topic, command, calls, wait_ms)
@@ -303,24 +323,36 @@ class Commands(CommandQueue[Key, _Command]):
         finally:
             await end(*calls)
 
-    async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Future[Status]], wait_ms: int) -> None:
+    def _call(self, topic: Key, command: _Command) -> asyncio.Task[Status]:
+        is_first = command.repeats == 1  # that has its place already
+        call = asyncio.ensure_future(
+            self._remote.call(topic, command.link) if is_first else self._repeat(topic, command)
+        )
+        call.add_done_callback(lambda _: command.news.set())
+        return call
+
+    async def _repeat(self, topic: Key, command: _Command) -> Status:
+        place = await self._remote.places.take()
+        try:
+            return await self._remote.call(topic, command.link)
+        finally:
+            place.give_back()
+
+    async def _wait(self, topic: Key, command: _Command, calls: list[asyncio.Task[Status]], wait_ms: int) -> None:
         """Until a call is done, it is time to repeat, somebody asks for it, or the command is replaced."""
-        end = self._loop.time() + wait_ms / 1000
         was_current = self.is_current(topic, command)
         command.again = False
-        while (left_s := end - self._loop.time()) > 0:
-            command.news.clear()
-            news = asyncio.ensure_future(command.news.wait())
-            waiters: set[asyncio.Future[Any]] = {*calls, news}
-            try:
-                await asyncio.wait(waiters, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                news.cancel()
-            replaced = was_current and not self.is_current(topic, command)
-            if command.again or replaced or any(call.done() for call in calls):
-                return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_ms / 1000):
+                while not (
+                    command.again
+                    or (was_current and not self.is_current(topic, command))
+                    or any(call.done() for call in calls)
+                ):
+                    command.news.clear()
+                    await command.news.wait()
 
-    def _event(self, topic: Key, link: Link, call: asyncio.Future[Status]) -> Event:
+    def _event(self, topic: Key, link: Link, call: asyncio.Task[Status]) -> Event:
         """Only a "no" for good ends a subscription; whatever else comes back is a shortage, and waited out."""
         try:
             status = call.result()
@@ -332,6 +364,6 @@ class Commands(CommandQueue[Key, _Command]):
         except Exception:
             log.exception("asking a remote uSubscription failed", topic=uris.format(to_uri(topic)))
             return TimedOut(topic, link.generation)
-        self._answered_at = self._loop.time()
+        self._answered_at = self._remote.places.answered_at = self._loop.time()
         self.window = min(self.window + 1, WINDOW_MAX)
         return Answered(topic, link.generation, status)

@@ -11,6 +11,7 @@ import pytest
 from streamer import app as apps
 from streamer.app import Streamer
 from uprotocol import uri as uris
+from uprotocol import uuid as uuids
 from uprotocol.communication import CallOptions, InMemoryRpcClient
 from uprotocol.core.usubscription.v3.usubscription_pb2 import SubscriptionRequest, SubscriptionResponse
 from uprotocol.message import UMessageBuilder, UPayload
@@ -255,27 +256,94 @@ settings = {{ network = "{n}-vehicle" }}
     await asyncio.wait_for(apps.serve(world.config, lambda streamer: None, stopping), 10)  # at once
 
 
-@pytest.mark.parametrize("code", [UCode.UNAVAILABLE, UCode.RESOURCE_EXHAUSTED, UCode.PERMISSION_DENIED], ids=UCode.Name)
-async def test_behind_a_notification_that_was_not_taken_no_other_one_to_its_destination_leaves(
-    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, code: UCode.ValueType
+FROM_HERE = uris.parse("//vehicle1/4/1/8001")
+
+
+def notes(*authorities: str) -> list[UMessage]:
+    sinks = [uris.parse(f"//{authority}/9001/1/0") for authority in authorities]
+    return [UMessageBuilder.notification(FROM_HERE, sink).build() for sink in sinks]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, owner: Any, method: str) -> list[int]:
+    """How many messages each call of `method` has in its last argument."""
+    sizes: list[int] = []
+    whole = getattr(owner, method)
+
+    def counted(*arguments: Any) -> Any:
+        sizes.append(len(arguments[-1]))
+        return whole(*arguments)
+
+    monkeypatch.setattr(owner, method, counted)
+    return sizes
+
+
+async def test_what_services_send_together_leaves_together(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that what is tried again is not overtaken. A no for good, and other destinations, hold nothing up."""
+    """One append and one batch of the home network, whatever there is, and each destination in order."""
     world = await make_world()
-    hosted = world.streamer.hosted
-    verdicts = iter([code])
-    left: list[UMessage] = []
+    streamer = world.streamer
+    here, there = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud")
+    at_home, far = await world.hear(here, uris.ANY, CLOUD_APP), await world.hear(there, uris.ANY, CLOUD_APP)
+    heard_here = await world.hear(here, uris.ANY, uris.parse("//vehicle1/9001/1/0"))
+    published = await world.hear(here, FROM_HERE)
+    batches = counting(monkeypatch, streamer.home.transport, "send_batch")
+    appends = counting(monkeypatch, streamer.logs.durable, "append")
+    messages: list[UMessage] = []
+    for _ in range(100):
+        messages += [*notes("vehicle1", "cloud"), UMessageBuilder.publish(FROM_HERE).build()]
+    assert {status.code for status in await streamer.hosted.send_batch(messages)} == {UCode.OK}
+    assert batches == [200]  # the notifications to vehicle1, and the publishes, which nobody wants elsewhere
+    assert appends == [100]
+    assert await far.expect(100) == messages[1::3]
+    assert (await heard_here.expect(100), await published.expect(100)) == (messages[0::3], messages[2::3])
+    assert at_home.messages == []
 
-    async def send(message: UMessage) -> None:
-        if message.attributes.sink.authority_name == "cloud" and (verdict := next(verdicts, None)) is not None:
-            raise UStatusError(verdict, "not now")
-        left.append(message)
 
-    monkeypatch.setattr(hosted, "_send", send)
-    source = uris.parse("//vehicle1/4/1/8001")
-    sinks = [uris.parse(f"//{authority}/9001/1/0") for authority in ("mcu1", "cloud", "cloud", "mcu1")]
-    messages = [UMessageBuilder.notification(source, sink).build() for sink in sinks]
+async def test_what_the_log_refuses_does_not_leave_and_holds_up_nothing_else(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await make_world(subscriptions={uris.format(FROM_HERE): ["//cloud/9001/1/0"]})
+    streamer = world.streamer
+    here = await world.node("vehicle", "vehicle1")
+    published = await world.hear(here, FROM_HERE)
+    heard = await world.hear(here, uris.ANY, uris.parse("//vehicle1/9001/1/0"))
+
+    def refuse(*_: Any) -> asyncio.Future[int]:
+        refused = asyncio.get_running_loop().create_future()
+        refused.set_exception(UStatusError(UCode.UNAVAILABLE, "the disk is away"))
+        return refused
+
+    monkeypatch.setattr(streamer.logs.durable, "append", refuse)
     request = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/77/1/1"), 60_000).build()
-    statuses = [status.code for status in await hosted.send_batch([*messages, request])]
-    stops = code != UCode.PERMISSION_DENIED
-    assert statuses == [0, code, code if stops else 0, 0, 0]
-    assert left == [messages[0], *([] if stops else [messages[2]]), messages[3], request]
+    messages = [*notes("cloud", "vehicle1", "cloud"), UMessageBuilder.publish(FROM_HERE).build(), request]
+    statuses = [status.code for status in await streamer.hosted.send_batch(messages)]
+    away = UCode.UNAVAILABLE
+    assert statuses == [away, UCode.OK, away, away, UCode.OK]
+    assert await heard.expect(1) == [messages[1]]
+    assert published.messages == []  # it leaves when the log has it, and is tried again
+
+
+async def test_a_network_that_is_away_holds_up_no_other(make_world: MakeWorld) -> None:
+    world = await make_world()
+    streamer = world.streamer
+    there = await world.node("cloud", "cloud")
+    far = await world.hear(there, uris.ANY, CLOUD_APP)
+    streamer.home.transport.disconnect()
+    messages = notes("vehicle1", "cloud", "vehicle1", "cloud")
+    statuses = [status.code for status in await streamer.hosted.send_batch(messages)]
+    assert statuses == [UCode.UNAVAILABLE, UCode.OK, UCode.UNAVAILABLE, UCode.OK]
+    assert await far.expect(2) == messages[1::2]
+
+
+async def test_behind_a_notification_that_has_expired_no_other_one_to_its_destination_leaves(
+    make_world: MakeWorld,
+) -> None:
+    """So that what is tried again is not overtaken. Other destinations, and what has no order, are not held up."""
+    world = await make_world()
+    late, expired = UCode.DEADLINE_EXCEEDED, UMessageBuilder.notification(FROM_HERE, CLOUD_APP).with_ttl(1).build()
+    await world.until(lambda: uuids.now_ms() > uuids.time_ms(expired.attributes.id) + 1)
+    request = UMessageBuilder.request(uris.parse("//vehicle1/4/1/0"), uris.parse("//cloud/77/1/1"), 60_000).build()
+    messages = [*notes("mcu1"), expired, *notes("cloud", "mcu1"), request]
+    statuses = [status.code for status in await world.streamer.hosted.send_batch(messages)]
+    assert statuses == [UCode.OK, late, late, UCode.OK, UCode.OK]

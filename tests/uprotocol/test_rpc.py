@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -242,11 +242,12 @@ async def test_the_own_timer_ends_a_call_and_its_late_response_is_counted(
 ) -> None:
     sent: list[UMessage] = []
 
-    async def send(message: UMessage) -> None:
-        sent.append(message)
+    async def send_batch(messages: Sequence[UMessage]) -> list[UStatus]:
+        sent.extend(messages)
+        return [UStatus()] * len(messages)
 
     with monkeypatch.context() as patched:
-        patched.setattr(bench.client_transport, "send", send)
+        patched.setattr(bench.client_transport, "send_batch", send_batch)
         await fails(bench.client.invoke_method(GET, options=SHORT), UCode.DEADLINE_EXCEEDED, "30 ms")
     late = UMessageBuilder.response_for_request(sent[0].attributes).with_ttl(60_000).build()
     await bench.server_transport.send(late)
@@ -284,6 +285,48 @@ async def test_calls_run_side_by_side_and_find_their_own_answer(bench: Bench) ->
     await until(lambda: "running=200" in repr(bench.server))
     gate.set()
     assert [answer.data for answer in await asyncio.gather(*calls)] == [b"%d" % n for n in range(200)]
+
+
+async def test_calls_that_are_made_together_leave_in_one_batch(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is said of one of them is said to its caller alone."""
+    await bench.server.register_request_handler(1, lambda request: UPayload.of(request))
+    sizes: list[int] = []
+    whole = bench.client_transport.send_batch
+
+    async def send_batch(messages: Sequence[UMessage]) -> list[UStatus]:
+        sizes.append(len(messages))
+        statuses = await whole(messages)
+        refused = [message.payload == b"7" for message in messages]
+        return [UStatus(code=UCode.UNAVAILABLE) if no else yes for no, yes in zip(refused, statuses, strict=True)]
+
+    monkeypatch.setattr(bench.client_transport, "send_batch", send_batch)
+    calls = [asyncio.ensure_future(bench.client.invoke_method(GET, UPayload(b"%d" % n, RAW), LONG)) for n in range(200)]
+    cancelled = asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))
+    await asyncio.sleep(0)
+    cancelled.cancel()  # before it has left
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert sizes == [200]
+    assert [getattr(answer, "data", None) for answer in answers] == [None if n == 7 else b"%d" % n for n in range(200)]
+
+
+async def test_closing_ends_a_call_that_the_network_has_not_taken(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = asyncio.Event()
+
+    async def hang(_: Sequence[UMessage]) -> list[UStatus]:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    monkeypatch.setattr(bench.client_transport, "send_batch", hang)
+    calls = [asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG))]
+    await begun.wait()
+    calls.append(asyncio.ensure_future(bench.client.invoke_method(GET, options=LONG)))
+    await asyncio.sleep(0)  # it waits for its turn of the loop
+    await bench.client.close()
+    for call in calls:
+        await fails(call, UCode.CANCELLED)
 
 
 async def test_pending_calls_are_bounded(bench: Bench) -> None:

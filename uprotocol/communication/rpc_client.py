@@ -1,7 +1,8 @@
 """Calls: a request goes out, its response finds back by the request's id.
 
 invoke_method -> pending[id] -> request -> ... -> response -> pending.pop(reqid) -> caller
-                      |                 own timer, from ttl
+                      |            |  with all that are made on this turn of the loop: one send_batch
+                      |            own timer, from ttl
                       '-> DEADLINE_EXCEEDED; a response that comes later is counted
 """
 
@@ -40,6 +41,7 @@ class InMemoryRpcClient(RpcClient):
         self._transport, self._local = transport, local
         self._calls_pending_max = calls_pending_max
         self._pending: dict[tuple[int, int], asyncio.Future[UMessage]] = {}
+        self._leaving = _Leaving(transport)
         self._open = False
         self.dropped: Counter[str] = Counter()
 
@@ -62,6 +64,7 @@ class InMemoryRpcClient(RpcClient):
         # the transport may have been closed before us, and its listeners with it
         with contextlib.suppress(UStatusError):
             await self._transport.unregister_listener(uris.ANY, self, self._local.get_source())
+        await self._leaving.close()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -91,7 +94,7 @@ class InMemoryRpcClient(RpcClient):
         timer = asyncio.timeout(options.timeout_ms / 1000)
         try:
             async with timer:
-                await self._transport.send(request)
+                await self._leaving.put(request)
                 response = await call
         except TimeoutError:
             if not timer.expired():
@@ -130,6 +133,59 @@ class InMemoryRpcClient(RpcClient):
     def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         for message in messages:
             self.on_receive(message)
+
+
+_Leaver = tuple[UMessage, "asyncio.Future[None]"]
+
+
+class _Leaving:
+    """Requests on their way to the network: those of one turn of the loop together, in order."""
+
+    def __init__(self, transport: UTransport) -> None:
+        self._transport = transport
+        self._waiting: list[_Leaver] = []
+        self._sending: dict[asyncio.Task[None], list[_Leaver]] = {}
+
+    def put(self, request: UMessage) -> asyncio.Future[None]:
+        """Done when the network has taken it; fails with its UStatusError. One that is cancelled before does not
+        leave."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self._go)
+        self._waiting.append((request, taken))
+        return taken
+
+    def _go(self) -> None:
+        batch, self._waiting = [one for one in self._waiting if not one[1].done()], []
+        if batch:
+            task = asyncio.ensure_future(self._send(batch))
+            self._sending[task] = batch
+            task.add_done_callback(self._sending.pop)
+
+    async def _send(self, batch: list[_Leaver]) -> None:
+        errors: list[Exception | None]
+        try:
+            statuses = await self._transport.send_batch([request for request, _ in batch])
+            errors = [UStatusError.from_status(status) if status.code else None for status in statuses]
+        except Exception as error:
+            errors = [error] * len(batch)
+        for (_, taken), failed in zip(batch, errors, strict=True):
+            if taken.done():
+                continue
+            if failed is None:
+                taken.set_result(None)
+            else:
+                taken.set_exception(failed)
+
+    async def close(self) -> None:
+        """Nobody waits any more for the network to take them."""
+        sending = list(self._sending)
+        for _, taken in [*self._waiting, *(one for batch in self._sending.values() for one in batch)]:
+            if not taken.done():
+                taken.set_exception(UStatusError(UCode.CANCELLED, "the RPC client was closed while the call waited"))
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
 
 
 def _result(response: UMessage) -> UPayload:
