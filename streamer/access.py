@@ -13,8 +13,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from history import asked
-from history.asked import EVERYTHING, Sight
+from history import matches
+from history.matches import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import is_inside
 from streamer.rules import Rules
@@ -105,7 +105,7 @@ def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
     return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
-class Access(asked.Access):
+class Access(matches.Access):
     """Of `entries` the first one counts that names a caller."""
 
     def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry]) -> None:
