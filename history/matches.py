@@ -2,7 +2,8 @@
 
 patterns, sight -> Match -- advance: some streams at a time --> ids, kept, and grown as streams come
      | named topics and authorities: those streams alone are looked at, by the log's index
-     '-- wildcards: each kind of topic (all of an address but its authority) is compared once
+     '-- wildcards: each kind of topic (all of an address but its authority) is compared once, and looked at once for
+         all authorities of which the caller sees alike
 newest_seq: back through what is in memory, as far as to the first record of theirs
 """
 
@@ -27,7 +28,7 @@ from uprotocol.v1.uri_pb2 import UUri
 STREAMS_PER_STEP: Final = 2_000  # looked at in one step on the loop, and ...
 COMPARISONS_PER_STEP: Final = 4_000  # ... for these compared with so many patterns: some 2 ms
 FEW_MAX: Final = 8_192  # streams of which a plain set is kept, some 45 bytes each; of more, Numbers
-KINDS_MAX: Final = 4_096  # of topics whose comparison is remembered by one match; some 100 bytes each
+KINDS_MAX: Final = 4_096  # of topics, and authorities, that are remembered by one match; some 100 bytes each
 CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
 CACHED_BYTES_MAX: Final = (
     64 << 20
@@ -51,6 +52,11 @@ class Sight:
 
     def sees(self, source: UUri, sink: UUri | None) -> bool:
         return True
+
+    def alike(self, authority: str) -> Hashable:
+        """Where this is the same, all topics of one kind that name no sink are seen, or none is: only the first of them
+        is asked for. By default nothing is alike."""
+        return authority
 
 
 EVERYTHING: Final = Sight()
@@ -104,6 +110,8 @@ class Match:
             if not uris.is_pattern(one.authority_name):
                 self._named.setdefault(one.authority_name, []).append(one)
         self.authorities = None if self._anywhere else frozenset(one.authority_name for one in patterns)
+        self._alike: Cache[str, Hashable] = Cache(KINDS_MAX)
+        self._seen_alike: Cache[tuple[Hashable, bytes], bool] = Cache(KINDS_MAX)
         self._comparisons = 0  # of this step
         self._seen = 0  # the highest number that was looked at
         self.ids: set[int] | Numbers = set()
@@ -160,15 +168,30 @@ class Match:
                 yield self._log.stream(id)
 
     def _take(self, stream: Stream) -> None:
-        if self._sight is not EVERYTHING:
-            self._comparisons += 1 + self._sight.cost
-            if not self._sight.sees(stream.source, stream.sink):
-                self.withheld += 1
-                return
+        if self._sight is not EVERYTHING and not self._sees(stream):
+            self.withheld += 1
+            return
         self.ids.add(stream.id)
         self._newest_seq = max(self._newest_seq, stream.newest_seq)
         if isinstance(self.ids, set) and len(self.ids) > FEW_MAX:
             self.ids = Numbers(self.ids)
+
+    def _sees(self, stream: Stream) -> bool:
+        address = stream.source_bytes
+        if stream.sink_bytes is not None:
+            self._comparisons += 1 + self._sight.cost
+            return self._sight.sees(stream.source, stream.sink)
+        authority = authority_of(address)
+        alike = self._alike.get(authority)
+        if alike is None:
+            self._comparisons += 1
+            alike = self._alike[authority] = self._sight.alike(authority)
+        key = (alike, kind_of(address))
+        known = self._seen_alike.get(key)
+        if known is None:
+            self._comparisons += 1 + self._sight.cost
+            known = self._seen_alike[key] = self._sight.sees(stream.source, None)
+        return known
 
     def _matches(self, address: bytes) -> bool:
         if self._is_all or address in self._exact:

@@ -78,11 +78,22 @@ class _Sight(Sight):
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
         self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
+        into = [rule for rule in rules if endpoint is not None and rule.egress == endpoint.name]
+        patterns = [pattern for rule in into for pattern in (*rule.allow, *rule.deny)]
+        named = {one.authority for one in (*self._allow, *self._deny)} | {one.authority_name for one in patterns}
+        self._named = named - {uris.WILDCARD_AUTHORITY}
+        per_rule = max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+        self._cost = len(self._allow) + len(self._deny) + per_rule
 
     @property
     def cost(self) -> int:
-        into = [rule for rule in self._rules if self._endpoint is not None and rule.egress == self._endpoint.name]
-        return len(self._allow) + len(self._deny) + max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+        return self._cost
+
+    def alike(self, authority: str) -> Hashable:
+        """They live on one network, and no pattern names one of them."""
+        origin = self._endpoints.owner(authority)
+        is_named = uris.is_one_of(authority, self._named)
+        return origin.name if origin is not None else "", authority if is_named else ""
 
     def sees(self, source: UUri, sink: UUri | None) -> bool:
         if any(pattern.matches(source, self._own) for pattern in self._deny):
