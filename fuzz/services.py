@@ -186,7 +186,7 @@ def history_answers(data: bytes) -> None:
             accepted.places.request()
     with refusing(UCode.INVALID_ARGUMENT):
         described = payload.unpack(ustreamer.DescribeResponse)
-        logs = offsets.logs_of(described)
+        logs = offsets.logs_of(described.logs)
         for where in (offsets.EARLIEST, offsets.LATEST):
             start = offsets.starting(where, logs)
             offsets.advance(start.seqs, logs, 1_000)

@@ -1,24 +1,22 @@
-"""What a request asks for: its fields checked once, and which streams its topics mean to one who may not see all.
+"""What a poll asks for: its fields checked once. Which streams its topics mean is for matches.py.
 
 PollRequest, ttl -> checked -> Poll | INVALID_ARGUMENT, RESOURCE_EXHAUSTED: nothing behind this has to doubt a field
-patterns, what the caller sees -> Match (exact keys, wildcards) -- advance: some streams at a time --> ids
-                                      cached, and grown step by step as streams come
+topics -> patterns_of -> Patterns | INVALID_ARGUMENT, RESOURCE_EXHAUSTED
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import weakref
-from collections.abc import Hashable, Iterable, Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from history import witness
-from history.log import Log, Stream
+from history.log import Log
+from history.matches import Match, Patterns, Sight
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.communication.shares import CALLERS_SHARE
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse, Position
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -26,11 +24,8 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
 PATTERNS_MAX: Final = 1_000  # of one request; who wants more wants a wildcard
-WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every stream
+WILDCARD_PATTERNS_MAX: Final = 64  # each is compared with every kind of stream
 PATTERNS_KNOWN_MAX: Final = 8_192  # valid topics that need no second look; some 4 MB when full
-COMPARISONS_PER_STEP: Final = 4_000  # some 2 ms
-CACHED_MAX: Final = 1_024  # pattern sets; consumers keep theirs from poll to poll
-CACHED_IDS_MAX: Final = 1 << 20  # in all of those, some 50 bytes each
 POLL_RECORDS_MAX: Final = 10_000  # with some 24 bytes of columns each, and ...
 POLL_BYTES_MAX: Final = 768 << 10  # ... these of messages, a reply stays below 1 MiB, which every transport carries
 WAIT_MS_MAX: Final = 60_000  # a caller that is gone is noticed by then
@@ -44,109 +39,6 @@ DIGEST_BYTES_MAX: Final = 64  # of a witness: ours are shorter
 NANOS_MAX: Final = 999_999_999
 SECONDS_MIN: Final = -62_135_596_800  # the year 1 and the year 9999: what google.protobuf.Timestamp may say
 SECONDS_MAX: Final = 253_402_300_799
-HIDDEN: Final = "the rules, or [[access]], of this streamer let you read none of these topics"
-
-Key = tuple[Hashable, tuple[tuple[str, int, int, int], ...]]
-
-
-class Sight:
-    """What one caller may see of a log: everything, where a subclass does not say otherwise. Callers of the same `key`
-    see the same; it changes with whatever changes that."""
-
-    key: Hashable = "all"
-
-    @property
-    def cost(self) -> int:
-        """With how many patterns a topic is compared."""
-        return 0
-
-    def sees(self, source: UUri, sink: UUri | None) -> bool:
-        return True
-
-
-EVERYTHING: Final = Sight()
-
-
-class Access:
-    """Who may see what: everybody everything, where a subclass does not say otherwise."""
-
-    @property
-    def version(self) -> int:
-        """It changes whenever an answer of `of` may."""
-        return 0
-
-    def of(self, caller: UUri) -> Sight:
-        """What the caller with this address may see now."""
-        return EVERYTHING
-
-
-def is_publish(stream: Stream) -> bool:
-    """Publishes only: no sink, or the one that a streamer sets (an authority, all else wildcard)."""
-    sink = stream.sink
-    return sink is None or (
-        sink.ue_id == uris.WILDCARD_ENTITY
-        and sink.ue_version_major == uris.WILDCARD_VERSION
-        and sink.resource_id == uris.WILDCARD_RESOURCE
-    )
-
-
-class Match:
-    """The streams of one log that some of the patterns match and that may be seen; no pattern matches every topic.
-
-    `withheld` counts those that match and may not be seen.
-    """
-
-    def __init__(self, log: Log, patterns: Sequence[UUri], sight: Sight = EVERYTHING) -> None:
-        self._log, self._sight = log, sight
-        self._exact = {uris.key(pattern) for pattern in patterns if not uris.has_wildcard(pattern)}
-        self._wildcards = [pattern for pattern in patterns if uris.has_wildcard(pattern)] if patterns else [uris.ANY]
-        authorities = {pattern.authority_name for pattern in patterns}
-        # None: any
-        self._authorities = authorities if authorities and not any(map(uris.is_pattern, authorities)) else None
-        self._seen = 0  # the highest number that was looked at
-        self.ids: set[int] = set()
-        self.withheld = 0
-
-    def advance(self) -> bool:
-        """One step; True if every stream there is has been looked at."""
-        newest = self._log.newest_stream_id
-        if self._seen == newest:
-            return True
-        step = max(1, COMPARISONS_PER_STEP // (1 + len(self._wildcards) + self._sight.cost))
-        streams = self._log.streams_after(self._seen, step)
-        for stream in streams:
-            self._seen = stream.id
-            if not is_publish(stream) or not self._matches(stream.source):
-                continue
-            if self._sight.sees(stream.source, stream.sink):
-                self.ids.add(stream.id)
-            else:
-                self.withheld += 1
-        if len(streams) < step:
-            self._seen = newest
-        return self._seen == newest
-
-    async def complete(self) -> None:
-        while not self.advance():  # noqa: ASYNC110 - gives way, waits for nothing
-            await asyncio.sleep(0)
-
-    def forget(self, ids: Set[int]) -> None:
-        self.ids -= ids
-
-    @property
-    def forgotten_seq(self) -> int:
-        """Up to here there may have been records of theirs of which nothing is known any more."""
-        return self._log.forgotten_seq(self._authorities)
-
-    def _matches(self, topic: UUri) -> bool:
-        return uris.key(topic) in self._exact or any(uris.matches(pattern, topic) for pattern in self._wildcards)
-
-
-class Patterns(NamedTuple):
-    """What a request asks for."""
-
-    key: tuple[tuple[str, int, int, int], ...]
-    uris: tuple[UUri, ...]
 
 
 def patterns_of(topics: Sequence[UUri], caller: str) -> Patterns:
@@ -179,53 +71,6 @@ def _pattern(topic: bytes, caller: str) -> _Pattern:
         what = f"{uris.format(given)} can't be a topic"
         raise invalid(f"{what}: expected a resource of 8000 to FFFE, or the wildcard FFFF")
     return _Pattern(uris.key(pattern), pattern, uris.has_wildcard(pattern))
-
-
-class Matches:
-    """The matches in use, by what is asked for and what may be seen: none is looked for again with each request."""
-
-    def __init__(self, logs: Iterable[Log]) -> None:
-        self._logs = list(logs)
-        # with the authority that asked first; what was used last is last
-        self._cached: dict[Key, tuple[str, dict[Log, Match]]] = {}
-        self._in_use: dict[Log, weakref.WeakSet[Match]] = {}  # those that a poll still holds, too
-        for log in self._logs:
-            self._in_use[log] = weakref.WeakSet()
-            log.on_forgotten(functools.partial(self._forget, log))
-
-    def _forget(self, log: Log, ids: Set[int]) -> None:
-        for match in self._in_use[log]:
-            match.forget(ids)
-
-    def of(self, patterns: Patterns, sight: Sight, caller: str) -> dict[Log, Match]:
-        """A match for each log. Raises PERMISSION_DENIED if the caller may see none of what is asked for."""
-        key = (sight.key, patterns.key)
-        known = self._cached.pop(key, None)
-        if known is None:
-            # Topics that are named, each by itself, and none may be seen: that depends on no log, so who is refused
-            # learns nothing of it.
-            seen = (uris.has_wildcard(topic) or sight.sees(topic, None) for topic in patterns.uris)
-            if patterns.uris and not any(seen):
-                raise UStatusError(UCode.PERMISSION_DENIED, HIDDEN)
-            self._make_room(caller)
-            known = (caller, {log: Match(log, patterns.uris, sight) for log in self._logs})
-            for log, match in known[1].items():
-                self._in_use[log].add(match)
-        self._cached[key] = known
-        return known[1]
-
-    def _make_room(self, caller: str) -> None:
-        """Who asks for ever other topics pushes out its own."""
-        own = [key for key, (whose, _) in self._cached.items() if whose == caller]
-        if len(own) >= CACHED_MAX // CALLERS_SHARE:
-            del self._cached[own[0]]
-        ids = [sum(len(match.ids) for match in matches.values()) for _, matches in self._cached.values()]
-        total = sum(ids)
-        for key, count in zip(list(self._cached), ids, strict=True):
-            if total <= CACHED_IDS_MAX and len(self._cached) < CACHED_MAX:
-                break
-            del self._cached[key]
-            total -= count
 
 
 @dataclass(eq=False, slots=True)

@@ -293,7 +293,7 @@ class HistoryFeed:
             del self._feeds[key]
 
     async def _start(self, topic: UUri, since: Since) -> tuple[PollRequest, Positions]:
-        described = await self._client.describe([topic])
+        logs = await self._client.logs([topic])
         start = PollRequest(earliest=True)
         match since:
             case UUID():
@@ -302,7 +302,7 @@ class HistoryFeed:
                 start.after_time.FromDatetime(since)
                 return start, {}
             case int() if not isinstance(since, bool) and since >= 0:
-                return start, {state.incarnation: since for state in described.topics if since}
+                return start, {log.incarnation: since for log in logs if since and log.newest_match_seq}
         raise invalid(f"since is a sequence number, a datetime with time zone, or the UUID of a message, got {since!r}")
 
     async def _feed(self, feed: _Feed) -> None:

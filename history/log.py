@@ -43,6 +43,7 @@ PROBE_MS: Final = 1_000
 CURSORS_MAX: Final = 50_000  # peers, their parked topics, and consumers with a name; some 300 bytes each
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
+NEWEST_COPIED_MAX: Final = 10_000  # streams of one scan on disk whose newest seqs go to the reader: a millisecond
 TAIL_SCAN_CHUNKS_MAX: Final = 1_024  # looked at in one step on the loop, some milliseconds
 
 _REASONS: Final = {  # what `dropped` counts
@@ -378,6 +379,11 @@ class Log(Streams):
             self._grown.clear()
             await self._grown.wait()
 
+    @property
+    def in_memory_after(self) -> int:
+        """Beyond this seq `tail` has everything."""
+        return self._tail.after
+
     def tail(self, after: int) -> list[Chunk] | None:
         """All after `after` at once, or None if that reaches further back than the tail in memory."""
         return self._tail.read(after) if after >= self._tail.after else None
@@ -427,9 +433,8 @@ class Log(Streams):
         if max(after, self.floor_seq) >= self._tail.after:
             found = self._scan_tail(streams, limits._replace(after=max(after, self.floor_seq)))
         else:
-            table = self._table
-            wanted = None if streams is None else {id: table[id].newest_seq for id in streams if id in table}
-            found = await self._storage.run(self._storage.reader.scan, limits, wanted, self.holes)
+            newest = self._newest(streams)
+            found = await self._storage.run(self._storage.reader.scan, limits, streams, newest, self.holes)
             if found.is_index_wrong:
                 self._storage.save(Writer.distrust_index, at_once=False)
                 self._note(kinds.INDEX, "the index of streams is made anew at the next start")
@@ -439,6 +444,14 @@ class Log(Streams):
             (max(after, low), high) for low, high in self.holes if low < found.covered and after < high - 1
         )
         return found
+
+    def _newest(self, streams: Set[int] | None) -> dict[int, int] | None:
+        """By which the reader notices an index that is wrong. None: there are so many that it looks into every chunk
+        anyway."""
+        if streams is None or len(streams) > NEWEST_COPIED_MAX:
+            return None
+        table = self._table
+        return {id: table[id].newest_seq for id in streams if id in table}
 
     def _scan_tail(self, streams: Set[int] | None, limits: Limits) -> Scan:
         # the floor also of what is still in memory: retention means the same to every reader

@@ -87,26 +87,29 @@ class Reader:
                 return
         db.close()
 
-    def scan(self, limits: Limits, wanted: Mapping[int, int] | None, holes: Holes) -> Scan:
-        """The records within `limits` of the streams `wanted` (each with its newest seq; None: all), as far as one step
-        goes.
+    def scan(self, limits: Limits, wanted: Set[int] | None, newest: Mapping[int, int] | None, holes: Holes) -> Scan:
+        """The records within `limits` of the streams `wanted` (None: all), as far as one step goes.
 
-        `holes` are known to be empty; any other seq that isn't there is damage.
+        With the `newest` seq of each the index is trusted, as far as that agrees. Without, every chunk is looked into;
+        then others may change `wanted` meanwhile. `holes` are known to be empty; any other seq that isn't there is
+        damage.
         """
+        if newest is not None:
+            wanted = newest.keys()  # which nobody else changes
         with self._snapshot() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'floor_seq'").fetchone()
             floor = row[0] if row is not None else 0
-            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=wanted is not None)
-            if wanted is not None and (found.is_index_wrong or not _is_whole(found, wanted, holes)):
+            found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=newest is not None)
+            if newest is not None and (found.is_index_wrong or not _is_whole(found, newest, holes)):
                 found = self._step(db, Scan(*limits, floor_seq=floor), wanted, holes, is_quick=False)
                 found.is_index_wrong = True
         return found
 
     def _step(
-        self, db: sqlite3.Connection, found: Scan, wanted: Mapping[int, int] | None, holes: Holes, *, is_quick: bool
+        self, db: sqlite3.Connection, found: Scan, streams: Set[int] | None, holes: Holes, *, is_quick: bool
     ) -> Scan:
         """`is_quick`: trust the index, and what chunks say of their streams; else look into every chunk."""
-        after, until, streams = found.after, found.until, None if wanted is None else wanted.keys()
+        after, until = found.after, found.until
         places, complete_to = _places(db, after, until, streams if is_quick else None)
         expected = max(after, found.floor_seq) + 1
         read = 0

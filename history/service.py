@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from history import witness
-from history.asked import EVERYTHING, Access, Match, Matches, Poll, checked, patterns_of
+from history.asked import Poll, checked, patterns_of
 from history.consumers import Consumers, Owner, cursor_name
+from history.describe import Listing, describe
 from history.log import Log
+from history.matches import EVERYTHING, Access, Matches
 from history.witness import gap_of
 from uprotocol import uuid as uuids
 from uprotocol.communication import InMemoryRpcServer
@@ -28,12 +30,10 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
     Gap,
-    LogState,
     PollRequest,
     PollResponse,
     Position,
     RecordBatch,
-    TopicState,
     Witness,
 )
 from uprotocol.message import UPayload
@@ -50,7 +50,6 @@ POLLS_WAITING_MAX: Final = 1_000  # each is a consumer with nothing to do
 # what is kept free for one: a message of 1 MiB with its envelope, or 768 KiB of records and their columns
 REPLY_BYTES_MAX: Final = 5 << 18
 REPLIES_BYTES_MAX: Final = 32 << 20  # that the network has not taken, in all
-DESCRIBE_TOPICS_MAX: Final = 8_000  # some 115 bytes each: below 1 MiB
 DRAIN_MS_MAX: Final = 5_000  # `stop` gives running requests this long, and then the network to take what is answered
 
 
@@ -138,31 +137,12 @@ class HistoryService:
     async def _describe(self, request: UMessage) -> DescribeResponse:
         caller = request.attributes.source
         with self._counted("describes"):
-            patterns = patterns_of(UPayload.of(request).unpack(DescribeRequest).topics, caller.authority_name)
+            asked = UPayload.of(request).unpack(DescribeRequest)
+            listing = Listing.of(asked)
+            patterns = patterns_of(asked.topics, caller.authority_name)
             matches = self._matches.of(patterns, self._access.of(caller), caller.authority_name)
         async with self._turns.turn(caller.authority_name, request.attributes.ttl / 1000):
-            return await self._described(matches)
-
-    async def _described(self, matches: dict[Log, Match]) -> DescribeResponse:
-        response = DescribeResponse()
-        for log in self._logs:
-            response.logs.append(
-                LogState(
-                    incarnation=log.incarnation,
-                    durable=log.durable,
-                    oldest_seq=log.oldest_seq,
-                    newest_seq=log.newest_seq,
-                    stored_bytes=log.stored_bytes,
-                    retention_ms=log.retention_ms,
-                    retention_bytes=log.retention_bytes,
-                )
-            )
-            await matches[log].complete()
-            if len(response.topics) + len(matches[log].ids) > DESCRIBE_TOPICS_MAX:
-                what = f"more than {DESCRIBE_TOPICS_MAX} topics match: ask for fewer at once"
-                raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
-            known = (id for id in sorted(matches[log].ids) if log.knows_stream(id))
-            response.topics.extend(_topic_state(log, id) for id in known if log.stream(id).records)
+            response = await describe(matches, listing)
         self.counts["withheld"] += any(match.withheld for match in matches.values())
         return response
 
@@ -307,6 +287,8 @@ class HistoryService:
         for left, log in zip(range(len(pending), 0, -1), pending, strict=True):
             batch = RecordBatch(incarnation=log.incarnation)
             share_records, share_bytes = max(1, records // left), max(1, bytes // left)
+            match = poll.matches[log]
+            await match.complete()  # no step lies between this and the end: all that is read was looked at
             end = poll.end(log)
             for _ in range(POLL_STEPS_MAX):
                 place = poll.places[log]
@@ -316,12 +298,12 @@ class HistoryService:
                     place,
                     max_records=share_records,
                     max_bytes=share_bytes,
-                    streams=poll.matches[log].ids,
+                    streams=match.ids,
                     until=end,
                     strict=bool(batch.seq),  # a reply has one record at least, whatever its size
                 )
                 poll.places[log] = min(max(found.covered, place), end)
-                if place < found.floor_seq and _has_passed(found.floor_seq, place, poll.matches[log], log):
+                if place < found.floor_seq and await match.has_passed(found.floor_seq, place):
                     gaps.append(gap_of(Gap.REASON_RETENTION, log.incarnation, place, found.floor_seq + 1))
                 gaps.extend(gap_of(Gap.REASON_CORRUPTION, log.incarnation, *bounds) for bounds in found.gaps)
                 for chunk in found.chunks:
@@ -358,12 +340,6 @@ class HistoryService:
                 poll.woken.set()
 
 
-def _has_passed(floor: int, place: int, match: Match, log: Log) -> bool:
-    """True if retention has deleted something of these streams that the caller, at `place`, has not seen."""
-    streams = (log.stream(id) for id in match.ids if log.knows_stream(id))
-    return match.forgotten_seq > place or any(one.newest_seq > place and one.first_seq <= floor for one in streams)
-
-
 async def _told(poll: Poll) -> list[Position]:
     """Where it is in each log, with the record there as its witness: what the caller has brought, else from the log."""
     places = []
@@ -372,18 +348,3 @@ async def _told(poll: Poll) -> list[Position]:
         witnesses = await witness.at(log, seq) if digest is None else [Witness(seq=seq, digest=digest)]
         places.append(Position(incarnation=log.incarnation, seq=seq, witnesses=witnesses, in_memory=not log.durable))
     return places
-
-
-def _topic_state(log: Log, id: int) -> TopicState:
-    stream = log.stream(id)
-    stored = stream.newest_seq >= log.oldest_seq > 0
-    state = TopicState(
-        topic=stream.source,
-        incarnation=log.incarnation,
-        oldest_seq=max(stream.first_seq, log.oldest_seq) if stored else 0,
-        newest_seq=stream.newest_seq,
-        newest_id=stream.newest_id,
-        records=stream.records,
-    )
-    state.newest_time.FromMilliseconds(stream.newest_time_ms)
-    return state

@@ -102,3 +102,12 @@ def authority_of(address: bytes) -> str:
     if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:  # without parsing it: there may be millions
         return address[2 : 2 + address[1]].decode()
     return UUri.FromString(address).authority_name
+
+
+def kind_of(address: bytes) -> bytes:
+    """All but its authority: a fleet has as many kinds of topics as one vehicle has topics."""
+    if address[:1] == _AUTHORITY_TAG and address[1] < _LENGTH_MAX:
+        return address[2 + address[1] :]
+    uri = UUri.FromString(address)
+    uri.authority_name = ""
+    return uri.SerializeToString()

@@ -16,7 +16,7 @@ import heapq
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +38,7 @@ SWEEP_AGAIN_S: Final = 0.1  # ... between steps of one
 ROOM_AGAIN_S: Final = 1.0  # until room is looked for again where there was none
 LOOKED_AT_MAX: Final = 4_000  # streams in one step on the loop, some milliseconds
 ROOM_STREAMS: Final = 64  # are forgotten at once where room is needed: who holds their numbers is not told one by one
+GONE_KEPT_MAX: Final = 64  # numbers that are gone, of one authority, beside one for each that is there
 AUTHORITIES_MAX: Final = 10_000  # of which is known up to where streams were forgotten; of the others together
 
 Address = bytes | tuple[bytes, bytes]
@@ -79,6 +80,7 @@ class Streams(abc.ABC):
         self._by_address: dict[Address, Stream] = {}
         self._ids = array("Q")  # in order; with some that are forgotten
         self._counts: Counter[str] = Counter()  # by source authority
+        self._of_authority: dict[str, array[int]] = {}  # as `_ids`, by source authority
         self._due: list[int] = []  # heap of seq << 64 | id
         self._fresh: dict[int, float] = {}  # without a record so far, and since when
         # those whose records are gone, the one written longest ago first, and since when
@@ -93,7 +95,8 @@ class Streams(abc.ABC):
         table, now_s = self._table, self._loop.time()
         self._ids = array("Q", table)
         self._by_address = {stream.address: stream for stream in table.values()}
-        self._counts.update(authority_of(stream.source_bytes) for stream in table.values())
+        for stream in table.values():
+            self._note_authority(authority_of(stream.source_bytes), stream.id)
         self._due = [stream.newest_seq << 64 | id for id, stream in table.items() if stream.records]
         self._fresh = {id: now_s for id, stream in table.items() if not stream.records}
         heapq.heapify(self._due)
@@ -128,11 +131,18 @@ class Streams(abc.ABC):
         stream = Stream(self.newest_stream_id, *((address, None) if isinstance(address, bytes) else address))
         self._table[stream.id] = self._by_address[address] = stream
         self._ids.append(stream.id)
-        self._counts[source.authority_name] += 1
+        self._note_authority(source.authority_name, stream.id)
         self._fresh[stream.id] = self._loop.time()
         # at once is not needed: before it has a record nobody misses it
         self._storage.save(lambda writer: writer.save_stream(stream), at_once=False)
         return stream
+
+    def _note_authority(self, authority: str, id: int) -> None:
+        self._counts[authority] += 1
+        known = self._of_authority.get(authority)
+        if known is None:
+            known = self._of_authority[authority] = array("Q")
+        known.append(id)
 
     def _numbered_anew(self, streams: list[int], messages: Sequence[Carried]) -> list[int]:
         """Who appends may have kept a number for longer than the log has: a message says by itself where it comes from
@@ -164,16 +174,15 @@ class Streams(abc.ABC):
         """All of them, in the order of their numbers."""
         return list(self._table.values())
 
-    def streams_after(self, id: int, count: int) -> list[Stream]:
-        """At most `count` of those with a number greater than `id`, in the order of their numbers."""
-        found: list[Stream] = []
-        place = bisect_right(self._ids, id)
-        while place < len(self._ids) and len(found) < count:
-            stream = self._table.get(self._ids[place])
-            if stream is not None:
-                found.append(stream)
-            place += 1
-        return found
+    def streams_after(self, id: int, count: int, authorities: Set[str] | None = None) -> list[Stream]:
+        """At most `count` of those with a number greater than `id`, of these source authorities if given, in the order
+        of their numbers."""
+        if authorities is None:
+            ids = _beyond(self._ids, id)
+        else:
+            known = (self._of_authority.get(authority) for authority in authorities)
+            ids = heapq.merge(*(_beyond(one, id) for one in known if one is not None and one[-1] > id))
+        return list(islice(filter(None, map(self._table.get, ids)), count))
 
     @property
     def stream_count(self) -> int:
@@ -301,7 +310,10 @@ class Streams(abc.ABC):
             authority = authority_of(stream.source_bytes)
             self._counts[authority] -= 1
             if not self._counts[authority]:
-                del self._counts[authority]
+                del self._counts[authority], self._of_authority[authority]
+            elif len(self._of_authority[authority]) > 2 * self._counts[authority] + GONE_KEPT_MAX:
+                kept = filter(self._table.__contains__, self._of_authority[authority])
+                self._of_authority[authority] = array("Q", kept)
             if stream.newest_seq > self._forgotten.get(authority, 0):
                 self._forgotten[authority] = changed[FORGOTTEN_PREFIX + authority] = stream.newest_seq
             self.streams_forgotten += 1
@@ -319,6 +331,11 @@ class Streams(abc.ABC):
             known[OTHERS] = max(known.get(OTHERS, 0), known.pop(authority))
             changed[FORGOTTEN_PREFIX + authority] = None
         changed[FORGOTTEN_PREFIX + OTHERS] = known[OTHERS]
+
+
+def _beyond(ids: Sequence[int], id: int) -> Iterator[int]:
+    """Those of `ids`, which are in order, that are greater."""
+    return map(ids.__getitem__, range(bisect_right(ids, id), len(ids)))
 
 
 __all__ = ["FORGET_AFTER_S", "STREAMS_MAX", "Streams", "TopicsFullError"]

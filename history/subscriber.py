@@ -27,9 +27,11 @@ from uprotocol.core.ustreamer.v1.ustreamer_pb2 import (
     DescribeRequest,
     DescribeResponse,
     Gap,
+    LogState,
     PollRequest,
     PollResponse,
     Position,
+    TopicState,
 )
 from uprotocol.message import M, UPayload
 from uprotocol.pacing import Backoff
@@ -55,7 +57,7 @@ log = structlog.get_logger()
 class HistoryClient:
     """Calls core.ustreamer at `service` (its resource does not matter). Bound to no loop but that of `rpc_client`.
 
-    Both methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll
+    All methods raise UStatusError: what the service answered, DEADLINE_EXCEEDED after `timeout_ms` (and what a poll
     may wait), or DATA_LOSS if the answer can't be read.
     """
 
@@ -65,8 +67,34 @@ class HistoryClient:
         address = (service.authority_name, service.ue_id, service.ue_version_major)
         self._describe, self._poll = (uris.uri(*address, method) for method in (DESCRIBE, POLL))
 
+    async def logs(self, topics: Iterable[UUri] = ()) -> list[LogState]:
+        """The logs, each with the newest record of `topics`, which are patterns (none given: all). It costs the same
+        however many match."""
+        asked = DescribeRequest(topics=topics, listing=DescribeRequest.LISTING_NONE)
+        described = await self._call(self._describe, asked, DescribeResponse, 0)
+        for log in described.logs:
+            if not log.HasField("newest_match_seq"):  # a service of before there were pages has listed them all
+                seqs = (topic.newest_seq for topic in described.topics if topic.incarnation == log.incarnation)
+                log.newest_match_seq = max(seqs, default=0)
+        return list(described.logs)
+
+    async def topics(self, topics: Iterable[UUri] = ()) -> AsyncIterator[TopicState]:
+        """The state of each topic that matches, page by page. One that comes or is forgotten meanwhile may be missing;
+        all others are there once."""
+        asked = DescribeRequest(topics=topics, listing=DescribeRequest.LISTING_PAGE)
+        while True:
+            described = await self._call(self._describe, asked, DescribeResponse, 0)
+            for state in described.topics:
+                yield state
+            if not described.next_page:
+                return
+            if described.next_page == asked.page:
+                raise UStatusError(UCode.DATA_LOSS, f"{self.authority} gives the same page again and again")
+            asked.page = described.next_page
+
     async def describe(self, topics: Iterable[UUri] = ()) -> DescribeResponse:
-        """The logs, and the state of the topics that match (none given: all)."""
+        """The logs, and all topics that match, in one answer: RESOURCE_EXHAUSTED where those are more than some
+        thousand."""
         return await self._call(self._describe, DescribeRequest(topics=topics), DescribeResponse, 0)
 
     async def poll(self, request: PollRequest | None = None) -> PollResponse:

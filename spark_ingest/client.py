@@ -141,7 +141,7 @@ class History:
 
     def describe(self) -> list[LogState]:
         """The logs as they are now. Raises UStatusError, retryable if the streamer is away."""
-        return offsets.logs_of(self._call(lambda client: client.describe(self._topics)))
+        return offsets.logs_of(self._call(lambda client: client.logs(self._topics)))
 
     def prove(self, seqs: Offsets, known: Mapping[str, Known]) -> tuple[dict[str, Known], dict[str, Loss]]:
         """What is known of each log with the record at `seqs`, and which logs are not what was `known` any more."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from history.witness import Known, up_to
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse
+from uprotocol.core.ustreamer.v1 import ustreamer_pb2
 from uprotocol.status import invalid
 
 EARLIEST: Final = "earliest"
@@ -138,13 +138,10 @@ class Loss:
         return f"records {self.after + 1} to {self.before - 1} of log {self.incarnation} are gone"
 
 
-def logs_of(described: DescribeResponse) -> list[LogState]:
-    wanted: dict[bytes, int] = {}
-    for topic in described.topics:
-        wanted[topic.incarnation] = max(topic.newest_seq, wanted.get(topic.incarnation, 0))
+def logs_of(described: Iterable[ustreamer_pb2.LogState]) -> list[LogState]:
     return [
-        LogState(log.incarnation.hex(), log.oldest_seq, log.newest_seq, wanted.get(log.incarnation, 0), log.durable)
-        for log in described.logs
+        LogState(log.incarnation.hex(), log.oldest_seq, log.newest_seq, log.newest_match_seq, log.durable)
+        for log in described
     ]
 
 

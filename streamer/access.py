@@ -13,8 +13,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from history import asked
-from history.asked import EVERYTHING, Sight
+from history import matches
+from history.matches import EVERYTHING, Sight
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.hosted import is_inside
 from streamer.rules import Rules
@@ -78,11 +78,22 @@ class _Sight(Sight):
         self.key = key
         self._endpoint, self._own, self._endpoints, self._rules = endpoint, own, endpoints, rules
         self._allow, self._deny = _owned(entry.allow, own), _owned(entry.deny, own)
+        into = [rule for rule in rules if endpoint is not None and rule.egress == endpoint.name]
+        patterns = [pattern for rule in into for pattern in (*rule.allow, *rule.deny)]
+        named = {one.authority for one in (*self._allow, *self._deny)} | {one.authority_name for one in patterns}
+        self._named = named - {uris.WILDCARD_AUTHORITY}
+        per_rule = max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+        self._cost = len(self._allow) + len(self._deny) + per_rule
 
     @property
     def cost(self) -> int:
-        into = [rule for rule in self._rules if self._endpoint is not None and rule.egress == self._endpoint.name]
-        return len(self._allow) + len(self._deny) + max((len(rule.allow) + len(rule.deny) for rule in into), default=0)
+        return self._cost
+
+    def alike(self, authority: str) -> Hashable:
+        """They live on one network, and no pattern names one of them."""
+        origin = self._endpoints.owner(authority)
+        is_named = uris.is_one_of(authority, self._named)
+        return origin.name if origin is not None else "", authority if is_named else ""
 
     def sees(self, source: UUri, sink: UUri | None) -> bool:
         if any(pattern.matches(source, self._own) for pattern in self._deny):
@@ -105,7 +116,7 @@ def _owned(patterns: Sequence[Pattern], own: str) -> list[Pattern]:
     return [Pattern(uris.with_authority(one.address, own), own) if one.is_own else one for one in patterns]
 
 
-class Access(asked.Access):
+class Access(matches.Access):
     """Of `entries` the first one counts that names a caller."""
 
     def __init__(self, endpoints: Endpoints, rules: Rules, entries: Sequence[Entry]) -> None:

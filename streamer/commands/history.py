@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -17,9 +18,11 @@ from streamer.commands.options import AsJson, DataDir, Where
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer import ids
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, PollRequest
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, PollRequest, TopicState
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+
+TABLE_ROWS_MAX: Final = 1_000  # of one table: it is shown when all of its rows are there
 
 
 def history_(
@@ -51,15 +54,44 @@ def history_(
     network, patterns = where.network(), [uris.parse(topic) for topic in topics or []]
     streamer = ids.at(service)
     if not poll:
-        _show_description(terminal.finish(_describe(network, streamer, patterns)), as_json)
+        terminal.finish(_describe(network, streamer, patterns, as_json))
         return
     for message in terminal.finish(_poll(network, streamer, patterns, limit)):
         client.show(message, as_json)
 
 
-async def _describe(network: Network, streamer: UUri, patterns: list[UUri]) -> DescribeResponse:
+async def _describe(network: Network, streamer: UUri, patterns: list[UUri], as_json: bool) -> None:
+    """Shown as it comes: a fleet has more topics than a terminal's memory should hold."""
     async with network.open() as opened, InMemoryRpcClient(opened, network.local) as rpc:
-        return await HistoryClient(rpc, streamer).describe(patterns)
+        history = HistoryClient(rpc, streamer)
+        await (_print_json if as_json else _print_tables)(await history.logs(patterns), history.topics(patterns))
+
+
+async def _print_json(logs: list[LogState], topics: AsyncIterator[TopicState]) -> None:
+    """One object, though written piece by piece."""
+    print(f'{{"logs": {json.dumps(list(map(_log_row, logs)))}, "topics": [', end="")
+    before = ""
+    async for one in topics:
+        print(before, json.dumps(_topic_row(one)), sep="", end="")
+        before = ", "
+    print("]}")
+
+
+async def _print_tables(logs: list[LogState], topics: AsyncIterator[TopicState]) -> None:
+    _show("logs", list(map(_log_row, logs)))
+    rows: list[dict[str, Any]] = []
+    shown = 0
+    async for one in topics:
+        if len(rows) == TABLE_ROWS_MAX:
+            shown += len(rows)
+            _show(f"topics, up to number {shown}", rows)
+            rows.clear()
+        rows.append(_topic_row(one))
+    _show(f"topics, up to number {shown + len(rows)}" if shown else "topics", rows)
+
+
+def _show(title: str, rows: list[dict[str, Any]]) -> None:
+    terminal.show(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
 
 
 async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: int) -> list[UMessage]:
@@ -77,32 +109,25 @@ async def _poll(network: Network, streamer: UUri, patterns: list[UUri], limit: i
     return found
 
 
-def _show_description(description: DescribeResponse, as_json: bool) -> None:
-    held = [
-        {
-            "incarnation": one.incarnation.hex(),
-            "durable": one.durable,
-            "oldest_seq": one.oldest_seq,
-            "newest_seq": one.newest_seq,
-            "stored_bytes": one.stored_bytes,
-        }
-        for one in description.logs
-    ]
-    topics = [
-        {
-            "topic": uris.format(one.topic),
-            "oldest_seq": one.oldest_seq,
-            "newest_seq": one.newest_seq,
-            "records": one.records,
-            "newest_time": one.newest_time.ToJsonString(),
-        }
-        for one in description.topics
-    ]
-    if as_json:
-        print(json.dumps({"logs": held, "topics": topics}))
-        return
-    for title, rows in (("logs", held), ("topics", topics)):
-        terminal.show(title, list(rows[0]) if rows else [], [list(row.values()) for row in rows])
+def _log_row(one: LogState) -> dict[str, Any]:
+    return {
+        "incarnation": one.incarnation.hex(),
+        "durable": one.durable,
+        "oldest_seq": one.oldest_seq,
+        "newest_seq": one.newest_seq,
+        "newest_match_seq": one.newest_match_seq,
+        "stored_bytes": one.stored_bytes,
+    }
+
+
+def _topic_row(one: TopicState) -> dict[str, Any]:
+    return {
+        "topic": uris.format(one.topic),
+        "oldest_seq": one.oldest_seq,
+        "newest_seq": one.newest_seq,
+        "records": one.records,
+        "newest_time": one.newest_time.ToJsonString(),
+    }
 
 
 def _verify(log: Path, as_json: bool) -> None:

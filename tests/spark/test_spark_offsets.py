@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from spark_ingest import offsets
 from spark_ingest.offsets import LogState, Loss, Offset, Range
-from uprotocol.core.ustreamer.v1.ustreamer_pb2 import DescribeResponse, TopicState
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState as PbLogState
 from uprotocol.status import UStatusError
 
@@ -155,11 +154,26 @@ def test_parse() -> None:
 
 
 def test_logs_of_a_description() -> None:
-    described = DescribeResponse(
-        logs=[
-            PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9),
-            PbLogState(incarnation=b"\xbb" * 16),
-        ],
-        topics=[TopicState(incarnation=b"\xaa" * 16, newest_seq=7), TopicState(incarnation=b"\xaa" * 16, newest_seq=4)],
-    )
+    described = [
+        PbLogState(incarnation=b"\xaa" * 16, durable=True, oldest_seq=2, newest_seq=9, newest_match_seq=7),
+        PbLogState(incarnation=b"\xbb" * 16),
+    ]
     assert offsets.logs_of(described) == [LogState(A, 2, 9, 7, durable=True), LogState(B, 0, 0, 0, durable=False)]
+
+
+# as version 0.1.0, and the last one before topics came in pages, have written them
+CHECKPOINTS = [
+    f'{{"{A}":25000}}',
+    f'{{"{A}":{{"known":[[16384,"26b9d8cf6ec5c9a7"],[21000,"9d2b1cd40af9a4d1"]],"seq":21000}},"{B}":7}}',
+    f'{{"{A}":{{"after":12,"known":[[12,"26b9d8cf6ec5c9a7"]],"seq":30}},"{B}":{{"seq":4,"unread":true}}}}',
+]
+
+
+@pytest.mark.parametrize("text", CHECKPOINTS, ids=["seqs alone", "with what is known", "of a log that went back"])
+def test_a_checkpoint_of_before_is_read_and_written_as_it_was(text: str) -> None:
+    offset = Offset.of(json.loads(text))
+    assert json.dumps(offset.json(), sort_keys=True, separators=(",", ":")) == text
+    grown = [LogState(A, 1, 90_000, 80_000), LogState(B, 1, 9, 9, durable=False)]
+    assert not offsets.lost(offset, grown)
+    end = offsets.between(offset, offsets.advance(offset.seqs, grown, 100), {}, {})
+    assert {log for log, seq in end.seqs.items() if seq > offset.seqs.get(log, 0)} == {A, B}

@@ -389,6 +389,43 @@ def test_the_checkpoint_of_an_older_version_goes_on(host: Host) -> None:
         reader.stop()
 
 
+def fleet(begin: int, end: int) -> list[UMessage]:
+    """A record of each of so many topics, 30 of each vehicle."""
+    topics = (uris.uri(f"vehicle{place // 30}", 0x10, 1, 0x8000 + place % 30) for place in range(begin, end))
+    return [UMessageBuilder.publish(topic).build_from_upayload(UPayload(b"1", 5)) for topic in topics]
+
+
+def test_a_query_over_a_fleet_goes_on_however_many_topics_there_are(host: Host) -> None:
+    """More than one answer could name: 8,000."""
+    wide = StreamReader(host.options(starting_offsets="latest"))
+    some = StreamReader(host.options(topics="up://*/10/1/8007"))
+    try:
+        limit = wide.getDefaultReadLimit()
+        host.ask(fleet(0, 90))
+        begin = wide.initialOffset()
+        assert seqs_of(begin) == {host.incarnation: 90}
+        place = some.latestOffset({}, limit)
+        assert rows_of(some, {}, place) == [8, 38, 68]
+        size = len(json.dumps(begin))
+        for topics in (9_000, 31_000):
+            before = seqs_of(begin)[host.incarnation]
+            host.ask(fleet(before, topics))
+            end = wide.latestOffset(begin, limit)
+            assert rows_of(wide, begin, end) == list(range(before + 1, topics + 1))
+            wide.commit(end)
+            begin, after = end, some.latestOffset(place, limit)
+            assert rows_of(some, place, after) == [seq for seq in range(before + 1, topics + 1) if seq % 30 == 8]
+            place = after
+        assert len(json.dumps(begin)) < 4 * size, "a checkpoint holds nothing of topics"
+        host.restart()
+        reach(wide, some)
+        assert wide.latestOffset(begin, limit) == begin
+        assert seqs_of(wide.latestOffset({}, limit)) == {host.incarnation: 31_000}, "as a query that begins now"
+    finally:
+        wide.stop()
+        some.stop()
+
+
 @pytest.mark.parametrize("where", ["earliest", "latest"])
 def test_volatile_topics_that_are_not_asked_for_cost_a_restart_nothing(host: Host, where: str) -> None:
     quiet = UMessageBuilder.publish(uris.uri("vehicle1", 1, 1, 0x8000)).build()
@@ -525,6 +562,23 @@ def test_rows_are_what_was_published_and_a_restart_goes_on(host: Host, spark: Sp
     assert reader.option("startingOffsets", "latest").load().count() == 0
     with pytest.raises(Exception, match="has no option 'offset'"):
         reader.option("offset", "1").load().count()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_running_query_goes_on_while_a_fleet_grows(host: Host, spark: SparkSession, tmp_path: Path) -> None:
+    host.ask(fleet(0, 90))
+    settings = config(host, tmp_path).model_copy(update={"trigger": pipeline.Trigger(processing_time_ms=200)})
+    query = pipeline.start(spark, settings)
+    try:
+        eventually(lambda: 90 in host.ask()["cursors"].values())
+        for topics in (7_990, 8_010, 9_000):
+            host.ask(fleet(host.ask()["newest"], topics))
+            eventually(lambda topics=topics: query.exception() or topics in host.ask()["cursors"].values())  # type: ignore[misc]
+            assert query.exception() is None
+    finally:
+        query.stop()
+    assert [row["seq"] for row in written(tmp_path)] == list(range(1, 9_001))
 
 
 @pytest.mark.slow

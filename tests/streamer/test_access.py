@@ -7,15 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from history.log import Log
+from history.matches import Match
 from history.subscriber import GaplessSubscriber, HistoryClient
+from streamer.access import Access, Entry, Pattern
 from streamer.config import loads
-from streamer.rules import Rule
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.rules import Rule, Rules
+from transports.local import LocalNetwork, LocalTransport
 from uprotocol import uri as uris
 from uprotocol.communication import InMemoryRpcClient
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import PollRequest, PollResponse
 from uprotocol.message import UMessageBuilder, UPayload
 from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -92,6 +100,10 @@ async def test_a_caller_reads_what_the_rules_let_go_there_and_what_came_from_the
         assert sorted(texts(await vehicle.poll())) == ["cloud0", "cloud1", "open0", "open1", "secret0", "secret1"]
         assert sorted(texts(await mcu.poll())) == ["open0", "open1", "secret0", "secret1"]
         assert topics(await cloud.describe()) == [OPEN, OF_CLOUD] or topics(await cloud.describe()) == [OF_CLOUD, OPEN]
+        paged = [state.topic async for state in cloud.topics() if state.topic.ue_id == 0x8001]
+        assert sorted(map(uris.key, paged)) == sorted(map(uris.key, [OPEN, OF_CLOUD]))
+        seen = [log.newest_match_seq for log in await cloud.logs([uris.pattern(ue_id=0x8001, resource=0x8002)])]
+        assert not any(seen), "nothing is told of what may not be read"
         mixed = await cloud.poll(PollRequest(topics=[SECRET, OPEN]))
         assert texts(mixed) == ["open0", "open1"]
         assert texts(await cloud.poll(PollRequest(topics=[uris.pattern("vehicle1", resource=0x8002)]))) == []
@@ -316,3 +328,55 @@ def test_mistakes_in_access_are_told_with_their_line(entry: str, told: str) -> N
         loads(text)
     assert "config:6:" in caught.value.message
     assert told in caught.value.message
+
+
+AUTHORITIES = ["vehicle1", "ecu1.vin1", "ecu2.vin1", "vehicle2", "cloud", "stranger"]
+NAMED = ["//*/FFFFFFFF/FF/FFFF", "//*/8001/1/8002", "//vehicle1/FFFFFFFF/FF/FFFF", "//ecu1.vin1/8001/1/8001"]
+FAMILIES = ["//*.vin1/8001/1/FFFF", "/8001/1/8002"]  # and that of whoever asks
+SOURCES = [
+    UUri(authority_name=authority, ue_id=0x8001, ue_version_major=1, resource_id=resource)
+    for authority in AUTHORITIES
+    for resource in (0x8001, 0x8002)
+]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.sampled_from(NAMED), max_size=2),
+    st.lists(st.sampled_from(NAMED), max_size=2),
+    st.none() | st.lists(st.sampled_from(NAMED + FAMILIES), max_size=2),
+    st.lists(st.sampled_from(NAMED + FAMILIES), max_size=2),
+    st.sampled_from(AUTHORITIES),
+    st.permutations([(source, names_a_sink) for source in SOURCES for names_a_sink in (False, True)]),
+)
+def test_what_is_seen_of_topics_that_are_alike_is_what_is_seen_of_each(
+    rule_allow: list[str],
+    rule_deny: list[str],
+    allow: list[str] | None,
+    deny: list[str],
+    caller: str,
+    streams: list[tuple[UUri, bool]],
+) -> None:
+    async def run() -> None:
+        network = LocalNetwork()
+        patterns = {"vehicle": ["vehicle1", "*.vin1"], "other": ["vehicle2"], "cloud": ["cloud"]}
+        endpoints = Endpoints(
+            Endpoint(name, names, LocalTransport.on(network, LocalUriProvider(name, 1, 1)))
+            for name, names in patterns.items()
+        )
+        rules = Rules()
+        lists = [[uris.parse(text) for text in texts] for texts in (rule_allow, rule_deny)]
+        rules.add(Rule("vehicle", "cloud", *lists))
+        rules.add(Rule("cloud", "vehicle"))
+        entry = Entry(allow=list(map(Pattern.parse, allow or [])), deny=list(map(Pattern.parse, deny)))
+        access = Access(endpoints, rules, [] if allow is None else [entry])
+        sight = access.of(uris.uri(caller, 0x9001, 1))
+        async with await Log.open(None, name="ring") as log:
+            for source, names_a_sink in streams:
+                log.stream_id(source, uris.pattern("cloud") if names_a_sink else None)
+            match = Match(log, [], sight)
+            await match.complete()
+            assert match.ids == {one.id for one in log.streams() if sight.sees(one.source, one.sink)}
+            assert match.withheld == log.stream_count - len(match.ids)
+
+    asyncio.run(run())

@@ -92,7 +92,34 @@ Global___Witness: _TypeAlias = Witness  # noqa: Y015
 class DescribeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    class _Listing:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _ListingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[DescribeRequest._Listing.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        LISTING_AT_ONCE: DescribeRequest._Listing.ValueType  # 0
+        """all topics in one answer, or RESOURCE_EXHAUSTED: what callers of before there were pages ask for"""
+        LISTING_NONE: DescribeRequest._Listing.ValueType  # 1
+        """the logs alone: it costs the same however many topics there are"""
+        LISTING_PAGE: DescribeRequest._Listing.ValueType  # 2
+        """as many topics as one answer takes, after `page`"""
+
+    class Listing(_Listing, metaclass=_ListingEnumTypeWrapper): ...
+    LISTING_AT_ONCE: DescribeRequest.Listing.ValueType  # 0
+    """all topics in one answer, or RESOURCE_EXHAUSTED: what callers of before there were pages ask for"""
+    LISTING_NONE: DescribeRequest.Listing.ValueType  # 1
+    """the logs alone: it costs the same however many topics there are"""
+    LISTING_PAGE: DescribeRequest.Listing.ValueType  # 2
+    """as many topics as one answer takes, after `page`"""
+
     TOPICS_FIELD_NUMBER: _builtins.int
+    LISTING_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    listing: Global___DescribeRequest.Listing.ValueType
+    """of the topics that match"""
+    page: _builtins.bytes
+    """of LISTING_PAGE: `next_page` of the answer before; empty: the first page"""
     @_builtins.property
     def topics(self) -> _containers.RepeatedCompositeFieldContainer[_uri_pb2.UUri]:
         """patterns; none means every topic"""
@@ -101,10 +128,12 @@ class DescribeRequest(_message.Message):
         self,
         *,
         topics: _abc.Iterable[_uri_pb2.UUri] | None = ...,
+        listing: Global___DescribeRequest.Listing.ValueType = ...,
+        page: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["listing", b"listing", "page", b"page", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -116,19 +145,25 @@ class DescribeResponse(_message.Message):
 
     LOGS_FIELD_NUMBER: _builtins.int
     TOPICS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_FIELD_NUMBER: _builtins.int
+    next_page: _builtins.bytes
+    """opaque; empty: there is no more"""
     @_builtins.property
     def logs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogState]: ...
     @_builtins.property
-    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicState]: ...
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopicState]:
+        """a page may have none, and not be the last one"""
+
     def __init__(
         self,
         *,
         logs: _abc.Iterable[Global___LogState] | None = ...,
         topics: _abc.Iterable[Global___TopicState] | None = ...,
+        next_page: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "topics", b"topics"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logs", b"logs", "next_page", b"next_page", "topics", b"topics"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -145,6 +180,7 @@ class LogState(_message.Message):
     STORED_BYTES_FIELD_NUMBER: _builtins.int
     RETENTION_MS_FIELD_NUMBER: _builtins.int
     RETENTION_BYTES_FIELD_NUMBER: _builtins.int
+    NEWEST_MATCH_SEQ_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.bytes
     durable: _builtins.bool
     oldest_seq: _builtins.int
@@ -153,6 +189,10 @@ class LogState(_message.Message):
     stored_bytes: _builtins.int
     retention_ms: _builtins.int
     retention_bytes: _builtins.int
+    newest_match_seq: _builtins.int
+    """The newest record of the topics that were asked for and may be read, as far as they are known; 0: none. It may be passed by retention.
+    Not there: from a service of before there were pages, whose `topics` say it.
+    """
     def __init__(
         self,
         *,
@@ -163,12 +203,15 @@ class LogState(_message.Message):
         stored_bytes: _builtins.int = ...,
         retention_ms: _builtins.int = ...,
         retention_bytes: _builtins.int = ...,
+        newest_match_seq: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_newest_match_seq", b"_newest_match_seq", "newest_match_seq", b"newest_match_seq"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable", b"durable", "incarnation", b"incarnation", "newest_seq", b"newest_seq", "oldest_seq", b"oldest_seq", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "stored_bytes", b"stored_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_newest_match_seq", b"_newest_match_seq", "durable", b"durable", "incarnation", b"incarnation", "newest_match_seq", b"newest_match_seq", "newest_seq", b"newest_seq", "oldest_seq", b"oldest_seq", "retention_bytes", b"retention_bytes", "retention_ms", b"retention_ms", "stored_bytes", b"stored_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__newest_match_seq: _TypeAlias = _typing.Literal["newest_match_seq"]  # noqa: Y015
+    _WhichOneofArgType__newest_match_seq: _TypeAlias = _typing.Literal["_newest_match_seq", b"_newest_match_seq"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__newest_match_seq) -> _WhichOneofReturnType__newest_match_seq | None: ...
 
 Global___LogState: _TypeAlias = LogState  # noqa: Y015
 
