@@ -17,6 +17,7 @@ import structlog
 
 from history.chunk import Chunk, Passed
 from history.load import NEXT_STREAM, Cursor, Extent
+from history.retention import Ages
 from history.rows import LOG, Row
 from history.store import Changes, Store
 from history.stream import Place, Stream
@@ -256,8 +257,8 @@ class Writer:
         written = Written(store.extent)
         more = self._may_shrink = False
         try:
-            cutoff_ms = self._now_ms() - retention.age_ms
-            more, written.passed = store.retain(cutoff_ms, retention.keep_after(), retention.owed_after())
+            ages = Ages.at(self._now_ms(), retention.age_ms)
+            more, written.passed = store.retain(ages, retention.keep_after(), retention.owed_after())
             store.bound_wal()
             if is_second:
                 written.acknowledged = store.acknowledged_elsewhere()
