@@ -198,8 +198,8 @@ DAMAGE: Final = Table(
        INTEGER NOT NULL, crc INTEGER NOT NULL)""",
     since=2,
 )
-# Chunks that begin in first_seq..last_seq: when the earliest and the latest of them was appended. A row for some hundred
-# chunks does what an index on time did, whose pages each commit wrote anew.
+# Chunks that begin in first_seq..last_seq: when the earliest and the latest of them was appended. A row for many chunks
+# does what an index on time did, whose pages each commit wrote anew.
 SPAN: Final = Table(
     "span",
     ("first_seq", "last_seq", "earliest_ms", "latest_ms"),
