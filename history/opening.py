@@ -30,8 +30,8 @@ from storage.file import SqliteFile, any_text, empty_wal, pragma
 from storage.runtime import Runtime
 
 HEADER_BYTES: Final = 100  # of an SQLite file
-# a file of before is copied into pages of today's size up to here, half a second; a greater one keeps its pages
-REPAGED_BYTES_MAX: Final = 64 << 20
+# a file of before is copied into pages of today's size up to here, some seconds once; a greater one keeps its pages
+REPAGED_BYTES_MAX: Final = 256 << 20
 # the versions of SQLite's format for writing and reading: with any other a file is read-only
 FORMATS: Final = (b"\1\1", b"\2\2")
 

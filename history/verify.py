@@ -118,9 +118,14 @@ class _Verifier:
         self._report.version = version
         if pragma(db, "application_id") != rows.APPLICATION_ID:
             self._note(kinds.STRUCTURE, "the file's header does not say that it is a log")
-        for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
-            if line != "ok":
-                self._note(kinds.STRUCTURE, str(line))
+        try:
+            for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
+                if line != "ok":
+                    self._note(kinds.STRUCTURE, str(line))
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:  # the check does not get over it; what follows may
+            self._note(kinds.STRUCTURE, str(error))
 
     def _read(self, table: rows.Table) -> list[rows.Row]:
         try:

@@ -231,6 +231,7 @@ class SimulatedWorker:
         self._loop, self._work, self._finish, self._name = loop, work, finish, name
         self._batch_max, self._weigh, self._gather_s, self._tick_s = batch_max, weigh, gather_ms / 1000, tick_s
         self._gathering = gathering
+        self._is_first = False
         self._wanted = 0  # jobs that are waited for; 0: nothing is
         self._waiting: asyncio.TimerHandle | None = None
         self._jobs: list[Any] = []
@@ -263,7 +264,7 @@ class SimulatedWorker:
 
     def _wake(self) -> None:
         if not self._busy and not self._ended.done():
-            self._busy = True
+            self._busy, self._is_first = True, len(self._jobs) <= 1
             early = max(0.0, self._gather_s - (self._loop.now - self._last))
             self._loop.call_later(early + self._loop.random.random() * self.DELAY_S, self._gather)
 
@@ -282,7 +283,7 @@ class SimulatedWorker:
         if self._gathering is None or self._closing or not self._jobs:
             self._turn()
             return
-        self._wanted = self._gathering.wanted()
+        self._wanted = self._gathering.wanted(is_first=self._is_first)
         if self._is_enough():
             self._gathering.took(len(self._jobs), waited=False, in_vain=False)
             self._wanted = 0

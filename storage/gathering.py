@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final
 
 LOOK_MIN: Final = 8  # turns from one look to the next where looks bring something ...
-LOOK_MAX: Final = 256  # ... and where they don't: a window lost in so many turns is not felt
+LOOK_MAX: Final = 1_024  # ... and where they don't: a window lost in so many turns is not felt
 WHATEVER_COMES: Final = 1 << 30
 
 
@@ -25,21 +25,23 @@ class Gathering:
         the worker."""
         self.window_s, self.enough = window_ms / 1_000, enough
         self._expected = 1  # jobs that a wait brings, with those that were there: 1, and nothing is waited for
-        self._every = self._left = LOOK_MIN
+        self._every = self._left = LOOK_MIN  # turns: from look to look, and until the next one
+        self._is_look = False
 
     def __repr__(self) -> str:
         return f"Gathering(expected={self._expected}, looks every {self._every})"
 
-    def wanted(self) -> int:
-        """Jobs to wait for."""
-        return self._expected if self._left > 0 else WHATEVER_COMES
+    def wanted(self, *, is_first: bool) -> int:
+        """Jobs to wait for. `is_first`: the worker was idle when the first of them came. Looks begin there, if it ever
+        is, so that one sees a burst from its beginning."""
+        self._is_look = self._left <= 0 and (is_first or self._left <= -LOOK_MIN)
+        return WHATEVER_COMES if self._is_look else self._expected
 
     def took(self, jobs: int, *, waited: bool, in_vain: bool) -> None:
-        """A turn began with so many jobs. `waited`: for more than were there. `in_vain`: the window ended before there
+        """A turn begins with so many jobs. `waited`: for more than were there. `in_vain`: the window ended before there
         were as many as wanted, or enough."""
-        is_look = self._left <= 0
         self._left -= 1
-        if is_look and waited:
+        if self._is_look and waited:
             self._every = LOOK_MIN if jobs > self._expected else min(2 * self._every, LOOK_MAX)
             self._left = self._every
             self._expected = jobs if jobs > self._expected else self._less(jobs)

@@ -185,13 +185,14 @@ class ThreadWorker(Worker[J]):
 
     def _gather(self, last: float) -> None:
         """Until a batch is worth it."""
+        is_first = not self._jobs
         if not self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s):
             return
         if last + self._gather_s > time.monotonic():
             self._sleep(self._batch_max, self._batch_max, last + self._gather_s)
         gathering = self._gathering
         if gathering is not None and not self._closing:
-            wanted = gathering.wanted()
+            wanted = gathering.wanted(is_first=is_first)
             is_enough = len(self._jobs) >= wanted or self._waiting_weight >= gathering.enough
             in_vain = not is_enough and not self._sleep(wanted, gathering.enough, self._since + gathering.window_s)
             gathering.took(len(self._jobs), waited=not is_enough, in_vain=in_vain)
