@@ -26,7 +26,7 @@ from uprotocol.v1.ucode_pb2 import UCode
 if TYPE_CHECKING:
     from history.log import Log
 
-FLUSH_MS: Final = 200  # what is saved beside records is on disk that soon; of a cursor, what is lost is only sent twice
+FLUSH_MS: Final = 200  # what is saved beside records is on disk that soon
 READ_THREADS: Final = 2
 
 T = TypeVar("T")
@@ -97,7 +97,6 @@ class Disk:
 
     def _flush(self) -> None:
         self._flush_due = None
-        self._log.drop_ended_leases()
         self.writer.flush()
 
     async def run(self, call: Callable[..., T], *arguments: object) -> T:

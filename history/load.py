@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import sqlite3
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import structlog
 
@@ -30,11 +30,15 @@ NOT_KNOWN: Final = -1
 CURSORS_LOST: Final = "cursors_lost"  # in meta: since then nobody has closed the log
 # in meta: the number that the next stream gets, also where those before it are forgotten
 NEXT_STREAM: Final = "next_stream"
+# in meta: the index of streams, and the spans, may name chunks that retention has deleted
+STALE_NAMES: Final = "stale_names"
 STREAMS: Final = "streams"  # in meta: how many rows there are
 # in meta, with a source authority: up to where records of its forgotten streams went ...
 FORGOTTEN_PREFIX: Final = "forgotten:"
 OTHERS: Final = "*"  # ... or of all those that are not named
 NUMBERS_LEAP: Final = 1 << 20  # where it is damaged which number is next
+# rolled forward on open at most; the index of streams is written this seldom, and its pages then once
+CHECKPOINT_CHUNKS: Final = 2_048
 
 log = structlog.get_logger()
 
@@ -67,6 +71,25 @@ class Extent:
     disk_free_bytes: int = 0  # that are left to us on its disk
 
 
+class Unindexed(NamedTuple):
+    """A chunk since the last checkpoint."""
+
+    first_seq: int
+    streams: bytes  # as Columns has them
+    time_ms: int
+    bytes: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> Unindexed:
+        return cls(columns.first_seq, columns.streams, columns.time_ms, columns.bytes)
+
+
+def span_of(chunks: Sequence[Unindexed]) -> rows.Row:
+    """The row of SPAN for these chunks, of which there is one at least."""
+    times = [chunk.time_ms for chunk in chunks]
+    return chunks[0].first_seq, chunks[-1].first_seq, min(times), max(times)
+
+
 @dataclass(slots=True)
 class Loaded:
     """What a store starts with."""
@@ -82,7 +105,7 @@ class Loaded:
     holes: list[tuple[int, int]] = field(default_factory=list)  # (after, before): committed once, and lost
     ledger: Ledger = field(default_factory=Ledger)
     found: list[Damage] = field(default_factory=list)  # now, and never before
-    unindexed: list[tuple[int, bytes]] = field(default_factory=list)  # chunks since the last checkpoint
+    unindexed: list[Unindexed] = field(default_factory=list)  # chunks since the last checkpoint
     dirty: set[int] = field(default_factory=set)  # streams that grew since
     is_index_trusted: bool = True
 
@@ -107,7 +130,8 @@ class Loading:
         default_factory=list
     )  # (table, rows) to be written at the end
     _deletes: list[tuple[str, Any]] = field(default_factory=list)
-    _index: list[tuple[int, int]] | None = None  # made anew
+    _index: list[tuple[int, int]] | None = None  # made anew ...
+    _spans: list[rows.Row] = field(default_factory=list)  # ... and with it
     _rebuild: bool = False
     _is_count_sure: bool = True  # nothing of the numbers of streams is damaged
     _bad_streams: list[int] = field(default_factory=list)  # whose rows can't be read
@@ -122,9 +146,14 @@ class Loading:
         made.incarnation = meta["incarnation"]
         self._rebuild = self._rebuild or meta["indexed_seq"] == NOT_KNOWN
         self._load_holes()
+        self._load_spans()
         self._load_streams(meta)
         oldest = rows.oldest_of(self._db)
         made.extent = Extent(oldest, meta["newest_seq"], meta["floor_seq"], meta["stored_bytes"])
+        if STALE_NAMES in meta:
+            self._deletes.append(("DELETE FROM chunk_stream WHERE first_seq <= ?", meta["floor_seq"]))
+            self._deletes.append(("DELETE FROM span WHERE last_seq <= ?", meta["floor_seq"]))
+            self._deletes.append(("DELETE FROM meta WHERE key = ?", STALE_NAMES))
         if not self._rebuild:
             self._roll_forward(meta["indexed_seq"])
         if self._rebuild:
@@ -201,6 +230,11 @@ class Loading:
             self._found(kinds.HOLE, "which records were lost earlier was damaged, and is found anew")
         self._rebuild = self._rebuild or bool(found.bad)
 
+    def _load_spans(self) -> None:
+        if self._read(rows.SPAN).bad:
+            self._found(kinds.INDEX, "when records were appended was damaged, and is found anew in them")
+            self._rebuild = True
+
     def _load_forgotten(self, meta: dict[str, Any]) -> None:
         prefix, forgotten = FORGOTTEN_PREFIX, self._made.forgotten
         self._made.next_stream = meta.get(NEXT_STREAM, 1)
@@ -266,7 +300,7 @@ class Loading:
         made = self._made
         stored = made.extent.stored_bytes
         for columns, chunk in self._chunks(indexed_seq):
-            made.unindexed.append((columns.first_seq, columns.streams))
+            made.unindexed.append(Unindexed.of(columns))
             stored += columns.bytes
             made.extent.newest_seq = max(made.extent.newest_seq, columns.last_seq)
             if chunk is not None:
@@ -326,6 +360,7 @@ class Loading:
         known_holes = set(made.holes)
         expected: int | None = None
         index: list[tuple[int, int]] = []
+        found: list[Unindexed] = []
         for columns, chunk in self._chunks(-1):
             stored += columns.bytes
             if expected is not None and columns.first_seq > expected:
@@ -333,10 +368,13 @@ class Loading:
             expected = columns.last_seq + 1
             newest = max(newest, columns.last_seq)
             index += [(id, columns.first_seq) for id in unpack_streams(columns.streams)]
+            found.append(Unindexed.of(columns))
             if chunk is not None:
                 self._name(chunk)
                 self._count(chunk, columns)
         self._note_lost_streams()
+        step = CHECKPOINT_CHUNKS
+        self._spans = [span_of(found[begin : begin + step]) for begin in range(0, len(found), step)]
         made.extent.stored_bytes = stored
         made.extent.newest_seq = max(newest, made.extent.newest_seq)
         if made.extent.floor_seq == NOT_KNOWN:
@@ -411,6 +449,8 @@ class Loading:
             if self._index is not None:
                 db.execute("DELETE FROM chunk_stream")
                 db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", sorted(self._index))
+                db.execute("DELETE FROM span")
+                rows.SPAN.insert(db, self._spans)
 
 
 __all__ = ["Cursor", "Extent", "Loaded", "Loading", "Stream", "address_of", "authority_of"]

@@ -27,7 +27,7 @@ from history.ring import Ring
 from history.rows import HELD_PREFIXES
 from history.store import RETENTION_BYTES
 from history.streams import STREAMS_MAX, Streams, TopicsFullError
-from history.writer import Append, Writer, Written
+from history.writer import CURSORS_IDLE_S, Append, Writer, Written
 from storage.runtime import REAL, Runtime
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -40,6 +40,8 @@ TAIL_BYTES_MAX: Final = 32 << 20
 APPEND_RECORDS_MAX: Final = 65_536
 # one that can't be written tries again so often, even if nobody appends: who sees it unhealthy may not send
 PROBE_MS: Final = 1_000
+# a lease that has less left is on disk soon when it is longer again, so that no crash ends it
+LEASE_LEFT_MS: Final = round(2_000 * CURSORS_IDLE_S)
 CURSORS_MAX: Final = 50_000  # peers, their parked topics, and consumers with a name; some 300 bytes each
 READ_RECORDS_MAX: Final = 2_048  # of one read, if the caller does not say
 READ_BYTES_MAX: Final = 4 << 20
@@ -93,6 +95,7 @@ class Log(Streams):
         self._queued = 0  # messages of those
         self._grown = asyncio.Event()  # or closed
         self._cursors = dict(loaded.cursors)
+        self._next_lease_end_ms = 0  # no lease ends before; Unix milliseconds
         self._append_callbacks: list[Callable[[], None]] = []
         self._passed_callbacks: list[Callable[[Passed], None]] = []
         self._damage_callbacks: list[Callable[[Damage], None]] = []
@@ -213,6 +216,7 @@ class Log(Streams):
         self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
         batch = written.batch
         if batch is None:
+            self.drop_ended_leases()
             return
         self._queued -= sum([len(append.messages) for append in batch])
         self._appending.difference_update(batch)
@@ -270,7 +274,8 @@ class Log(Streams):
     def set_cursor(
         self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
     ) -> None:
-        """On disk with the next transaction, or within disk.FLUSH_MS.
+        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, within
+        writer.CURSORS_IDLE_S, and sooner while messages come.
 
         What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`
         until the lease ends, and then the cursor is gone; with `holds` until it is dropped. `absent_ms` is kept for the
@@ -284,9 +289,21 @@ class Log(Streams):
                 what = f"the log {self.name} has {CURSORS_MAX} cursors, which is the limit"
                 raise UStatusError(UCode.RESOURCE_EXHAUSTED, what)
         cursor = Cursor(seq, None if lease_ms is None else self._now_ms() + lease_ms, holds, absent_ms)
-        if cursor != known:
-            self._cursors[name] = cursor
+        if cursor == known:
+            return
+        self._cursors[name] = cursor
+        if cursor.lease_until_ms is not None:
+            self._next_lease_end_ms = min(self._next_lease_end_ms, cursor.lease_until_ms)
+        if known is not None and self._has_only_moved(known, cursor):
+            self._storage.save(lambda writer: writer.move_cursor(name, cursor), at_once=False)
+        else:
             self._storage.save(lambda writer: writer.save_cursor(name, cursor))
+
+    def _has_only_moved(self, known: Cursor, cursor: Cursor) -> bool:
+        """And what is on disk of it holds at least until this will be."""
+        if known.lease_until_ms is None or cursor.lease_until_ms is None:
+            return (known.holds, known.lease_until_ms) == (cursor.holds, cursor.lease_until_ms)
+        return known.lease_until_ms - self._now_ms() >= LEASE_LEFT_MS
 
     def drop_cursor(self, name: str) -> None:
         """Nothing happens if there is none."""
@@ -295,8 +312,12 @@ class Log(Streams):
 
     def drop_ended_leases(self) -> None:
         now = self._now_ms()
-        for name, cursor in list(self._cursors.items()):
-            if cursor.lease_until_ms is not None and cursor.lease_until_ms < now:
+        if now <= self._next_lease_end_ms:
+            return
+        leased = [(one.lease_until_ms, name) for name, one in self._cursors.items() if one.lease_until_ms is not None]
+        self._next_lease_end_ms = min((until for until, _ in leased if until >= now), default=NOBODY)
+        for until, name in leased:
+            if until < now:
                 self.drop_cursor(name)
 
     def keep_after(self) -> int:

@@ -26,10 +26,12 @@ from history.rows import DAMAGE, LOG, SCHEMA_VERSION
 from history.salvage import keep_head, salvage
 from storage.disk import BadMarkError, Marked, read_mark
 from storage.faults import DamagedError, is_damage, move_aside, primary_code
-from storage.file import SqliteFile, any_text, empty_wal
+from storage.file import SqliteFile, any_text, empty_wal, pragma
 from storage.runtime import Runtime
 
 HEADER_BYTES: Final = 100  # of an SQLite file
+# a file of before is copied into pages of today's size up to here, some seconds once; a greater one keeps its pages
+REPAGED_BYTES_MAX: Final = 256 << 20
 # the versions of SQLite's format for writing and reading: with any other a file is read-only
 FORMATS: Final = (b"\1\1", b"\2\2")
 
@@ -41,8 +43,8 @@ class Opening:
 
     def __init__(self, path: Path, runtime: Runtime, now_ms: Callable[[], int], sizes: Sizes) -> None:
         self.path, self._runtime, self._now_ms = path, runtime, now_ms
-        pages = sizes.wal // 2 // rows.PAGE_BYTES
-        pragmas = "cell_size_check = 1", f"wal_autocheckpoint = {pages}", f"journal_size_limit = {sizes.wal}"
+        # secure_delete: many builds of SQLite write what was deleted once more, as zeros
+        pragmas = "cell_size_check = 1", "secure_delete = FAST", f"journal_size_limit = {sizes.wal}"
         self.file = SqliteFile(LOG, path, runtime.disk, pragmas)
         self.loaded = Loaded()
 
@@ -80,6 +82,11 @@ class Opening:
         db.text_factory = any_text
         if file.update(rows.version_of(db)):
             log.info("the log was brought to a newer format", path=str(self.path), version=SCHEMA_VERSION)
+        if pragma(db, "page_size") != rows.PAGE_BYTES:
+            if file.repaginate(rows.PAGE_BYTES, REPAGED_BYTES_MAX):
+                log.info("the log was copied into pages that cost less", path=str(self.path))
+            db = file.connect()
+            db.text_factory = any_text
         self.loaded = Loading(db, marked, mark_trouble, self._now_ms(), self._runtime.random_bytes).run()
         if is_new or damage:
             self.loaded.found = self.loaded.ledger.open
@@ -94,7 +101,7 @@ class Opening:
     def _read_mark(self) -> tuple[Marked | None, str]:
         """What the mark says, and else why it can't be used."""
         try:
-            return read_mark(self.path, may_be_v1=self.file.version < SCHEMA_VERSION), ""
+            return read_mark(self.path, may_be_v1=self.file.version < rows.DAMAGE.since), ""
         except (OSError, BadMarkError) as error:
             return None, f"the mark can't be used ({error})"
 

@@ -1,8 +1,8 @@
 """Reading the log's file, in executor threads: a bounded step at a time, and round what is damaged.
 
 (after, until, streams) -> places: first_seqs, by index or by scan -> rows -> decode -> select -> Scan
-walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of its
-      index on time -> checksum -> (first_seq, columns | why not)
+walk: every chunk that can still be found, in the order of the table, and where that can't be walked any further, of the
+      index of streams -> checksum -> (first_seq, columns | why not)
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import contextlib
 import sqlite3
 import struct
 import threading
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import structlog
 
-from history.chunk import ID_BYTES, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
-from history.rows import CHUNK_COLUMNS
+from history.chunk import ID_BYTES, NOBODY, Chunk, Columns, CorruptChunkError, Scan, decode, unpack_streams
+from history.rows import CHUNK_COLUMNS, SPAN
 from storage.disk import REAL_DISK, Disk
 from storage.faults import is_damage
 from storage.file import any_text
@@ -153,9 +154,7 @@ class Reader:
             if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
                 raise
             reason = str(error)
-        following = db.execute(
-            "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?", (first_seq,)
-        ).fetchone()[0]
+        following = following_place(db, first_seq)
         after, end = max(found.after, first_seq - 1), found.until + 1
         before = min(following or end, end)
         found.gaps.append((after, before))
@@ -181,10 +180,15 @@ class Reader:
         return None
 
     def first_after_time(self, time_ms: int) -> int | None:
-        """The first seq appended after `time_ms`."""
+        """The first seq appended after `time_ms`; whatever the clock did, none of those is before it."""
+        query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? AND time_ms > ? ORDER BY 1 LIMIT 1"
         with self._snapshot() as db:
-            (seq,) = db.execute("SELECT min(first_seq) FROM chunk WHERE time_ms > ?", (time_ms,)).fetchone()
-        return None if seq is None else int(seq)
+            for first_seq, last_seq, _, latest_ms in spans(db):
+                if latest_ms > time_ms:
+                    found = db.execute(query, (first_seq, last_seq, time_ms)).fetchone()
+                    if found is not None:
+                        return int(found[0])
+        return None
 
     def recent_ids(self, count: int) -> list[tuple[int, bytes]]:
         """Stream and id of the newest records, oldest first; of what can be read without looking into all of it."""
@@ -257,9 +261,7 @@ def _scanned(db: sqlite3.Connection, start: int, until: int, wanted: Set[int] | 
     except sqlite3.DatabaseError as error:
         if not is_damage(error):
             raise
-        # The table itself can't be walked; its index on time still names every chunk.
-        query = query.replace("streams FROM chunk", "NULL FROM chunk INDEXED BY chunk_time")
-        rows = db.execute(query, (start, until, SCAN_CHUNKS_MAX)).fetchall()
+        rows = [(place, None) for place in _named_places(db, start, until, SCAN_CHUNKS_MAX)]
     complete_to = until if len(rows) < SCAN_CHUNKS_MAX else min(until, rows[-1][0])
     if wanted is not None:  # a damaged set of streams may have them
         rows = [row for row in rows if not isinstance(row[1], bytes) or not wanted.isdisjoint(unpack_streams(row[1]))]
@@ -288,16 +290,83 @@ def walk(db: sqlite3.Connection) -> Iterator[tuple[int, Columns | None, str]]:
             yield first_seq, None, str(error)
 
 
+def following_place(db: sqlite3.Connection, after: int) -> int | None:
+    """The first_seq of the next chunk that can be found; None: there is none."""
+    try:
+        found = db.execute("SELECT min(first_seq) FROM chunk WHERE first_seq > ?", (after,)).fetchone()[0]
+        return None if found is None else int(found)
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+    return next(iter(_named_places(db, after + 1, NOBODY, 1)), None)
+
+
+def _named_places(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    """Where the table can't be walked: what the index of streams names, though all of it has to be looked through for
+    that, and what of the table lies beyond the damage."""
+    query = "SELECT DISTINCT first_seq FROM chunk_stream WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
+    found = set(_walked(db, start, until, count))
+    with contextlib.suppress(sqlite3.DatabaseError):
+        found.update(row[0] for row in db.execute(query, (start, until, count)))
+    return sorted(found)[:count]
+
+
+def _walked(db: sqlite3.Connection, start: int, until: int, count: int) -> list[int]:
+    found: list[int] = []
+    place: int | None = start
+    query = "SELECT first_seq FROM chunk WHERE first_seq BETWEEN ? AND ? ORDER BY 1 LIMIT ?"
+    while place is not None and len(found) < count:
+        try:
+            for (first_seq,) in db.execute(query, (place, until, count - len(found))):
+                found.append(first_seq)
+                place = first_seq + 1
+            break
+        except sqlite3.DatabaseError:
+            place = _beyond_damage(db, place, until)
+    return found
+
+
+def _beyond_damage(db: sqlite3.Connection, place: int, until: int) -> int | None:
+    """The next place from which the table can be walked again: by leaps, each twice as far, and then back."""
+
+    def is_whole(place: int) -> bool:
+        try:
+            db.execute("SELECT first_seq FROM chunk WHERE first_seq >= ? ORDER BY 1 LIMIT 1", (place,)).fetchone()
+        except sqlite3.DatabaseError:
+            return False
+        return True
+
+    leap = 1
+    while not is_whole(place + leap):
+        leap *= 2
+        if place + leap > until:
+            return None
+    return bisect_left(range(place + leap), True, lo=place + leap // 2 + 1, key=is_whole)
+
+
 def _all_places(db: sqlite3.Connection) -> Iterator[int]:
     last = -1
     with contextlib.suppress(sqlite3.DatabaseError):
-        for (first_seq,) in db.execute("SELECT first_seq FROM chunk NOT INDEXED ORDER BY first_seq"):
+        for (first_seq,) in db.execute("SELECT first_seq FROM chunk ORDER BY first_seq"):
             if isinstance(first_seq, int) and first_seq > last:
                 last = first_seq
                 yield last
         return
     with contextlib.suppress(sqlite3.DatabaseError):
-        rest = {
-            row[0] for row in db.execute("SELECT first_seq FROM chunk INDEXED BY chunk_time") if isinstance(row[0], int)
-        }
-        yield from sorted(place for place in rest if place > last)
+        yield from _named_places(db, last + 1, NOBODY, NOBODY)
+
+
+class Span(NamedTuple):
+    """Chunks that begin in first_seq..last_seq: none of them was appended earlier or later than this, Unix
+    milliseconds."""
+
+    first_seq: int
+    last_seq: int
+    earliest_ms: int
+    latest_ms: int
+
+
+def spans(db: sqlite3.Connection) -> list[Span]:
+    """In order; the last one has the chunks since the last checkpoint, of whose times nothing is known."""
+    known = [Span(*row) for row in db.execute(f"SELECT {', '.join(SPAN.columns)} FROM span ORDER BY first_seq")]
+    return [*known, Span(max((span.last_seq for span in known), default=-1) + 1, NOBODY, -NOBODY, NOBODY)]

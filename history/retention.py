@@ -10,11 +10,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
-from history.chunk import NOBODY, Chunk, CorruptChunkError
-from history.reader import chunk_at
-from history.rows import PAGE_BYTES
+from history.chunk import Chunk, CorruptChunkError
+from history.reader import chunk_at, spans
 from storage.file import pragma
 
 WAL_SHARE: Final = 16  # of the bytes of retention, one part in so many is for the write-ahead log ...
@@ -24,13 +23,33 @@ WAL_WAIT_MS: Final = 100  # for readers, some steps of them
 TRANSACTION_SHARE: Final = 16  # one part in so many is for the next transaction ...
 TRANSACTION_BYTES_MAX: Final = 4 << 20  # ... 8,192 messages of 500 bytes
 OTHER_BYTES: Final = 128 << 10  # the index of the write-ahead log, the mark, the head, the lock
-FILE_BYTES_MIN: Final = 256 << 10  # tables and indexes that hold nothing take some 180 KiB
-CHUNKS_PER_PASS: Final = 64  # keeps a pass to milliseconds, since appends wait for it
-VACUUM_PAGES_PER_PASS: Final = 64  # 1 MiB given back per pass
+FILE_BYTES_MIN: Final = 256 << 10  # tables and indexes that hold nothing take some 180 KiB, where pages are of 16 KiB
+# both keep a pass to milliseconds, since appends wait for it; and each pass writes some pages beside
+CHUNKS_PER_PASS: Final = 256
+BYTES_PER_PASS: Final = 8 << 20
+AGE_SHARE: Final = 64  # retention by age comes one part in so many of the age late ...
+LATE_MS_MAX: Final = 600_000  # ... and not more than that: what goes together costs the disk less
+VACUUM_BYTES_PER_PASS: Final = 1 << 20  # given back
 VACUUM_FREE_PERCENT: Final = 25  # free pages below that are the room for the next chunks
 WITNESSES_MAX: Final = 8  # damaged chunks that claim to be old are passed over, so many in a pass
 
-Doomed = tuple[int, int, bytes]  # first_seq, bytes, streams
+Doomed = tuple[int, int, bytes, int]  # first_seq, bytes, streams, time_ms
+
+
+class Ages(NamedTuple):
+    """What is old, in Unix milliseconds."""
+
+    now_ms: int
+    cutoff_ms: int  # what was appended before goes
+    late_ms: int  # but nothing does before its oldest was appended so long before that
+
+    @classmethod
+    def at(cls, now_ms: int, age_ms: int) -> Ages:
+        return cls(now_ms, now_ms - age_ms, min(age_ms // AGE_SHARE, LATE_MS_MAX))
+
+    def is_due(self, time_ms: int) -> bool:
+        """Has the oldest chunk to go, or can't its time be right?"""
+        return time_ms < self.cutoff_ms - self.late_ms or time_ms > self.now_ms
 
 
 class Sizes:
@@ -46,49 +65,80 @@ class Sizes:
 
 def used_bytes(db: sqlite3.Connection) -> int:
     """Of pages that hold something."""
-    return (pragma(db, "page_count") - pragma(db, "freelist_count")) * PAGE_BYTES
+    return (pragma(db, "page_count") - pragma(db, "freelist_count")) * pragma(db, "page_size")
 
 
-def find_doomed(db: sqlite3.Connection, cutoff_ms: int, excess: int, keep_after: int) -> tuple[list[Doomed], int]:
+def find_doomed(
+    db: sqlite3.Connection, ages: Ages, excess: int, keep_after: int, *, at_once: bool
+) -> tuple[list[Doomed], int]:
     """The oldest chunks that have to go, and the last seq of them. A chunk ends where the next begins: that is safer
-    than its own word."""
+    than its own word. `at_once`: what is old goes now, and not only when enough of it can go together."""
+    if excess <= 0 and not at_once:
+        oldest = db.execute("SELECT time_ms FROM chunk ORDER BY first_seq LIMIT 1").fetchone()
+        if oldest is None or not ages.is_due(oldest[0]):
+            return [], 0
     size = "length(streams) + length(ids) + length(data)"
-    oldest = f"SELECT first_seq, {size}, streams FROM chunk ORDER BY first_seq LIMIT ?"
-    rows: list[Doomed] = db.execute(oldest, (CHUNKS_PER_PASS + 1,)).fetchall()
-    aged = _aged(db, cutoff_ms) if len(rows) > 1 and rows[1][0] - 1 <= keep_after else 0
+    query = f"SELECT first_seq, {size}, streams, time_ms FROM chunk ORDER BY first_seq LIMIT ?"
+    rows: list[Doomed] = db.execute(query, (CHUNKS_PER_PASS + 1,)).fetchall()
+    aged = _aged(db, rows, ages) if len(rows) > 1 and rows[1][0] - 1 <= keep_after else 0
     doomed: list[Doomed] = []
-    floor = 0
+    floor = size_now = 0
     for row, following in pairwise(rows):
         last = following[0] - 1
-        if excess <= 0 and not (row[0] <= aged and last <= keep_after):
+        if size_now >= BYTES_PER_PASS or (excess <= 0 and not (row[0] <= aged and last <= keep_after)):
             break
         doomed.append(row)
         floor = last
         excess -= row[1]
+        size_now += row[1]
     return doomed, floor
 
 
-def _aged(db: sqlite3.Connection, cutoff_ms: int) -> int:
-    """Order is by seq, not by the clock: whatever was appended before an old record is older. One wrong time must not
-    delete them all: the witness has to be whole."""
-    query = "SELECT max(first_seq) FROM chunk WHERE time_ms < ? AND first_seq < ?"
-    witness = NOBODY
-    for _ in range(WITNESSES_MAX):
-        witness = db.execute(query, (cutoff_ms, witness)).fetchone()[0] or 0
-        if not witness:
-            return 0
+def is_full_pass(doomed: Sequence[Doomed]) -> bool:
+    """There may be more."""
+    return len(doomed) == CHUNKS_PER_PASS or sum(bytes for _, bytes, *_ in doomed) >= BYTES_PER_PASS
+
+
+def _aged(db: sqlite3.Connection, rows: Sequence[Doomed], ages: Ages) -> int:
+    """The last of the oldest chunks that are too old, one after the other; 0: there is none.
+
+    Order is by seq, not by the clock. A time that has not come yet can't be right, so what follows decides about such a
+    chunk. One wrong time must not delete what is young: the last one, the witness, has to be whole.
+    """
+    witnesses = []
+    for first_seq, _, _, time_ms in rows:
+        if time_ms < ages.cutoff_ms:
+            witnesses.append(first_seq)
+        elif time_ms <= ages.now_ms:
+            break
+    else:
+        if not witnesses and _is_next_aged(db, rows[-1][0], ages):
+            return rows[-1][0]
+    for witness in witnesses[: -WITNESSES_MAX - 1 : -1]:
         try:
             columns, _chunk = chunk_at(db, witness)
         except CorruptChunkError:
             continue
-        if columns.time_ms < cutoff_ms:
+        if columns.time_ms < ages.cutoff_ms:
             return witness
     return 0
 
 
+def _is_next_aged(db: sqlite3.Connection, after: int, ages: Ages) -> bool:
+    """Is the first chunk beyond `after` too old whose time may be right? Those between come from the future, as they
+    say: a clock was wrong for long."""
+    query = "SELECT first_seq, time_ms FROM chunk WHERE first_seq BETWEEN ? AND ? AND time_ms <= ? ORDER BY 1 LIMIT 1"
+    for first_seq, last_seq, earliest_ms, _ in spans(db):
+        if last_seq > after and earliest_ms <= ages.now_ms:
+            found = db.execute(query, (max(first_seq, after + 1), last_seq, ages.now_ms)).fetchone()
+            if found is not None:
+                return bool(found[1] < ages.cutoff_ms)
+    return False
+
+
 def readable(db: sqlite3.Connection, doomed: Sequence[Doomed]) -> Iterator[Chunk]:
     """The chunks, but for those that can't be read."""
-    for first_seq, _, _ in doomed:
+    for first_seq, *_ in doomed:
         try:
             yield chunk_at(db, first_seq)[1]
         except CorruptChunkError:
@@ -98,9 +148,10 @@ def readable(db: sqlite3.Connection, doomed: Sequence[Doomed]) -> Iterator[Chunk
 def vacuum(db: sqlite3.Connection, sizes: Sizes) -> bool:
     """Give back what is free: all beyond the limit, and most of what nobody will need soon. A bounded step; True if
     there is more."""
-    free, pages = pragma(db, "freelist_count"), pragma(db, "page_count")
-    is_beyond = free > 0 and pages * PAGE_BYTES > sizes.file + sizes.transaction
-    if not is_beyond and (free * 100 <= pages * VACUUM_FREE_PERCENT or free < VACUUM_PAGES_PER_PASS):
+    free, pages, page_bytes = (pragma(db, name) for name in ("freelist_count", "page_count", "page_size"))
+    step = VACUUM_BYTES_PER_PASS // page_bytes
+    is_beyond = free > 0 and pages * page_bytes > sizes.file + sizes.transaction
+    if not is_beyond and (free * 100 <= pages * VACUUM_FREE_PERCENT or free < step):
         return False
-    db.execute(f"PRAGMA incremental_vacuum({VACUUM_PAGES_PER_PASS})").fetchall()
+    db.execute(f"PRAGMA incremental_vacuum({step})").fetchall()
     return True

@@ -1,11 +1,10 @@
 """The rows of a log beside its chunks: tables, versions, and a checksum in each row that matters.
 
 write: values + checksum -> row        read: row -> as written | one bit turned, put right | bad
-upgrade: tables of an older version -> today's, in one transaction or not at all
+upgrade, replace_time_index: tables of an older version -> today's, in one transaction or not at all
 
 SQLite checks no content: a bit that turns on the disk moves a cursor, or a record to another topic, in silence. Chunks
-have a checksum of their own (chunk.py). `chunk_stream` and the index on time have none: readers compare what they find
-there with the chunks.
+have a checksum of their own (chunk.py). `chunk_stream` has none: readers compare what they find there with the chunks.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ from storage.file import FileKind, any_text, tables_of
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
 
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 APPLICATION_ID: Final = 0x7570_7331  # "ups1": tells a log from any other SQLite file
-PAGE_BYTES: Final = 16_384  # a batch of 512 messages takes some 170 KB; measured best of 4 to 32 KiB
+# a commit of one message writes a page or two: small ones spare the flash, and full batches don't feel it
+# (docs/adr/small-pages-and-gathered-commits.md). Files of before may have others: ask them
+PAGE_BYTES: Final = 2_048
 # a file up to this size is checked whole on open (a second per GB); a greater one where it is read
 CHECK_BYTES_MAX: Final = 256 << 20
 CORRECTED_MAX: Final = 1_000  # rows of a table that are searched for a turned bit, some milliseconds each
@@ -44,6 +45,7 @@ class Table:
     ddl: str
     # a quick way to what is summed, for rows that have the types they should
     packed: Callable[[Row], bytes] | None = None
+    since: int = 1  # the version of the schema that brought it
 
     def insert(self, db: sqlite3.Connection, rows: Iterable[Row]) -> None:
         """Insert, or replace what has the same key."""
@@ -63,9 +65,12 @@ class Table:
     def read(self, db: sqlite3.Connection) -> Checked:
         """Every row, held against its checksum; those of version 1, which had none, as today's table has them. Raises
         sqlite3.Error, ValueError."""
-        if not has_checksums(db, self.name) and version_of(db) == 1:
-            old = () if self is DAMAGE else db.execute(f"SELECT * FROM {self.name}")
-            return Checked([upgraded(self, row) for row in old])
+        if not has_checksums(db, self.name):
+            version = version_of(db)
+            if self.since > version:
+                return Checked()
+            if version == 1:
+                return Checked([upgraded(self, row) for row in db.execute(f"SELECT * FROM {self.name}")])
         found = Checked()
         found.rows.extend(self.each(db, found))
         return found
@@ -191,14 +196,23 @@ DAMAGE: Final = Table(
     NULL,
        before INTEGER NOT NULL, incarnation BLOB NOT NULL, moved_to TEXT NOT NULL, detail TEXT NOT NULL, acknowledged
        INTEGER NOT NULL, crc INTEGER NOT NULL)""",
+    since=2,
 )
-CHECKED: Final = (META, STREAM, HOLE, CURSOR, DAMAGE)
+# Chunks that begin in first_seq..last_seq: when the earliest and the latest of them was appended. A row for many chunks
+# does what an index on time did, whose pages each commit wrote anew.
+SPAN: Final = Table(
+    "span",
+    ("first_seq", "last_seq", "earliest_ms", "latest_ms"),
+    """CREATE TABLE span (first_seq INTEGER PRIMARY KEY, last_seq INTEGER NOT NULL, earliest_ms INTEGER NOT NULL,
+       latest_ms INTEGER NOT NULL, crc INTEGER NOT NULL)""",
+    since=3,
+)
+CHECKED: Final = (META, STREAM, HOLE, CURSOR, DAMAGE, SPAN)
 
 _CHUNK: Final = (
     """CREATE TABLE chunk (first_seq INTEGER PRIMARY KEY, records INTEGER NOT NULL, time_ms INTEGER NOT NULL, bytes
     INTEGER NOT NULL,
        crc INTEGER NOT NULL, streams BLOB NOT NULL, ids BLOB NOT NULL, data BLOB NOT NULL)""",
-    "CREATE INDEX chunk_time ON chunk (time_ms)",
     "CREATE TABLE chunk_stream (stream INTEGER NOT NULL, first_seq INTEGER NOT NULL, PRIMARY KEY (stream, first_seq)) "
     "WITHOUT ROWID",
 )
@@ -230,26 +244,41 @@ _V1: Final = (
     "CREATE TABLE hole (after INTEGER PRIMARY KEY, before INTEGER NOT NULL)",
     "CREATE TABLE cursor (name TEXT PRIMARY KEY, seq INTEGER NOT NULL, lease_until_ms INTEGER) WITHOUT ROWID",
 )
+_TIME_INDEX: Final = "CREATE INDEX chunk_time ON chunk (time_ms)"  # until version 2
+_V2: Final = tuple(table for table in CHECKED if table.since <= 2)
 SCHEMAS: Final = tuple(
     frozenset(" ".join(statement.split()) for statement in (*tables, *_CHUNK))
-    for tables in (_V1, [table.ddl for table in CHECKED])
+    for tables in ((*_V1, _TIME_INDEX), (*[table.ddl for table in _V2], _TIME_INDEX), [table.ddl for table in CHECKED])
 )
 """What SQLite says of the tables of each version, but for white space."""
+OLD_SPAN_RECORDS: Final = 65_536  # in a span of an older file: a poll from a time looks through one
 
 
 def upgrade(db: sqlite3.Connection) -> None:
-    """From version 1, in the caller's transaction. Chunks and their index are the same in all versions."""
-    old = [(table, table.read(db).rows) for table in CHECKED]
-    for table in CHECKED:
+    """From version 1, in the caller's transaction. Chunks are the same in all versions."""
+    old = [(table, table.read(db).rows) for table in _V2]
+    for table in _V2:
         db.execute(f"DROP TABLE IF EXISTS {table.name}")
         db.execute(table.ddl)
     for table, found in old:
         table.insert(db, found)
 
 
+def replace_time_index(db: sqlite3.Connection) -> None:
+    """From version 2, in the caller's transaction. Only the index is read, which has all that is needed: some hundred
+    milliseconds for a GiB of small chunks."""
+    db.execute(SPAN.ddl)
+    spans = f"""SELECT min(first_seq), max(first_seq), min(time_ms), max(time_ms) FROM chunk INDEXED BY chunk_time
+                GROUP BY first_seq / {OLD_SPAN_RECORDS}"""
+    SPAN.insert(db, db.execute(spans).fetchall())
+    db.execute("DROP INDEX chunk_time")
+
+
 def version_of(db: sqlite3.Connection) -> int:
     """What the tables say; bits of what the header says may have turned."""
-    return SCHEMA_VERSION if has_checksums(db, "meta") else 1
+    if has_checksums(db, SPAN.name):
+        return SCHEMA_VERSION
+    return 2 if has_checksums(db, META.name) else 1
 
 
 def has_checksums(db: sqlite3.Connection, table: str) -> bool:
@@ -283,7 +312,7 @@ LOG: Final = FileKind(
     "log",
     APPLICATION_ID,
     SCHEMA_VERSION,
-    migrations={1: lambda db: upgrade(db)},
+    migrations={1: lambda db: upgrade(db), 2: replace_time_index},
     is_ours=lambda db: {"chunk", "chunk_stream", "meta"} <= tables_of(db),
     layout=(f"page_size = {PAGE_BYTES}", "auto_vacuum = INCREMENTAL"),
     quick_bytes_max=CHECK_BYTES_MAX,

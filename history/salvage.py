@@ -39,7 +39,8 @@ def head_path(path: Path) -> Path:
 def keep_head(path: Path) -> None:
     """Called when the file is known to be whole and its write-ahead log is empty. Raises OSError."""
     with path.open("rb") as file:
-        page = file.read(rows.PAGE_BYTES)
+        header = file.read(_HEADER_BYTES)
+        page = header + file.read(_page_bytes(header) - _HEADER_BYTES)
     kept = _read_head(path)
     if kept is None or kept[_HEADER_BYTES:] != page[_HEADER_BYTES:]:
         head_path(path).write_bytes(page + _CRC.pack(zlib.crc32(page)))
@@ -49,15 +50,20 @@ def _read_head(path: Path) -> bytes | None:
     with contextlib.suppress(OSError):
         data = head_path(path).read_bytes()
         page = data[:-4]
-        if len(page) == rows.PAGE_BYTES and _CRC.unpack(data[-4:])[0] == zlib.crc32(page):
+        if len(page) == _page_bytes(page) > _HEADER_BYTES and _CRC.unpack(data[-4:])[0] == zlib.crc32(page):
             return page
     return None
+
+
+def _page_bytes(header: bytes) -> int:
+    """As the file says itself; files of before have greater pages than new ones."""
+    return int.from_bytes(header[16:18], "big")  # 65,536 would not fit, and was never used
 
 
 def _put_head(copy: Path, head: bytes) -> None:
     """Page 1 anew: its counters as the file's size says, and nothing on the list of free pages."""
     page = bytearray(head)
-    pages = copy.stat().st_size // rows.PAGE_BYTES
+    pages = copy.stat().st_size // len(page)
     page[24:40] = struct.pack(">IIII", 1, pages, 0, 0)  # change counter, pages, first free page, free pages
     page[92:96] = struct.pack(">I", 1)  # the change counter for which the number of pages holds
     with copy.open("r+b") as file:
@@ -147,7 +153,7 @@ def _fill(
         kept[FORGOTTEN_PREFIX + OTHERS] = kept["floor_seq"]
     rows.META.insert(db, kept.items())
     for table in rows.CHECKED:
-        if table not in (rows.META, rows.DAMAGE):
+        if table not in (rows.META, rows.DAMAGE, rows.SPAN):
             table.insert(db, read[table.name].rows)
 
 

@@ -16,18 +16,17 @@ from typing import Any, Final
 import structlog
 
 from history.chunk import Allowance, Chunk, Passed, encode, unpack_streams
-from history.load import CURSORS_LOST, NOT_KNOWN, STREAMS, Cursor
+from history.load import CHECKPOINT_CHUNKS, CURSORS_LOST, NOT_KNOWN, STALE_NAMES, STREAMS, Cursor, Unindexed, span_of
 from history.opening import Opening, suspect_path
-from history.retention import CHUNKS_PER_PASS, WAL_WAIT_MS, Sizes, find_doomed, readable, used_bytes, vacuum
-from history.rows import CURSOR, DAMAGE, META, STREAM, Row, oldest_of
+from history.retention import WAL_WAIT_MS, Ages, Doomed, Sizes, find_doomed, is_full_pass, readable, used_bytes, vacuum
+from history.rows import CURSOR, DAMAGE, META, SPAN, STREAM, Row, oldest_of
 from history.stream import NOWHERE, Place, Stream, growth_of
 from storage.faults import disk_bytes, free_bytes
 from storage.file import empty_wal, pragma, transaction
 from storage.runtime import REAL, Runtime
 
 RETENTION_BYTES: Final = 1 << 30  # some six million messages of 150 bytes; a flash of a small gateway bears it
-# rolled forward on open at most; the index of streams is written this seldom, its pages then once
-CHECKPOINT_CHUNKS: Final = 256
+CHECKPOINT_BYTES: Final = 32 << 20  # rolled forward on open at most: a tenth of a second
 WAL_AGAIN_S: Final = 1.0  # until readers are waited for again, where that was in vain
 
 log = structlog.get_logger()
@@ -82,6 +81,9 @@ class Store:
         self._used_bytes = 0  # of pages that are in use, when we last looked
         self._added_bytes = 0  # since then
         self._wal_due = 0.0
+        self._unindexed_bytes = sum(chunk.bytes for chunk in self.loaded.unindexed)
+        self._stale: set[int] = set()  # streams of which the index names chunks that retention has deleted
+        self._aging = False  # retention by age has more to do
         self._passing: Passed | None = None  # by a step of retention that may have failed
         self._late: list[Passed] = []
         self._connected(self.file.connect())
@@ -118,6 +120,7 @@ class Store:
 
     def _connected(self, db: sqlite3.Connection) -> None:
         self._data_version = pragma(db, "data_version")
+        db.execute(f"PRAGMA wal_autocheckpoint = {self.sizes.wal // 2 // pragma(db, 'page_size')}")
         self._look(db)
         self.sample()
 
@@ -133,9 +136,11 @@ class Store:
         self._must_count = True
         meta, extent = dict[str, int](META.read(db).rows), self.extent
         if meta.get("floor_seq", 0) > extent.floor_seq:
-            extent.floor_seq, extent.stored_bytes = meta["floor_seq"], meta.get("stored_bytes", extent.stored_bytes)
-            extent.oldest_seq = oldest_of(db)
-            self._checkpointed()
+            extent.floor_seq, extent.oldest_seq = meta["floor_seq"], oldest_of(db)
+            unindexed = self.loaded.unindexed
+            if unindexed and meta.get("newest_seq", 0) >= unindexed[0].first_seq:  # it was a checkpoint, too
+                self._checkpointed()
+            extent.stored_bytes = meta.get("stored_bytes", extent.stored_bytes) + self._unindexed_bytes
             if self._passing is not None:
                 self._late.append(self._passing)
         self._passing = None
@@ -152,7 +157,8 @@ class Store:
         that works. Returns where the streams of these chunks are now, for the loop to take over when it hears of it."""
         db, extent, unindexed, ahead = self._connection(), self.extent, self.loaded.unindexed, self.ahead
         columns = [encode(chunk) for chunk in chunks]
-        checkpoint = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS
+        is_due = len(unindexed) + len(chunks) >= CHECKPOINT_CHUNKS or self._unindexed_bytes >= CHECKPOINT_BYTES
+        checkpoint = is_due and len(unindexed) > 0  # up to before these chunks, whose streams have not grown yet
         if self._added_bytes > self.sizes.transaction // 8:  # here, since after the COMMIT nothing may fail
             self._look(db)
         with transaction(db):
@@ -163,13 +169,14 @@ class Store:
             )
             if probe:
                 META.insert(db, [("probe", self.runtime.random_bytes(8))])
-            if checkpoint and unindexed:  # up to before these chunks, whose streams have not grown yet
+            if checkpoint:
                 self._checkpoint(db)
         if checkpoint:
             self._checkpointed()
         places: dict[int, Place] = {}
         for chunk, c in zip(chunks, columns, strict=True):
-            unindexed.append((c.first_seq, c.streams))
+            unindexed.append(Unindexed.of(c))
+            self._unindexed_bytes += c.bytes
             extent.oldest_seq = extent.oldest_seq or c.first_seq
             extent.newest_seq = c.last_seq
             extent.stored_bytes += c.bytes
@@ -210,17 +217,26 @@ class Store:
         META.insert(db, [(STREAMS, self._stream_rows)])
 
     def _checkpoint(self, db: sqlite3.Connection) -> None:
-        index = [(id, first_seq) for first_seq, packed in self.loaded.unindexed for id in unpack_streams(packed)]
+        unindexed, extent = self.loaded.unindexed, self.extent
+        index = [(id, chunk.first_seq) for chunk in unindexed for id in unpack_streams(chunk.streams)]
         index.sort()
         db.executemany("INSERT OR IGNORE INTO chunk_stream VALUES (?, ?)", index)
+        if unindexed:
+            SPAN.insert(db, [span_of(unindexed)])
         STREAM.insert(db, [self.streams[id].row(self.ahead[id]) for id in sorted(self.ahead) if id in self.streams])
-        extent = self.extent
         meta = {"newest_seq": extent.newest_seq, "floor_seq": extent.floor_seq, "stored_bytes": extent.stored_bytes}
         meta["indexed_seq"] = extent.newest_seq if self.loaded.is_index_trusted else NOT_KNOWN
         META.insert(db, meta.items())
+        if self._stale:
+            gone = [(id, extent.floor_seq) for id in sorted(self._stale)]
+            db.executemany("DELETE FROM chunk_stream WHERE stream = ? AND first_seq <= ?", gone)
+            db.execute("DELETE FROM span WHERE last_seq <= ?", (extent.floor_seq,))
+            db.execute("DELETE FROM meta WHERE key = ?", (STALE_NAMES,))
 
     def _checkpointed(self) -> None:
         self.loaded.unindexed.clear()
+        self._unindexed_bytes = 0
+        self._stale.clear()
         heard = self.heard_seq
         for id in [id for id, place in self.ahead.items() if place[1] <= heard]:
             del self.ahead[id]
@@ -250,40 +266,56 @@ class Store:
         """Costs nothing: is it time to `retain`?"""
         return self._used_bytes + self._added_bytes > self.sizes.file
 
-    def retain(self, cutoff_ms: int, keep_after: int, owed_after: int) -> tuple[bool, list[Passed]]:
-        """Delete the oldest chunks: those appended before `cutoff_ms`, but none with a seq beyond `keep_after`, and in
-        any case as many as it takes to keep all files within their sizes. The last chunk stays, so that a reader finds
-        the end. A bounded step: True if there is more to do.
+    def retain(self, ages: Ages, keep_after: int, owed_after: int) -> tuple[bool, list[Passed]]:
+        """Delete the oldest chunks: those that are too old, but none with a seq beyond `keep_after`, and in any case as
+        many as it takes to keep all files within their sizes. The last chunk stays, so that a reader finds the end. A
+        bounded step: True if there is more to do.
 
         What lies beyond `owed_after` is handed back, as far as that is not too much.
         """
         db = self._connection()
         late, self._late = self._late, []
-        doomed, floor = find_doomed(db, cutoff_ms, self._excess(db), keep_after)
+        doomed, floor = find_doomed(db, ages, self._excess(db), keep_after, at_once=self._aging)
         if not doomed:
+            self._aging = False
             return vacuum(db, self.sizes), late
-        before = replace(self.extent)
         if owed_after < floor:
-            owed = max(owed_after, before.floor_seq)
+            owed = max(owed_after, self.extent.floor_seq)
             self._passing = Passed(owed, floor + 1, self.allowance.take(readable(db, doomed), owed))
         try:
-            with transaction(db):
-                self._checkpoint(db)
-                index = [(id, first) for first, _, packed in doomed for id in unpack_streams(packed)]
-                db.executemany("DELETE FROM chunk_stream WHERE stream = ? AND first_seq = ?", index)
-                db.execute("DELETE FROM chunk WHERE first_seq <= ?", (floor,))
-                self.extent.oldest_seq = oldest_of(db)
-                self.extent.floor_seq = max(before.floor_seq, floor)
-                self.extent.stored_bytes -= sum(bytes for _, bytes, _ in doomed)
-                META.insert(db, [("floor_seq", self.extent.floor_seq), ("stored_bytes", self.extent.stored_bytes)])
+            self._delete(db, doomed, floor)
         except BaseException:
-            self.extent, self._late = before, late
+            self._late = late
             raise
-        self._checkpointed()
         if self._passing is not None:
             late.append(self._passing)
             self._passing = None
-        return len(doomed) == CHUNKS_PER_PASS or self._excess(db) > 0, late
+        self._aging = is_full_pass(doomed) or self._excess(db) > 0
+        return self._aging, late
+
+    def _delete(self, db: sqlite3.Connection, doomed: Sequence[Doomed], floor: int) -> None:
+        """What the index and the spans say of them goes with the next checkpoint, so that its pages are written once
+        for all that went meanwhile."""
+        before, unindexed = replace(self.extent), self.loaded.unindexed
+        checkpoint = len(unindexed) > 0 and floor >= unindexed[0].first_seq
+        self._stale.update(*(unpack_streams(packed) for _, _, packed, _ in doomed))
+        try:
+            with transaction(db):
+                db.execute("DELETE FROM chunk WHERE first_seq <= ?", (floor,))
+                self.extent.oldest_seq = oldest_of(db)
+                self.extent.floor_seq = max(before.floor_seq, floor)
+                self.extent.stored_bytes -= sum(bytes for _, bytes, *_ in doomed)
+                if checkpoint:
+                    self._checkpoint(db)
+                else:  # who opens the file counts in what came since the last checkpoint
+                    stored_bytes = self.extent.stored_bytes - self._unindexed_bytes
+                    meta = {"floor_seq": self.extent.floor_seq, "stored_bytes": stored_bytes, STALE_NAMES: 1}
+                    META.insert(db, meta.items())
+        except BaseException:
+            self.extent = before
+            raise
+        if checkpoint:
+            self._checkpointed()
 
     def _look(self, db: sqlite3.Connection) -> None:
         self._used_bytes, self._added_bytes = used_bytes(db), 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +18,7 @@ from history import damage as kinds
 from history import rows
 from history.chunk import Chunk, Columns, CorruptChunkError, decode, message_ids, unpack_streams
 from history.damage import Damage, Ledger
-from history.reader import chunk_at, walk
+from history.reader import Span, chunk_at, following_place, walk
 from storage.disk import REAL_DISK, BadMarkError, Disk, Marked, read_mark
 from storage.file import any_text, pragma
 from uprotocol import uri as uris
@@ -93,6 +94,7 @@ class _Verifier:
         for id, source, sink, *_ in found[rows.STREAM]:
             self._addresses[id] = _address(UUri.FromString(source), None if sink is None else UUri.FromString(sink))
         self._floor = int(self._meta.get("floor_seq", 0))
+        self._spans = [Span(*row) for row in found[rows.SPAN]]
         self._chunks()
         self._index()
         newest = int(self._meta.get("newest_seq", 0))
@@ -116,9 +118,14 @@ class _Verifier:
         self._report.version = version
         if pragma(db, "application_id") != rows.APPLICATION_ID:
             self._note(kinds.STRUCTURE, "the file's header does not say that it is a log")
-        for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
-            if line != "ok":
-                self._note(kinds.STRUCTURE, str(line))
+        try:
+            for (line,) in db.execute(f"PRAGMA integrity_check({FINDINGS_MAX})"):
+                if line != "ok":
+                    self._note(kinds.STRUCTURE, str(line))
+        except sqlite3.OperationalError:
+            raise
+        except sqlite3.DatabaseError as error:  # the check does not get over it; what follows may
+            self._note(kinds.STRUCTURE, str(error))
 
     def _read(self, table: rows.Table) -> list[rows.Row]:
         try:
@@ -143,8 +150,7 @@ class _Verifier:
             elif not expected and first_seq > floor + 1:
                 self._jump(floor, first_seq)
             if columns is None:
-                query = "SELECT min(first_seq) FROM chunk INDEXED BY chunk_time WHERE first_seq > ?"
-                following = self._db.execute(query, (first_seq,)).fetchone()[0]
+                following = following_place(self._db, first_seq)
                 self._note_records(first_seq - 1, following or first_seq + 1, why)
                 expected = following or 0
                 continue
@@ -154,6 +160,7 @@ class _Verifier:
             report.newest_seq = expected = chunk.last_seq
             expected += 1
             self._is_named(columns)
+            self._is_in_span(columns)
             self._within(chunk, columns)
         newest = int(self._meta.get("newest_seq", 0))
         if report.newest_seq < newest and expected and newest > floor:
@@ -217,6 +224,15 @@ class _Verifier:
                 elif columns.first_seq <= int(self._meta.get("indexed_seq", 0)):
                     what = f"the records from {columns.first_seq} on are not in the index"
                     self._note(kinds.INDEX, f"stream {id}: {what}")
+
+    def _is_in_span(self, columns: Columns) -> None:
+        """Do the append times that are looked up by span hold for this chunk?"""
+        if self._report.version < rows.SPAN.since or columns.first_seq > int(self._meta.get("indexed_seq", 0)):
+            return
+        place = bisect_right(self._spans, columns.first_seq, key=lambda span: span.first_seq) - 1
+        span = self._spans[place] if place >= 0 else Span(0, 0, 0, 0)
+        if columns.first_seq > span.last_seq or not span.earliest_ms <= columns.time_ms <= span.latest_ms:
+            self._note(kinds.INDEX, f"the append time of the records from {columns.first_seq} on is not in its span")
 
     def _ends(self, newest: int, cursors: list[rows.Row]) -> None:
         for name, seq, *_ in cursors:

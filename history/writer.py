@@ -17,10 +17,12 @@ import structlog
 
 from history.chunk import Chunk, Passed
 from history.load import NEXT_STREAM, Cursor, Extent
+from history.retention import Ages
 from history.rows import LOG, Row
 from history.store import Changes, Store
 from history.stream import Place, Stream
 from storage.faults import is_damage
+from storage.gathering import Gathering
 from storage.worker import Worker
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
@@ -32,6 +34,14 @@ CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a 
 TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
 RETENTION_PERIOD_MS: Final = 1_000  # sooner if the log has grown beyond its bytes
 IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
+# How long a message waits for others that share its commit, and how many are enough. Measured, with what other values
+# cost and bring: docs/adr/small-pages-and-gathered-commits.md
+GATHER_MS: Final = 4.0
+GATHER_RECORDS: Final = 16
+# A cursor that has only moved goes along with a commit, but not with each, since that costs a page; where none comes,
+# it is written alone after a while. What is lost of it is sent twice.
+CURSORS_PERIOD_S: Final = 1.0
+CURSORS_IDLE_S: Final = 10.0
 
 log = structlog.get_logger()
 
@@ -116,12 +126,15 @@ class Writer:
         self._numbering = Numbering(store.loaded.start_seq, store.streams, store.ahead)
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
+        self._moved: dict[str, Cursor] = {}  # guarded as well: cursors that need not be on disk soon, and ...
+        self._moved_since = 0.0  # ... when the first of them came
+        self._ending = False
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
         # on the thread: what was submitted before the loop heard of all of them fails, too, or it would overtake
         self._failures = 0
         self._error = UStatusError(UCode.UNAVAILABLE, "an append before this one failed")
-        self._next_retention = self._next_sample = 0.0
+        self._next_retention = self._next_sample = self._next_cursors = 0.0
         self._may_shrink = True  # retention found something to do the last time, or it was not needed
         self._monotonic = store.runtime.monotonic
         # None: commit what was saved, though nothing is appended
@@ -130,6 +143,7 @@ class Writer:
             self._turn,
             batch_max=TRANSACTION_RECORDS_MAX,
             weigh=lambda job: 0 if job is None else len(job.messages),
+            gathering=Gathering(GATHER_MS, GATHER_RECORDS),
             tick_s=IDLE_TICK_S,
             finish=store.close,
         )
@@ -151,8 +165,17 @@ class Writer:
             self._changes.meta.update(meta)
 
     def save_cursor(self, name: str, cursor: Cursor | None) -> None:
+        """None: it is dropped."""
         with self._shared:
+            self._moved.pop(name, None)
             self._changes.cursors[name] = cursor
+
+    def move_cursor(self, name: str, cursor: Cursor) -> None:
+        """One that was saved, and has only moved since: once a second with a commit, or within CURSORS_IDLE_S."""
+        with self._shared:
+            if not self._moved:
+                self._moved_since = self._monotonic()
+            self._moved[name] = cursor
 
     def save_damage(self, rows: Sequence[Row]) -> None:
         with self._shared:
@@ -169,6 +192,8 @@ class Writer:
 
     async def stop(self) -> None:
         """Commit what waits, and close the store."""
+        with self._shared:
+            self._ending = True
         self.flush()
         await self._worker.close()
 
@@ -176,13 +201,26 @@ class Writer:
 
     def _turn(self, jobs: list[Append | None]) -> None:
         batch = [job for job in jobs if job is not None]
-        flush = len(batch) < len(jobs)
+        flush = len(batch) < len(jobs) or self._is_cursor_late()
         if behind := [append for append in batch if append.failures_heard < self._failures]:
             batch = [append for append in batch if append.failures_heard == self._failures]
             self._refuse(behind)
         if batch or flush:
             self._write(batch)
         self._retain()
+
+    def _is_cursor_late(self) -> bool:
+        return bool(self._moved) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
+
+    def _take_changes(self) -> Changes:
+        with self._shared:  # streams that a batch names were saved before it was submitted, so they are here by now
+            changes, self._changes = self._changes, Changes()
+            now = self._monotonic()
+            if self._moved and (now >= self._next_cursors or self._ending):
+                changes.cursors |= self._moved  # newer than what a failed commit gave back
+                self._moved.clear()
+                self._next_cursors = now + CURSORS_PERIOD_S
+        return changes
 
     def _write(self, batch: list[Append]) -> None:
         try:
@@ -218,8 +256,7 @@ class Writer:
         self._store.heard_seq = max(self._store.heard_seq, written.extent.newest_seq)
 
     def _commit(self, batch: list[Append]) -> Written:
-        with self._shared:  # streams that the batch names were saved before it was submitted, so they are here by now
-            changes, self._changes = self._changes, Changes()
+        changes = self._take_changes()
         self._numbering.begin()
         try:
             chunks = self._chunks(batch) if batch else []
@@ -256,8 +293,8 @@ class Writer:
         written = Written(store.extent)
         more = self._may_shrink = False
         try:
-            cutoff_ms = self._now_ms() - retention.age_ms
-            more, written.passed = store.retain(cutoff_ms, retention.keep_after(), retention.owed_after())
+            ages = Ages.at(self._now_ms(), retention.age_ms)
+            more, written.passed = store.retain(ages, retention.keep_after(), retention.owed_after())
             store.bound_wal()
             if is_second:
                 written.acknowledged = store.acknowledged_elsewhere()

@@ -22,6 +22,8 @@ from asyncio import events
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
+from storage.gathering import Gathering
+
 T = TypeVar("T")
 
 EXECUTOR_DELAY_S: Final = 0.003  # at most, before a call and after it
@@ -220,6 +222,7 @@ class SimulatedWorker:
         batch_max: int = 256,
         weigh: Callable[[Any], int] | None = None,
         gather_ms: int = 0,
+        gathering: Gathering | None = None,
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -227,6 +230,10 @@ class SimulatedWorker:
         assert isinstance(loop, VirtualLoop)
         self._loop, self._work, self._finish, self._name = loop, work, finish, name
         self._batch_max, self._weigh, self._gather_s, self._tick_s = batch_max, weigh, gather_ms / 1000, tick_s
+        self._gathering = gathering
+        self._is_first = False
+        self._wanted = 0  # jobs that are waited for; 0: nothing is
+        self._waiting: asyncio.TimerHandle | None = None
         self._jobs: list[Any] = []
         self._told: list[Callable[[], object]] = []
         self._busy = self._closing = self._working = False
@@ -241,6 +248,8 @@ class SimulatedWorker:
 
     def put(self, job: Any) -> None:
         self._jobs.append(job)
+        if self._wanted and self._is_enough():
+            self._gathered(in_vain=False)
         self._wake()
 
     def tell(self, call: Callable[[], object]) -> None:
@@ -248,20 +257,47 @@ class SimulatedWorker:
 
     async def close(self) -> None:
         self._closing = True
+        if self._wanted:
+            self._gathered(in_vain=False)
         self._wake()
         await asyncio.shield(self._ended)
 
     def _wake(self) -> None:
         if not self._busy and not self._ended.done():
-            self._busy = True
+            self._busy, self._is_first = True, len(self._jobs) <= 1
             early = max(0.0, self._gather_s - (self._loop.now - self._last))
-            self._loop.call_later(early + self._loop.random.random() * self.DELAY_S, self._turn)
+            self._loop.call_later(early + self._loop.random.random() * self.DELAY_S, self._gather)
 
     def _tick_later(self) -> None:
         if self._tick_s is not None:
             if self._ticking is not None:
                 self._ticking.cancel()
             self._ticking = self._loop.call_later(self._tick_s, self._wake)
+
+    def _is_enough(self) -> bool:
+        assert self._gathering is not None
+        weight = sum(1 if self._weigh is None else self._weigh(job) for job in self._jobs)
+        return len(self._jobs) >= self._wanted or weight >= self._gathering.enough
+
+    def _gather(self) -> None:
+        if self._gathering is None or self._closing or not self._jobs:
+            self._turn()
+            return
+        self._wanted = self._gathering.wanted(is_first=self._is_first)
+        if self._is_enough():
+            self._gathering.took(len(self._jobs), waited=False, in_vain=False)
+            self._wanted = 0
+            self._turn()
+        else:
+            self._waiting = self._loop.call_later(self._gathering.window_s, lambda: self._gathered(in_vain=True))
+
+    def _gathered(self, *, in_vain: bool) -> None:
+        assert self._gathering is not None
+        assert self._waiting is not None
+        self._wanted = 0
+        self._waiting.cancel()
+        self._gathering.took(len(self._jobs), waited=True, in_vain=in_vain)
+        self._loop.call_soon(self._turn)
 
     def _turn(self) -> None:
         batch: list[Any] = []

@@ -166,11 +166,15 @@ class Disk:
 
     def sync_folder(self, path: Path) -> None:
         """What was made, renamed or removed in this folder stays so from here on."""
-        folder = os.open(path, os.O_RDONLY)
+        self.sync(path)
+
+    def sync(self, path: Path) -> None:
+        """What is in this file, or folder, stays so from here on."""
+        file = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(file)
         finally:
-            os.close(folder)
+            os.close(file)
 
 
 REAL_DISK: Final = Disk()

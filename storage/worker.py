@@ -15,11 +15,13 @@ import queue
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 import structlog
 
+from storage.gathering import Gathering
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
@@ -45,6 +47,7 @@ class Worker(ABC, Generic[J]):
         batch_max: int = BATCH_MAX,
         weigh: Callable[[J], int] | None = None,
         gather_ms: int = 0,
+        gathering: Gathering | None = None,
         tick_s: float | None = None,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -53,11 +56,12 @@ class Worker(ABC, Generic[J]):
 
         `gather_ms`: a batch follows the one before it that late, unless it is full: the more share a commit, the less
         each costs.
+        `gathering`: says for how many more a batch waits, and for how long.
         `tick_s`: after so long without a job `work([])` is called. `finish()` is called in the worker's turn after the
         last batch.
         """
         self._name, self._work, self._batch_max, self._weigh = name, work, batch_max, weigh
-        self._gather_s, self._tick_s, self._finish = gather_ms / 1000, tick_s, finish
+        self._gather_s, self._gathering, self._tick_s, self._finish = gather_ms / 1000, gathering, tick_s, finish
         self._loop = asyncio.get_running_loop()
         self._closing = False
         self._ended: asyncio.Future[None] = self._loop.create_future()
@@ -91,19 +95,34 @@ _END: Final = object()  # the last job
 
 
 class ThreadWorker(Worker[J]):
-    """See Worker. Its thread is a daemon: a process that ends needn't wait for it."""
+    """See Worker. Its thread is a daemon: a process that ends needn't wait for it.
+
+    A thread that sleeps is woken when there is as much as it waits for, and not by each job: each waking costs more
+    than a job's share of the work.
+    """
 
     def __init__(self, name: str, work: Callable[[list[J]], None], **options: Any) -> None:
         super().__init__(name, work, **options)
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._jobs: deque[Any] = deque()
+        self._since = 0.0  # when the first of them came
+        self._weight_put = self._weight_taken = 0  # so far; the first by who puts, the other on the thread
+        # what the thread sleeps for, jobs and weight; no jobs: it doesn't sleep, or has been woken already
+        self._goal_jobs = self._goal_weight = 0
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     @property
     def waiting(self) -> int:
-        return self._queue.qsize()
+        return len(self._jobs)
 
     def put(self, job: J) -> None:
-        self._queue.put(job)
+        if not self._jobs:
+            self._since = time.monotonic()
+        if self._weigh is not None and (weight := self._weigh(job)):  # 0: it may be put from the thread
+            self._weight_put += weight
+        self._jobs.append(job)
+        if self._goal_jobs and self._is_enough():
+            self._ring()
 
     def tell(self, call: Callable[[], object]) -> None:
         try:
@@ -114,8 +133,20 @@ class ThreadWorker(Worker[J]):
     async def close(self) -> None:
         if not self._closing:
             self._closing = True
-            self._queue.put(_END)
+            self._jobs.append(_END)
+            self._ring()
         await asyncio.shield(self._ended)
+
+    @property
+    def _waiting_weight(self) -> int:
+        return len(self._jobs) if self._weigh is None else self._weight_put - self._weight_taken
+
+    def _is_enough(self) -> bool:
+        return len(self._jobs) >= self._goal_jobs or self._waiting_weight >= self._goal_weight
+
+    def _ring(self) -> None:
+        self._goal_jobs = 0
+        self._bell.put(None)
 
     # -- on the thread
 
@@ -124,7 +155,8 @@ class ThreadWorker(Worker[J]):
         more = True
         try:
             while more:
-                batch, more = self._gather(last)
+                self._gather(last)
+                batch, more = self._take()
                 last = time.monotonic()
                 if batch or (more and self._tick_s is not None):
                     self._work(batch)
@@ -137,25 +169,46 @@ class ThreadWorker(Worker[J]):
         if not self._ended.done():
             self._ended.set_result(None)
 
-    def _gather(self, last: float) -> tuple[list[J], bool]:
-        """What has come, waiting for the first of it; False after the last job."""
+    def _sleep(self, jobs: int, weight: int, until: float | None) -> bool:
+        """Until there are so many jobs, or they weigh so much, or the worker closes; False if it was `until` then."""
+        while not self._closing:
+            self._goal_weight, self._goal_jobs = weight, jobs
+            if self._is_enough():  # it came before whoever puts could see the goal
+                break
+            try:
+                self._bell.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self._goal_jobs = 0
+                return False
+        self._goal_jobs = 0
+        return True
+
+    def _gather(self, last: float) -> None:
+        """Until a batch is worth it."""
+        is_first = not self._jobs
+        if not self._sleep(1, 1 << 62, None if self._tick_s is None else time.monotonic() + self._tick_s):
+            return
+        if last + self._gather_s > time.monotonic():
+            self._sleep(self._batch_max, self._batch_max, last + self._gather_s)
+        gathering = self._gathering
+        if gathering is not None and not self._closing:
+            wanted = gathering.wanted(is_first=is_first)
+            is_enough = len(self._jobs) >= wanted or self._waiting_weight >= gathering.enough
+            in_vain = not is_enough and not self._sleep(wanted, gathering.enough, self._since + gathering.window_s)
+            gathering.took(len(self._jobs), waited=not is_enough, in_vain=in_vain)
+
+    def _take(self) -> tuple[list[J], bool]:
+        """What has come, up to what a batch may have; False after the last job."""
         batch: list[J] = []
         weight = 0
-        try:
-            job = self._queue.get(timeout=self._tick_s)
-            early = self._gather_s - (time.monotonic() - last)
-            if early > 0 and self._queue.qsize() < self._batch_max and not self._closing:
-                time.sleep(early)
-            while True:
-                if job is _END:
-                    return batch, False
-                batch.append(job)
-                weight += 1 if self._weigh is None else self._weigh(job)
-                if weight >= self._batch_max:
-                    break
-                job = self._queue.get_nowait()
-        except queue.Empty:
-            pass
+        while self._jobs and weight < self._batch_max:
+            job = self._jobs.popleft()
+            if job is _END:
+                return batch, False
+            batch.append(job)
+            one = 1 if self._weigh is None else self._weigh(job)
+            weight += one
+            self._weight_taken += one
         return batch, True
 
 

@@ -12,7 +12,7 @@ from history.damage import Damage
 from history.gaps import QUEUED_MAX, Gaps
 from history.log import Cursor, Log
 from history.retention import Sizes
-from history.rows import DAMAGE
+from history.rows import DAMAGE, PAGE_BYTES
 from uprotocol import uri as uris
 from uprotocol.core.ustreamer.v1.ustreamer_pb2 import Gap, GapNotice
 from uprotocol.message import UMessageBuilder, UPayload
@@ -100,7 +100,7 @@ async def test_a_new_file_remembers_its_damaged_predecessor_and_what_that_had_to
     async with await Log.open(path, name="again") as log:
         await read_all(log)
     with path.open("r+b") as file:
-        file.truncate(path.stat().st_size - 5 * 16_384)
+        file.truncate(path.stat().st_size - 5 * PAGE_BYTES)
     async with await Log.open(path, name="saved") as log:
         assert log.incarnation == incarnation  # the mark says up to where seqs were given out
         assert summary(log) == [("records", 12, 16), ("file", 0, 0), ("commits", 27, 31)]
@@ -151,7 +151,7 @@ async def test_a_new_log_has_nothing_to_tell(tmp_path: Path) -> None:
     async with await Log.open(tmp_path / "l.db", name="new") as log:
         assert log.damage == []
         assert log.dropped == {}
-        assert log.disk_bytes > 100_000
+        assert log.disk_bytes > 10 * PAGE_BYTES
         assert log.disk_free_bytes > 0
 
 

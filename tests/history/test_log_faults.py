@@ -15,6 +15,7 @@ import pytest
 from history import log as log_module
 from history import reader as reader_module
 from history.log import Log, Passed
+from history.rows import PAGE_BYTES
 from history.service import HistoryService
 from history.store import Store
 from transports.local import LocalNetwork, LocalTransport
@@ -227,7 +228,7 @@ async def test_damage_in_the_structure_is_found_on_open_and_the_records_are_save
     if pages == (0, 100):
         content[:100] = os.urandom(100)
     else:
-        content[16_384 * pages[0] : 16_384 * pages[1]] = bytes(16_384 * (pages[1] - pages[0]))
+        content[PAGE_BYTES * pages[0] : PAGE_BYTES * pages[1]] = bytes(PAGE_BYTES * (pages[1] - pages[0]))
     path.write_bytes(content)
     if pages == (2, 6):  # the table of cursors is among them
         async with await Log.open(path, name="again") as log:
@@ -296,9 +297,10 @@ async def test_a_damaged_write_ahead_log_is_cut_to_the_last_whole_commit_and_the
     wal = Path(f"{copy}-wal")
     content = bytearray(wal.read_bytes())
     if how == "truncated":
-        del content[-100_000:]
+        del content[len(content) // 2 :]
     else:
-        content[-100_000:-99_000] = bytes(byte ^ 0xFF for byte in content[-100_000:-99_000])
+        torn = slice(len(content) // 2, len(content) // 2 + 1_000)
+        content[torn] = bytes(byte ^ 0xFF for byte in content[torn])
     wal.write_bytes(content)
     async with await Log.open(copy, name="copy") as log:
         left = log.newest_seq
@@ -492,7 +494,9 @@ async def test_the_file_does_not_grow_for_ever(tmp_path: Path) -> None:
                 await asyncio.sleep(0.02)
         assert log.newest_seq == 2_000
         assert log.oldest_seq > 1_500
-        assert await read_all(log, log.floor_seq) == list(range(log.oldest_seq, 2_001))
+        found = await read_all(log, log.floor_seq)  # it may go on deleting
+        assert found == list(range(found[0], 2_001))
+        assert found[0] <= log.oldest_seq
     assert path.stat().st_size < 6_000_000
 
 

@@ -178,7 +178,7 @@ async def test_an_upgrade_that_is_interrupted_at_any_statement_leaves_the_old_lo
 async def test_a_newer_log_is_refused_and_no_byte_of_it_changes(old_data: OldData, name: str) -> None:
     folder = old_data(name)
     db = sqlite3.connect(folder / "history.db")
-    db.execute("PRAGMA user_version = 3")
+    db.execute(f"PRAGMA user_version = {rows.SCHEMA_VERSION + 1}")
     if name == "killed":  # the newer version's write-ahead log stays where it is, too
         for suffix in ("", "-wal"):
             (folder / f"kept{suffix}").write_bytes((folder / f"history.db{suffix}").read_bytes())

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+from storage.gathering import Gathering
 from storage.worker import ThreadWorker, Worker
 
 WAIT_S = 20
@@ -19,9 +20,9 @@ class Recorder:
         self.told: list[int] = []
         self.finished = False
         self.go, self.busy = threading.Event(), threading.Event()
-        self.go.set()
         self.ticked = asyncio.Event()
         self.worker: Worker[int] = ThreadWorker("test", self._work, finish=self._finish, **options)
+        self.go.set()  # not before: it may tick at once
 
     def _work(self, batch: list[int]) -> None:
         self.busy.set()
@@ -82,3 +83,57 @@ def test_a_loop_that_has_ended_does_no_harm() -> None:
     while len(recorder.batches) < 2:
         recorder.go.wait(0.001)
     assert recorder.told == []
+
+
+class Gather(Gathering):
+    """Wants three, and keeps what came of it."""
+
+    def __init__(self, window_ms: float, enough: int) -> None:
+        super().__init__(window_ms, enough)
+        self.turns: list[tuple[int, bool, bool]] = []
+
+    def wanted(self, *, is_first: bool) -> int:
+        return 3
+
+    def took(self, jobs: int, *, waited: bool, in_vain: bool) -> None:
+        self.turns.append((jobs, waited, in_vain))
+
+
+FOR_EVER_MS = 1e9
+
+
+async def test_a_batch_waits_for_as_many_as_are_wanted() -> None:
+    gather = Gather(FOR_EVER_MS, 100)
+    recorder = Recorder(gathering=gather)
+    for job in range(6):
+        recorder.worker.put(job)
+        if job % 3 == 2:
+            await asyncio.to_thread(recorder.busy.wait, WAIT_S)
+            recorder.busy.clear()
+    await recorder.worker.close()
+    assert recorder.batches == [[0, 1, 2], [3, 4, 5]]
+    assert [(jobs, in_vain) for jobs, _, in_vain in gather.turns] == [(3, False), (3, False)]
+
+
+async def test_a_batch_waits_no_longer_than_the_window_or_until_there_is_enough() -> None:
+    gather = Gather(1, 100)
+    recorder = Recorder(gathering=gather)
+    recorder.worker.put(1)
+    await asyncio.to_thread(recorder.busy.wait, WAIT_S)
+    await recorder.worker.close()
+    assert (recorder.batches, gather.turns) == ([[1]], [(1, True, True)])
+    gather = Gather(FOR_EVER_MS, 100)
+    recorder = Recorder(gathering=gather, batch_max=1_000, weigh=lambda job: job)
+    recorder.worker.put(40)
+    recorder.worker.put(60)
+    await asyncio.to_thread(recorder.busy.wait, WAIT_S)
+    await recorder.worker.close()
+    assert [sum(batch) for batch in recorder.batches] == [100]
+
+
+async def test_the_end_waits_for_nobody() -> None:
+    recorder = Recorder(gathering=Gather(FOR_EVER_MS, 100))
+    recorder.worker.put(1)
+    recorder.worker.put(2)
+    await asyncio.wait_for(recorder.worker.close(), WAIT_S)
+    assert [job for batch in recorder.batches for job in batch] == recorder.told == [1, 2]
