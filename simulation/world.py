@@ -48,6 +48,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 from usubscription.service import USubscriptionService
 from usubscription_client import Status
 
+FAR_ANSWER_S: Final = 0.1  # of the cloud's network, in every other world: pumps have several batches under way there
 OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
 SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
@@ -170,6 +171,7 @@ class World:
     async def build(self) -> None:
         for name in ("vehicle", "mcu", "cloud", "hub") if self.kind == "chain" else ("vehicle", "mcu", "cloud"):
             self.networks[name] = SimulatedNetwork(f"{self.seed}/{name}", self.dice.getrandbits(32), self._on_the_way)
+        self.networks["cloud"].answer_s = FAR_ANSWER_S * (self.seed % 2)
         self.machines["V"] = Machine(self, "V", self.folder / "V", self.vehicle_config())
         if self.kind == "chain":
             self.machines["C"] = Machine(self, "C", self.folder / "C", self.hub_config())
