@@ -236,14 +236,26 @@ class Pump:
             self._confirm()
             if at_the_end or self.aside or self._flights:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
+                    async with asyncio.timeout_at(self._next_at):
                         await self._wake.wait()
 
     @property
     def _may_send(self) -> bool:
-        if self._queue.messages or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
-            return self._flights.have_room
-        return False
+        if not self._flights:
+            return self._queue.messages > 0 or (
+                bool(self.aside) and self.aside.due_at <= asyncio.get_running_loop().time()
+            )
+        if not self._queue.messages or not self._flights.have_room:
+            return False
+        is_full = self._queue.messages >= BATCH_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
+        return is_full or self._flights.next_at <= asyncio.get_running_loop().time()
+
+    @property
+    def _next_at(self) -> float | None:
+        """Loop time from which on something that waits may leave, though nobody wakes us."""
+        if not self._flights:
+            return self.aside.due_at if self.aside else None
+        return self._flights.next_at if self._queue.messages and self._flights.have_room else None
 
     # Reading ahead
 

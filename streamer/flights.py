@@ -20,8 +20,10 @@ from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, RETRYABLE
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-# at once; each is a task of some 3 KB. In a round trip of 100 ms one leaves every 3 ms where there is little to send
-BATCHES_MAX: Final = 32
+BATCHES_MAX: Final = 32  # at once; each is a task of some 3 KB
+# behind those that are under way a batch that is not full waits for so long: the answer of a network that is near comes
+# first, and what has gathered until then leaves together, for less
+SPACING_S: Final = 0.005
 # of payload, handed over and not answered, and one batch more; as much as our transports have in flight
 BYTES_MAX: Final = 16 << 20
 # how long the end waits for answers, so that the next start need not send all of it again
@@ -47,6 +49,7 @@ class Flights:
         self._peer, self._on_answer = peer, on_answer
         self._flights: deque[Flight] = deque()
         self.messages = self.bytes = 0
+        self.next_at = 0.0  # loop time from which on one that is not full may leave
         self.have_failed = False  # something of what is under way is to be sent again: nothing leaves before that
 
     def __len__(self) -> int:
@@ -61,9 +64,7 @@ class Flights:
 
     @property
     def have_room(self) -> bool:
-        """One more may leave: none is under way, or the network wants more before it answers."""
-        if not self._flights:
-            return True
+        """One more may leave behind those that are under way, since the network wants more before it answers."""
         if self.have_failed or len(self) >= BATCHES_MAX or self.bytes >= BYTES_MAX:
             return False
         return self.messages < self._peer.in_flight_messages
@@ -85,6 +86,7 @@ class Flights:
         self._flights.append(Flight(items, octets, min([seq for seq, _, _ in items]), answer))
         self.messages += len(items)
         self.bytes += octets
+        self.next_at = asyncio.get_running_loop().time() + SPACING_S
 
     async def _fly(self, messages: list[EncodedMessage]) -> list[UStatus]:
         statuses = await self._peer.send_batch(messages)

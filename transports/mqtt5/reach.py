@@ -14,8 +14,9 @@ from typing import Final
 NEAR_MESSAGES: Final = 512
 # of the time with few in flight: while a round trip takes no longer, its time is the way's and not the broker's
 EASY: Final = 1.5
-LATE: Final = 2.0  # from here on they wait
-TRIALS_APART_MAX: Final = 64  # round trips from one trial of more to the next, while trials fail: double each time
+LATE: Final = 1.75  # from here on they wait
+LATE_IN_A_ROW: Final = 3  # one may be late for many reasons: we, or the broker, had something else to do
+TRIALS_APART_MAX: Final = 16  # round trips from one trial of more to the next, while trials fail: double each time
 
 
 class Reach:
@@ -33,6 +34,7 @@ class Reach:
         self.messages = min(1, messages_max)
         self._base_s = 0.0  # a round trip with few in flight
         self._until_trial, self._apart = 0, 1  # round trips
+        self._late = 0  # in a row
 
     def __repr__(self) -> str:
         return f"Reach({self.messages} of {self.messages_max}, base={self._base_s * 1000:.1f} ms)"
@@ -42,18 +44,20 @@ class Reach:
         if self.messages < self._near:
             self.messages = min(2 * self.messages, self._near)
 
-    def timed(self, round_trip_s: float, in_flight: int) -> None:
-        """A message has been answered after so long, behind which, when it left, so many were in flight."""
-        if in_flight <= self._near and self.messages <= self._near:
+    def timed(self, round_trip_s: float, *, was_full: bool) -> None:
+        """A message has been answered after so long. `was_full`: meanwhile so many were in flight as may be."""
+        if self.messages <= self._near:
             self._base_s = round_trip_s  # the way may have become another one
         else:
             self._base_s = min(self._base_s, round_trip_s)
-        if round_trip_s > LATE * self._base_s:
+        self._late = self._late + 1 if round_trip_s > LATE * self._base_s else 0
+        if self._late == LATE_IN_A_ROW:
+            self._late = 0
             self.messages = max(self.messages // 2, self._near)
             self._apart = self._until_trial = min(2 * self._apart, TRIALS_APART_MAX)
         elif self._until_trial:
             self._until_trial -= 1
-        elif self.messages >= self._near and 2 * in_flight > self.messages and round_trip_s <= EASY * self._base_s:
+        elif was_full and self.messages >= self._near and round_trip_s <= EASY * self._base_s:
             if self.messages > self._near:
                 self._apart = 1  # the last trial went well
             self.messages = min(2 * self.messages, self.messages_max)

@@ -67,7 +67,8 @@ class Window:
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
         self._reach = Reach(0)
-        self._timed: tuple[int, float, int] | None = None  # a message: packet id, when it left, how many were in flight
+        self._timed: tuple[int, float] | None = None  # a message: packet id, and when it left
+        self._was_full = False  # since then
         self._under_way: set[_Batch] = set()  # not answered yet
         self._connection: Connection | None = None
         self._lost = NOT_OPEN  # why there is, or was, no connection
@@ -173,7 +174,9 @@ class Window:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
             if self._timed is None:
-                self._timed = packet_id, asyncio.get_running_loop().time(), len(in_flight)
+                self._timed, self._was_full = (packet_id, asyncio.get_running_loop().time()), False
+            if len(in_flight) >= self._reach.messages:
+                self._was_full = True
             batch.due += len(packets) // 3
             self._large_bytes += octets
             connection.write(b"".join(packets))
@@ -202,9 +205,8 @@ class Window:
         self._progress_s = now_s = asyncio.get_running_loop().time()
         self._reach.answered()
         if self._timed is not None and self._timed[0] not in self._in_flight:
-            _, left_s, in_flight = self._timed
+            self._reach.timed(now_s - self._timed[1], was_full=self._was_full)
             self._timed = None
-            self._reach.timed(now_s - left_s, in_flight)
         self._freed.set()
 
 
