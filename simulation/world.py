@@ -37,7 +37,7 @@ from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, SimulatedW
 from simulation.machine import GatewayProcess, Machine, named
 from simulation.network import SimulatedNetwork
 from simulation.plan import Plan
-from storage.runtime import Runtime
+from storage.runtime import Runtime, Used
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -285,6 +285,7 @@ class World:
             worker=SimulatedWorker,  # type: ignore[arg-type]
             monotonic=self.loop.time,
             busy_s=lambda: 0.0,
+            used=lambda: Used(0.0, 0.0, 0.0),
             rng=random.Random(self.seed),
         )
         self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)

@@ -30,7 +30,7 @@ from streamer.blocked import Aside, Item, Key, key_of
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
 from streamer.flights import LAND_S, Flights
-from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, Flow
+from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
@@ -136,7 +136,7 @@ class Pump:
         # loop time at which the peer last took something, or was given something after that
         self._active_at = -math.inf
         self._failing = False  # the last batch was not taken whole
-        flow.follow(self.lag)
+        flow.follow(self)
         paused.on_change(self.wake)
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
@@ -153,21 +153,21 @@ class Pump:
         return self.log.newest_seq - self.cursor
 
     def lag(self) -> float | None:
-        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room. None: the peer
-        takes nothing.
+        """How far reading is behind: 1 is LAG_SHARE_MAX of what is in memory; of a volatile log half of that, or
+        LAG_RECORDS_MAX. None: the peer takes nothing.
 
         Who is behind because we send slowly is no reason to hold up senders: its records are on disk.
         """
         log = self.log
         if self._active_at < asyncio.get_running_loop().time() - ACTIVE_S:
             return None
-        if self._pace is not None and log.durable:
-            return 0.0
-        unread = log.newest_seq - self._read
-        if not unread:
-            return 0.0
-        kept = max(log.newest_seq - log.floor_seq, 1)
-        return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
+        if log.durable:
+            return 0.0 if self._pace is not None else log.tail_share(self._read) / LAG_SHARE_MAX
+        return max((log.newest_seq - self._read) / LAG_RECORDS_MAX, 2 * log.tail_share(self._read))
+
+    @property
+    def place(self) -> int:
+        return self._read
 
     def wake(self) -> None:
         """Try again now: the peer may be back, or the interest is another."""
