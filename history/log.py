@@ -409,6 +409,11 @@ class Log(Streams):
         """All after `after` at once, or None if that reaches further back than the tail in memory."""
         return self._tail.read(after) if after >= self._tail.after else None
 
+    def tail_share(self, after: int) -> float:
+        """Of the memory for the newest records: so much those after `after` take; more than 1 if it has not all."""
+        tail = self._tail
+        return (self.newest_seq - after) / max(self.newest_seq - tail.after, 1) * tail.bytes / tail.bytes_max
+
     async def read(
         self,
         after: int,

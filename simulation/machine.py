@@ -16,7 +16,7 @@ from typing import Any, Final
 from history.log import Log
 from simulation.disk import SimulatedDisk
 from simulation.loop import PROCESS, Process, SimulatedWorker
-from storage.runtime import Runtime
+from storage.runtime import Runtime, Used
 from streamer.app import Streamer
 from streamer.config import Config
 from transports.local import LocalTransport
@@ -63,6 +63,7 @@ class GatewayProcess(Process):
             worker=SimulatedWorker,  # type: ignore[arg-type]
             monotonic=world.loop.time,
             busy_s=lambda: 0.0,
+            used=lambda: Used(0.0, 0.0, 0.0),
             random_bytes=self.dice.randbytes,
             rng=random.Random(self.dice.getrandbits(64)),
         )

@@ -37,7 +37,7 @@ from simulation.loop import EPOCH_S, PROCESS, DeadlockError, Process, SimulatedW
 from simulation.machine import GatewayProcess, Machine, named
 from simulation.network import SimulatedNetwork
 from simulation.plan import Plan
-from storage.runtime import Runtime
+from storage.runtime import Runtime, Used
 from transports import plugin as plugins
 from transports.local import LocalTransport
 from uprotocol import uri as uris
@@ -48,6 +48,7 @@ from uprotocol.v1.uuid_pb2 import UUID
 from usubscription.service import USubscriptionService
 from usubscription_client import Status
 
+FAR_ANSWER_S: Final = 0.1  # of the cloud's network, in every other world: pumps have several batches under way there
 OUTSIDE: Final = frozenset({"cloud", "hub"})  # the networks off the vehicle
 SUFFIX, SUFFIX_SHARE = "x1", 0.3
 KINDS: Final = ("static", "static", "chain", "foreign")
@@ -170,6 +171,7 @@ class World:
     async def build(self) -> None:
         for name in ("vehicle", "mcu", "cloud", "hub") if self.kind == "chain" else ("vehicle", "mcu", "cloud"):
             self.networks[name] = SimulatedNetwork(f"{self.seed}/{name}", self.dice.getrandbits(32), self._on_the_way)
+        self.networks["cloud"].answer_s = FAR_ANSWER_S * (self.seed % 2)
         self.machines["V"] = Machine(self, "V", self.folder / "V", self.vehicle_config())
         if self.kind == "chain":
             self.machines["C"] = Machine(self, "C", self.folder / "C", self.hub_config())
@@ -283,6 +285,7 @@ class World:
             worker=SimulatedWorker,  # type: ignore[arg-type]
             monotonic=self.loop.time,
             busy_s=lambda: 0.0,
+            used=lambda: Used(0.0, 0.0, 0.0),
             rng=random.Random(self.seed),
         )
         self.lone = USubscriptionService(transport, "mcu1", self.folder / "lone" / "usubscription.db", runtime=runtime)

@@ -15,20 +15,33 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from storage.disk import REAL_DISK, Disk
 from storage.worker import ThreadWorker, WorkerFactory
 from uprotocol import uuid as uuids
 
 
-def thread_busy_s() -> float:
-    """Seconds in which this thread ran, or would have if a processor had been free."""
+class Used(NamedTuple):
+    """Seconds of processors, so far."""
+
+    process_s: float  # in which a thread of this process ran; the more of them run at once, the more
+    thread_s: float  # in which this thread ran
+    waited_s: float  # in which it would have run if a processor had been free
+
+
+def used() -> Used:
     try:
         waited = int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
     except (OSError, ValueError, IndexError):  # not every kernel tells
         waited = 0.0
-    return time.thread_time() + waited
+    return Used(time.process_time(), time.thread_time(), waited)
+
+
+def thread_busy_s() -> float:
+    """Seconds in which this thread ran, or would have if a processor had been free."""
+    _, ran, waited = used()
+    return ran + waited
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class Runtime:
     random_bytes: Callable[[int], bytes] = os.urandom  # for what must never be the same twice
     rng: random.Random = field(default_factory=random.Random)  # for pauses
     busy_s: Callable[[], float] = thread_busy_s  # of the calling thread, which is the loop's
+    used: Callable[[], Used] = used  # the same
 
 
 REAL: Final = Runtime()

@@ -34,7 +34,7 @@ from streamer.dead_letter import DeadLetters
 from streamer.egress import Pump
 from streamer.endpoint import Endpoint, Endpoints
 from streamer.express import Express
-from streamer.flow import DURABLE_PATIENCE_S, Flow
+from streamer.flow import Flow
 from streamer.hosted import HostedTransport
 from streamer.ingress import Dispatch, IdWindow, Ingress, Logs
 from streamer.ledger import Ledger, Pressure
@@ -117,7 +117,7 @@ class Streamer:
             now_ms=runtime.now_ms,
             pressure=Pressure(runtime.busy_s),
         )
-        flows = {logs.durable: Flow(DURABLE_PATIENCE_S), logs.volatile: Flow()}
+        flows = {logs.durable: Flow(runtime.used), logs.volatile: Flow()}
         self._flows = tuple(flows.values())
         dispatch = Dispatch(
             self.endpoints,

@@ -6,7 +6,8 @@ confirmed.
      '- read back, once it is  nobody can say yet,                     '-> refused, expired: dead letter
         known, or resumed  <-  or it is paused: parked
 
-Order holds per (source, sink) within a class: one batch is in flight, and after a failure nothing behind it was tried.
+Order holds per (source, sink) within a class: batches leave one behind the other, of which a network far away has
+several under way (flights.py), and after a failure nothing leaves until all of them are answered.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from streamer.blocked import Aside, Item, key_of
 from streamer.blocked import Key as StreamKey
 from streamer.dead_letter import DeadLetters
 from streamer.endpoint import Endpoint
-from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, Flow
+from streamer.flights import LAND_S, Flights
+from streamer.flow import ACTIVE_S, LAG_RECORDS_MAX, LAG_SHARE_MAX, Flow
 from streamer.ledger import units_of
 from streamer.parked import Parked, Parking
 from streamer.paused import Pause, Paused
@@ -43,6 +45,7 @@ from uprotocol.pacing import Backoff, Pace
 from uprotocol.status import UStatusError, code_name, settle
 from uprotocol.uri import Key
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription_client.table import Topics
 
 # read ahead of the peer: two seconds of the slowest broker measured; more only hides a stall
@@ -122,8 +125,9 @@ class Pump:
         self.aside = Aside(backoff.sibling(), lambda: asyncio.get_running_loop().time())
         # by stream and authority: when the next message of a thinned topic is due
         self._due_ms: dict[int, dict[str, int]] = {}
-        self._sending: list[Item] = []
+        self._sending: list[Item] = []  # taken from the queue, and neither under way nor settled
         self._wake = asyncio.Event()
+        self._flights = Flights(peer, self._wake.set)
         self._read = 0  # last seq read
         self.cursor = 0  # last seq confirmed
         self.retries = 0
@@ -136,7 +140,7 @@ class Pump:
         # loop time at which the peer last took something, or was given something after that
         self._active_at = -math.inf
         self._failing = False  # the last batch was not taken whole
-        flow.follow(self.lag)
+        flow.follow(self)
         paused.on_change(self.wake)
         source.on_append(self._wake.set)
         source.on_passed(self._passed)
@@ -153,21 +157,21 @@ class Pump:
         return self.log.newest_seq - self.cursor
 
     def lag(self) -> float | None:
-        """How far reading is behind: 1 is LAG_RECORDS_MAX, or as many as fill half of the log's room. None: the peer
-        takes nothing.
+        """How far reading is behind: 1 is LAG_SHARE_MAX of what is in memory; of a volatile log half of that, or
+        LAG_RECORDS_MAX. None: the peer takes nothing.
 
         Who is behind because we send slowly is no reason to hold up senders: its records are on disk.
         """
         log = self.log
         if self._active_at < asyncio.get_running_loop().time() - ACTIVE_S:
             return None
-        if self._pace is not None and log.durable:
-            return 0.0
-        unread = log.newest_seq - self._read
-        if not unread:
-            return 0.0
-        kept = max(log.newest_seq - log.floor_seq, 1)
-        return max(unread / LAG_RECORDS_MAX, 2 * log.stored_bytes * unread / kept / log.retention_bytes)
+        if log.durable:
+            return 0.0 if self._pace is not None else log.tail_share(self._read) / LAG_SHARE_MAX
+        return max((log.newest_seq - self._read) / LAG_RECORDS_MAX, 2 * log.tail_share(self._read))
+
+    @property
+    def place(self) -> int:
+        return self._read
 
     def look_at(self, topics: Topics) -> None:
         """The interest in them has changed. What is parked of them may be wanted now; about the others the view is
@@ -212,28 +216,58 @@ class Pump:
 
     async def run(self) -> None:
         """Pump until cancelled, from where `begin` found it."""
-        while True:
-            self._wake.clear()
+        try:
+            while True:
+                await self._step()
+        finally:
             try:
-                at_the_end = await self._fill()
-            except UStatusError as error:  # of the log
-                if not self.trouble:
-                    log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
-                self.trouble = str(error)
-                await self._backoff.wait()
-                continue
-            if self.trouble:
-                self.trouble = ""
-                self._backoff.reset()
-            if self._queue.messages or (self.aside and self.aside.due_at <= asyncio.get_running_loop().time()):
-                self._heed()  # what was paused since does not leave
-                await self._send()
-                continue
+                await self._flights.answered(LAND_S)
+            finally:
+                self._settle(*self._flights.landed())
+                self._flights.drop()
+
+    async def _step(self) -> None:
+        self._wake.clear()
+        try:
+            at_the_end = await self._fill()
+        except UStatusError as error:  # of the log
+            if not self.trouble:
+                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
+            self.trouble = str(error)
+            await self._backoff.wait()
+            return
+        if self.trouble:
+            self.trouble = ""
+            self._backoff.reset()
+        if self._flights.are_answered:
+            await self._land()
+        elif self._may_send:
+            await self._heed_in_order()  # what was paused since does not leave
+            await self._send()
+        else:
             self._confirm()
-            if at_the_end or self.aside:
+            if at_the_end or self.aside or self._flights:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout_at(self.aside.due_at if self.aside else None):
+                    async with asyncio.timeout_at(self._next_at):
                         await self._wake.wait()
+
+    @property
+    def _may_send(self) -> bool:
+        if not self._flights:
+            return self._queue.messages > 0 or (
+                bool(self.aside) and self.aside.due_at <= asyncio.get_running_loop().time()
+            )
+        if not self._queue.messages or not self._flights.have_room:
+            return False
+        is_full = self._queue.messages >= BATCH_MESSAGES_MAX or self._queue.bytes >= WINDOW_BYTES_MAX
+        return is_full or self._flights.next_at <= asyncio.get_running_loop().time()
+
+    @property
+    def _next_at(self) -> float | None:
+        """Loop time from which on something that waits may leave, though nobody wakes us."""
+        if not self._flights:
+            return self.aside.due_at if self.aside else None
+        return self._flights.next_at if self._queue.messages and self._flights.have_room else None
 
     # Reading ahead
 
@@ -244,14 +278,14 @@ class Pump:
     async def _fill(self) -> bool:
         """Read until the window is full; True if there is nothing to read for now."""
         while not self._is_full():
-            self._heed()
+            await self._heed_in_order()
             if self._recheck:
                 await self._look_at_parked()
             elif self._back.targets:
                 if not await self._read_back():
                     return False
             elif self._found:
-                if self._queue:
+                if self._queue or self._flights:
                     return False  # what was read before leaves first
                 after = {stream: self.parking[stream].after for stream in self._found if stream in self.parking}
                 targets = {stream: self._found[stream] for stream in after}
@@ -457,7 +491,7 @@ class Pump:
                     self._queue.add(self._copies(self._plan_for(item[2], back.targets[item[2]], park=False), item))
             back.place = max(back.place, found.covered)
             return True
-        if self._queue or not self.aside.known_streams.isdisjoint(back.targets):
+        if self._queue or self._flights or not self.aside.known_streams.isdisjoint(back.targets):
             return False  # the cursors of these topics stand until all of it was confirmed
         served, back.targets = back.targets, {}
         for stream, targets in served.items():
@@ -513,7 +547,7 @@ class Pump:
 
     def _in_hand(self) -> set[int]:
         """The streams of what was read and has not left, and of what is parked."""
-        held = {item[2] for item in chain(self._queue, self._sending)}
+        held = {item[2] for item in chain(self._queue, self._sending, self._flights)}
         return held.union(self.parking, self._found, self._back.targets, self.aside.known_streams)
 
     def _forgotten(self, streams: frozenset[int]) -> None:
@@ -554,19 +588,54 @@ class Pump:
 
     # Sending
 
+    async def _heed_in_order(self) -> None:
+        """As `_heed`. What is paused stays back from its first record on that has not left: so what is under way is
+        settled before."""
+        is_other = self._view.version != self._plans_version and frozenset(self._paused) != self._pauses_known
+        if is_other and self._flights:
+            await self._flights.answered()
+            await self._land()
+        self._heed()
+
     async def _send(self) -> None:
+        """The next batch, behind those that are under way; where the network wants one at a time, until it is
+        settled."""
         batch = self._sending = self._next_batch()
         if not batch:
             if self.aside:
                 self._put_back([])
             return
-        was_failing = self._failing
-        if not was_failing:
+        if not self._failing:
             self._active_at = asyncio.get_running_loop().time()
-        messages = [message for _, message, _ in batch]
         if self._pace is not None:
-            await self._pace.spend(sum(units_of(len(message.payload)) for message in messages))
-        settled = settle(batch, await self.peer.send_batch(messages))
+            await self._pace.spend(sum(units_of(len(item[1].payload)) for item in batch))
+        if self._flights.have_failed:  # while we waited: what has to leave again comes first
+            self._put_back(batch)
+        elif self._flights or (self.peer.in_flight_messages and not self._failing and not self.aside):
+            self._flights.begin(batch)
+        else:  # a trial: others would only fail behind it
+            statuses = await self.peer.send_batch([message for _, message, _ in batch])
+            self._sending = []
+            self._settle(batch, statuses)
+            await self._rest()
+        self._sending = []
+
+    async def _land(self) -> None:
+        """Settle what has been answered; after a failure all that is under way."""
+        if self._flights.have_failed:
+            await self._flights.answered()
+        self._settle(*self._flights.landed())
+        await self._rest()
+
+    async def _rest(self) -> None:
+        if self._failing:
+            await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
+
+    def _settle(self, batch: list[Item], statuses: list[UStatus]) -> None:
+        """What was taken has left; the rest leaves again, or is a dead letter."""
+        if not batch:
+            return
+        settled = settle(batch, statuses)
         self.peer.forwarded += len(settled.sent)
         for item, status in settled.refused:
             self._dead(item, status.code, status.message or code_name(status.code))
@@ -576,14 +645,11 @@ class Pump:
             stuck = {key_of(item[1]) for item, status in settled.again if status.message != NOT_TRIED}
         if again or self.aside:
             self._put_back(again, stuck)
-        self._sending = []
         self._confirm()
-        self._failing = bool(again) and not stuck
+        was_failing, self._failing = self._failing, bool(again) and not stuck
         if again:
             self.retries += 1
-        if self._failing:
-            await self._backoff.wait(CONNECTED_WAIT_MS_MAX if self.peer.connected else None)
-        else:
+        if not self._failing:
             self._active_at = asyncio.get_running_loop().time()
             self._letters_left = PASSED_LETTERS_MAX
             if was_failing:
@@ -621,8 +687,10 @@ class Pump:
 
     def _confirm(self) -> None:
         """Move the cursor to just before the oldest record that still waits."""
-        cursor = min((item[0] - 1 for item in self._queue.firsts), default=self._read)
+        cursor = min((item[0] - 1 for item in chain(self._queue.firsts, self._sending)), default=self._read)
         if self.aside and (oldest := self.aside.oldest_seq) is not None:
+            cursor = min(cursor, oldest - 1)
+        if (oldest := self._flights.oldest_seq) is not None:
             cursor = min(cursor, oldest - 1)
         if cursor > self.cursor:
             self.cursor = cursor

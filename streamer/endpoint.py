@@ -171,6 +171,12 @@ class Endpoint:
         return FaultError(UCode.UNAVAILABLE, self.fault)
 
     @property
+    def in_flight_messages(self) -> int:
+        """As UTransport's; one batch at a time while the transport has a fault, since then each message is tried
+        alone."""
+        return 0 if self.fault else int(getattr(self.transport, "in_flight_messages", 0))
+
+    @property
     def connected(self) -> bool:
         return bool(self.transport.connected)
 

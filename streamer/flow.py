@@ -5,8 +5,13 @@
                   '-- again for HOLD_S, if the network can't deliver it again <-----'- refused
 
 Flow: senders wait while no peer keeps up. A volatile log can't wait for its readers, so the senders do: what has
-arrived is not confirmed until a pump has caught up. Readers of a durable log fall back to the disk, so its senders are
-held for `patience_s` at a time only, with HELD_RECORDS in between: taking in must not starve sending of the processor.
+arrived is not confirmed until a pump has caught up. Readers of a durable log can fall back to the disk; its senders
+are held for as long as it is our own processor that is short, since there every message that is taken in now is one
+that is sent later, and read back from the disk:
+
+    a pump has read on            -> half as many come in, however fast or slow that is
+    we idle, for a good part      -> we are not what is slow, the peer is: they come in, for the disk has room
+    neither for HELD_S_MAX        -> a few come in all the same: nobody stands for ever
 
 Only peers that take messages hold up the senders. One that is away or stuck reads the disk later, or loses the oldest
 records of a ring (counted gaps). One that keeps up shows that the others are merely slow.
@@ -19,22 +24,30 @@ is appended until that has come again, so that the order holds.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from history.log import Log
+from storage.runtime import Used
 from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
-# some 4 MiB of small messages, well inside the smallest ring; a tenth of a second of the fastest network
+# of a volatile log; some 4 MiB of small messages, well inside the smallest ring
 LAG_RECORDS_MAX: Final = 8_192
+# of the memory for a durable log's newest records: far from having to read them back from the disk
+LAG_SHARE_MAX: Final = 0.25
 ACTIVE_S: Final = 1.0  # a peer that has taken nothing for so long is stuck
-DURABLE_PATIENCE_S: Final = 0.01  # ten times what a batch needs to be sent
-# from one hold to the next: 50,000 a second and more still come in, faster than any peer but Zenoh takes them
-HELD_RECORDS: Final = 512
+SHARE_RECORDS: Final = 1_024  # let in at a time: what the inboxes of two networks hand over in one batch
+READ_PER_TAKEN: Final = 2  # records that a pump reads for each that comes in: so it catches up, and senders go on
+LOOK_S: Final = 0.02  # between looks whether we idle: some turns of the threads that share a processor
+# of one processor: who uses more, or would if it were free, is what is slow; Python can use one
+BUSY: Final = 0.75
+# in which we let in a share whatever we see; shorter than what a publisher that is blocked, or its watchdog, minds
+HELD_S_MAX: Final = 0.25
 HOLD_S: Final = 2.0  # longer, and requests of the same network would outlive their callers' patience
 RETRY_S: Final = 0.1  # between tries; each costs the disk a transaction
 PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
@@ -42,8 +55,17 @@ PASSING: Final = frozenset({UCode.RESOURCE_EXHAUSTED, UCode.UNAVAILABLE})
 REDELIVERY_S: Final = 5.0
 
 
-Lag = Callable[[], float | None]
-"""How far a pump is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
+class Follower(Protocol):
+    """A pump that reads the log."""
+
+    @property
+    def place(self) -> int:
+        """The seq that it has read up to."""
+
+    def lag(self) -> float | None:
+        """How far it is behind: 1 is as far as senders may be ahead of it; None: its peer takes nothing."""
+
+
 Offer = Callable[["asyncio.Future[int]"], None]
 """Appends what has waited for its turn, and settles that future when the log has answered."""
 
@@ -51,68 +73,111 @@ Offer = Callable[["asyncio.Future[int]"], None]
 class Flow:
     """Pumps call `moved`; appenders append through it."""
 
-    def __init__(self, patience_s: float | None = None) -> None:
-        self._followers: list[Lag] = []
-        self._patience_s = patience_s
-        self._credit = 0  # records until the next hold
-        self.holds = False  # senders wait: who reads on calls `moved`
+    def __init__(self, used: Callable[[], Used] | None = None) -> None:
+        """`used`, of a durable log: what the process has used of its processors."""
+        self._followers: list[Follower] = []
+        self._used = used
+        self._credit = 0.0  # records that may come in while no peer keeps up
+        self._place = 0  # of the pump that leads
+        self._looked_at = self._let_in_at = 0.0  # loop time
+        self._used_then = Used(0.0, 0.0, 0.0)  # when we looked
+        self.holds = False  # senders have to wait: who reads on calls `moved`
         # bounded by what the inboxes hand over unconfirmed
         self._queue: deque[tuple[int, Offer, asyncio.Future[int]]] = deque()
         self._serving: asyncio.Task[None] | None = None
-        self._opened = asyncio.Event()  # it was open when a follower had read on
+        self._opened = asyncio.Event()  # something may come in
 
-    def follow(self, lag: Lag) -> None:
+    def follow(self, follower: Follower) -> None:
         """A pump reads the log."""
-        self._followers.append(lag)
+        self._followers.append(follower)
 
     @property
     def is_open(self) -> bool:
-        lags = [lag for follower in self._followers if (lag := follower()) is not None]
+        lags = [lag for follower in self._followers if (lag := follower.lag()) is not None]
         return not lags or min(lags) < 1
 
     def append(self, records: int, offer: Offer) -> asyncio.Future[int]:
         """`offer(answer)` now or when its turn has come, in the order of these calls; the answer."""
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        if not self._queue and (self.is_open or self._has_credit(records)):
+        if not self._queue and self.is_open:
+            self.holds = False
             offer(answer)
             return answer
         self._queue.append((records, offer, answer))
+        if not self.holds:
+            self._begin()
         if self._serving is None:
             self._serving = asyncio.ensure_future(self._serve())
         return answer
 
+    def _begin(self) -> None:
+        """No peer keeps up, from here on."""
+        self.holds, self._credit, self._place = True, 0.0, self._leading()
+        self._let_in_at = asyncio.get_running_loop().time()
+        self._busy()
+
     async def _serve(self) -> None:
-        self.holds = True
         try:
             while self._queue:
                 records, offer, answer = self._queue[0]
-                while not (self.is_open or self._has_credit(records)):
+                while not (is_open := self.is_open) and self._credit <= 0:
                     await self._hold()
+                if not is_open:
+                    self._credit -= records
+                self._let_in_at = asyncio.get_running_loop().time()
                 self._queue.popleft()
                 offer(answer)
         finally:
-            self._serving, self.holds = None, False
-
-    def _has_credit(self, records: int) -> bool:
-        if self._credit <= 0:
-            return False
-        self._credit -= records
-        return True
+            self._serving = None
 
     async def _hold(self) -> None:
-        """Until it is open, or patience ends. A follower may also fall silent instead of catching up."""
+        """Until it is open, a pump has read on, or it is time to look. A pump may also fall silent instead."""
         self._opened.clear()
-        try:
-            async with asyncio.timeout(ACTIVE_S if self._patience_s is None else self._patience_s):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ACTIVE_S if self._used is None else LOOK_S):
                 await self._opened.wait()
-        except TimeoutError:
-            if self._patience_s is not None:
-                self._credit = HELD_RECORDS
+        self._look()
 
     def moved(self) -> None:
         """A follower has read on."""
+        if self._used is not None:
+            place = self._leading()
+            self._earn(max(place - self._place, 0) / READ_PER_TAKEN)  # it went back if another pump leads now
+            self._place = place
         if self.is_open:
+            self.holds = bool(self._queue)
             self._opened.set()
+        elif self._credit > 0:
+            self._opened.set()
+
+    def _earn(self, records: float) -> None:
+        """A share at most is saved: what nobody wanted to send then is not made up for."""
+        self._credit = min(self._credit + records, SHARE_RECORDS)
+
+    def _leading(self) -> int:
+        """How far the pump is that is the furthest, of those whose peers take something."""
+        return max((one.place for one in self._followers if one.lag() is not None), default=0)
+
+    def _look(self) -> None:
+        """Let a share in, if nothing is gained by holding on."""
+        now = asyncio.get_running_loop().time()
+        if self._used is None or now - self._looked_at < LOOK_S:
+            return  # too short to see anything, or nothing to be done about it
+        passed, busy = now - self._looked_at, self._busy()
+        if busy < BUSY * passed or now - self._let_in_at >= HELD_S_MAX:
+            self._earn(SHARE_RECORDS)
+
+    def _busy(self) -> float:
+        """Seconds of a processor since the last time: what our threads have used, and would have if one had been free
+        whenever they wanted it. How long they wait for one the loop's thread shows."""
+        if self._used is None:
+            return 0.0
+        self._looked_at = asyncio.get_running_loop().time()
+        then, now = self._used_then, self._used()
+        self._used_then = now
+        ran = now.thread_s - then.thread_s
+        waited = now.waited_s - then.waited_s
+        return (now.process_s - then.process_s) * (ran + waited) / ran if ran > 0 else 0.0
 
     def close(self) -> None:
         """Hold nothing any more: the log is about to be closed."""

@@ -104,8 +104,10 @@ MIB, KIB = 1 << 20, 1 << 10
 # page, its words with # for the number (each # the next constant), how many units of the constant the number counts,
 # and the constants
 NUMBERS: list[tuple[str, str, float, list[str]]] = [
-    ("architecture", "more than # records behind", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
-    ("architecture", "10 ms per # records", 1, ["streamer.flow:HELD_RECORDS"]),
+    ("architecture", "the volatile log (# records behind)", 1, ["streamer.flow:LAG_RECORDS_MAX"]),
+    ("architecture", "and # every 20 ms", 1, ["streamer.flow:SHARE_RECORDS"]),
+    ("architecture", "every # ms while we use less", 0.001, ["streamer.flow:LOOK_S"]),
+    ("architecture", "less than # of a processor", 1, ["streamer.flow:BUSY"]),
     ("architecture", "can't send again, for up to # s", 1, ["streamer.flow:HOLD_S"]),
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX"]),

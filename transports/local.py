@@ -24,7 +24,7 @@ import structlog
 from pydantic import Field
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, OK, TransportBase, TransportSettings, stopped, too_large
+from transports.base import NOT_OPEN, NOT_TRIED, OK, TransportBase, TransportSettings, stopped, too_large
 from transports.kept import SESSION_BYTES_MAX, SESSION_MESSAGES_MAX, Kept, Session, matches, size
 from transports.listeners import Filter
 from transports.plugin import TransportPlugin
@@ -42,6 +42,7 @@ QUEUE_MESSAGES_MAX: Final = 8_192
 QUEUE_BYTES_MAX: Final = 32 << 20  # the same in bytes: 4 KiB for each
 PULL_MESSAGES_MAX: Final = 1_024  # kept for `receive`: what no listener wanted, the newest
 PULL_BYTES_MAX: Final = 8 << 20  # the same in bytes
+IN_FLIGHT_MESSAGES: Final = 1_024  # unanswered at once, where answers take their time
 DRAIN_MS_MAX: Final = 2_000  # how long `close` waits for listeners to take what has arrived
 # how long what a session has kept waits for the listener that wants it to be registered
 UNCLAIMED_MS_MAX: Final = 30_000
@@ -75,6 +76,7 @@ UNSURE: Final = UStatus(
     code=UCode.UNAVAILABLE, message="whether the message was sent is unknown (a fault was asked for): try again"
 )
 LOST: Final = UStatus(code=UCode.UNAVAILABLE, message="the connection is lost: try again when it is back")
+BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 
 
 class LocalNetwork:
@@ -88,6 +90,8 @@ class LocalNetwork:
         self.sessions: dict[str, Session] = {}  # of named members that have left
         self.room = asyncio.Event()  # set whenever a member may have room again
         self.cut_off: set[str] = set()  # authorities that have no network
+        # until a sender hears what has become of a batch: as long as a network far away takes
+        self.answer_s = 0.0
         self._held: list[tuple[float, int, LocalTransport, UMessage]] = []  # late messages: due, order, to whom, which
         self._count = 0
         self._release_at: dict[Any, float] = {}  # stream -> when its last late message is due
@@ -213,6 +217,14 @@ class LocalConfig(TransportSettings):
     """a name, for which the network keeps what its listeners want while it is away"""
 
 
+@dataclass(eq=False, slots=True)
+class _Call:
+    """Of `send_batch`, where answers take their time."""
+
+    failed: bool = False  # and will say so
+    lost: bool = False  # the connection, meanwhile: what was sent may have arrived, or not
+
+
 class LocalTransport(TransportBase):
     """A member of a LocalNetwork. `disconnect` and `reconnect` break and mend its own connection."""
 
@@ -241,6 +253,7 @@ class LocalTransport(TransportBase):
             gathers=False,
         )
         self._for_pull = Kept()
+        self._turn, self._calls = asyncio.Lock(), set[_Call]()
         # what the network does to us is told in the owner's context, not in that of who breaks it
         self._context = contextvars.copy_context()
 
@@ -305,6 +318,8 @@ class LocalTransport(TransportBase):
         if self.connected:
             self.arrivals.pause()
             self.network.room.set()
+            for call in self._calls:
+                call.failed = call.lost = True
             self._change(False)
 
     def reconnect(self) -> None:
@@ -316,7 +331,32 @@ class LocalTransport(TransportBase):
         """In the owner's context, whoever cuts or mends the network."""
         self._context.copy().run(self.set_connected, connected)
 
+    @property
+    def in_flight_messages(self) -> int:  # type: ignore[override]  # read only
+        return IN_FLIGHT_MESSAGES if self.network.answer_s else 0
+
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if not self.network.answer_s:
+            return await self._send(messages)
+        if any(other.failed for other in self._calls):
+            return stopped([], len(messages), BEHIND)
+        call = _Call()
+        self._calls.add(call)
+        try:
+            return await self._send_far(messages, call)
+        finally:
+            self._calls.discard(call)
+
+    async def _send_far(self, messages: Sequence[UMessage], call: _Call) -> list[UStatus]:
+        async with self._turn:
+            if any(other.failed for other in self._calls):
+                return stopped([], len(messages), BEHIND)
+            statuses = await self._send(messages)
+            call.failed = call.failed or any(status.code == UCode.UNAVAILABLE for status in statuses)
+        await asyncio.sleep(self.network.answer_s)
+        return [UNSURE if call.lost and not status.code else status for status in statuses]
+
+    async def _send(self, messages: Sequence[UMessage]) -> list[UStatus]:
         statuses: list[UStatus] = []
         if self.connected:
             self.network.drops(self)

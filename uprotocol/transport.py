@@ -106,6 +106,12 @@ class UTransport(abc.ABC):
         """Of one message as a network carries it, attributes and payload together."""
         return self.message_bytes_max + ENVELOPE_BYTES_MAX
 
+    in_flight_messages: int = 0
+    """So many messages may be unanswered before there is any use in waiting for the network; it may change at any time.
+    0: whoever sends waits for the answers to one batch before it sends the next. Else several calls of `send_batch` may
+    be under way: they leave in the order of the calls, and after a failure nothing of the calls behind it is begun, nor
+    of a new one, until the call that failed has been answered."""
+
     refused: dict[str, int] | None = None
     """Set by the owner: source authorities, as the network names them, whose messages are not taken for now. A
     transport that can tell an authority without reading the message counts it here, and acknowledges it; one that can't

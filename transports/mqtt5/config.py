@@ -67,11 +67,11 @@ class Mqtt5Config(TransportSettings):
         default=2_048, ge=1, le=65_535, description="messages that the broker may send ahead of our acknowledgement"
     )
     in_flight_max: int = Field(
-        default=512,
+        default=8_192,
         ge=1,
         le=65_000,
-        description="messages that we send ahead of the broker's; it may ask for fewer (mosquitto: "
-        "`max_inflight_messages`, 20 unless set)",
+        description="messages that we send ahead of the broker's acknowledgement, where the way to it is long; it may "
+        "ask for fewer (mosquitto: `max_inflight_messages`, 20 unless set)",
     )
     connect_timeout_ms: int = Field(
         default=5_000, ge=1, description="each: for the name, an address, TLS, and the broker's answer"

@@ -271,6 +271,10 @@ class Mqtt5Transport(TransportBase):
 
     # Send.
 
+    @property
+    def in_flight_messages(self) -> int:  # type: ignore[override]  # read only
+        return self._window.messages
+
     async def send_batch(self, messages: Sequence[Carried]) -> list[UStatus]:
         return await self._window.send(messages)
 

@@ -1,8 +1,8 @@
 """send_batch: encoded in order, written many at a time, each answered by its PUBACK.
 
 batch -> (one batch after the other) encode what there is room for -> one write -> in flight
-in flight -> PUBACKs of one read -> statuses
-          -> connection lost -> UNAVAILABLE, and nothing behind is tried
+in flight -> PUBACKs of one read -> statuses                       ^- reach.py
+          -> connection lost -> UNAVAILABLE, and nothing behind is tried, also of batches that came meanwhile
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import structlog
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.reasoncodes import ReasonCode
 
-from transports.base import NOT_OPEN, OK, stopped
+from transports.base import NOT_OPEN, NOT_TRIED, OK, stopped
 from transports.mqtt5 import reasons
 from transports.mqtt5.connection import Connection
+from transports.mqtt5.reach import Reach
 from uprotocol.encoded import Carried, EncodedMessage
 from uprotocol.status import UStatusError, nobody_listens
 from uprotocol.v1.uattributes_pb2 import UMessageType
@@ -65,23 +66,26 @@ class Window:
         self._large_bytes = 0  # the sum of those
         self._turn = asyncio.Lock()
         self._freed = asyncio.Event()
-        self._size = self._size_max = 0
+        self._reach = Reach(0)
+        self._timed: tuple[int, float] | None = None  # a message: packet id, and when it left
+        self._was_full = False  # since then
+        self._under_way: set[_Batch] = set()  # not answered yet
         self._connection: Connection | None = None
         self._lost = NOT_OPEN  # why there is, or was, no connection
         self._progress_s = 0.0
 
     def __repr__(self) -> str:
-        return f"Window(in_flight={len(self._in_flight)} of {self._size}, at most {self._size_max})"
+        reach = self._reach
+        return f"Window(in_flight={len(self._in_flight)} of {reach.messages}, at most {reach.messages_max})"
+
+    @property
+    def messages(self) -> int:
+        """So many may be in flight now."""
+        return self._reach.messages
 
     def open(self, connection: Connection, size: int) -> None:
-        """A connection is there, on which up to `size` messages may be in flight.
-
-        It begins with one, and doubles with every read that brings PUBACKs. Some brokers answer a message that they
-        refuse and hang up (mosquitto 2.0.11 does where an access rule forbids the topic), which takes away the answers
-        of those in flight with it: sent again and again, all of them would be lost together. In a small window the
-        culprit gets its answer.
-        """
-        self._connection, self._size, self._size_max = connection, 1, size
+        """A connection is there, on which up to `size` messages may be in flight."""
+        self._connection, self._reach, self._timed = connection, Reach(size), None
 
     def shut(self, why: UStatus) -> None:
         """It is gone: everything that is not acknowledged gets `why`."""
@@ -113,10 +117,24 @@ class Window:
         connection, count = self._connection, len(messages)
         if connection is None:
             return stopped([], count, self._lost)
+        if any(other.why is not None for other in self._under_way):
+            return stopped([], count, _BEHIND)  # the sender of that one does not know yet: these would overtake it
         batch = _Batch(messages)
+        self._under_way.add(batch)
+        try:
+            await self._send(batch, connection)
+        finally:
+            self._under_way.discard(batch)
+        sent = [status for status in batch.statuses if status is not None]
+        assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
+        return sent if len(sent) == count else stopped(sent, count, batch.why or self._lost)
+
+    async def _send(self, batch: _Batch, connection: Connection) -> None:
+        """All of it, until it is answered; or until the network fails."""
+        count = len(batch.messages)
         async with self._turn:
             while len(batch.statuses) < count and batch.why is None and self._connection is connection:
-                room = min(self._size - len(self._in_flight), WRITE_MESSAGES_MAX)
+                room = min(self._reach.messages - len(self._in_flight), WRITE_MESSAGES_MAX)
                 if room <= 0 or self._large_bytes >= IN_FLIGHT_BYTES_MAX:
                     self._freed.clear()
                     await self._freed.wait()
@@ -126,9 +144,6 @@ class Window:
         if batch.due:
             batch.done = asyncio.get_running_loop().create_future()
             await batch.done
-        sent = [status for status in batch.statuses if status is not None]
-        assert len(sent) == len(batch.statuses), "every message that was tried has a status when its batch is done"
-        return sent if len(sent) == count else stopped(sent, count, batch.why or self._lost)
 
     def _write_some(self, batch: _Batch, end: int, connection: Connection) -> None:
         """As many messages in front of `end` as one write may have."""
@@ -158,6 +173,10 @@ class Window:
         if packets:
             if len(in_flight) == len(packets) // 3:  # none was due before
                 self._progress_s = asyncio.get_running_loop().time()
+            if self._timed is None:
+                self._timed, self._was_full = (packet_id, asyncio.get_running_loop().time()), False
+            if len(in_flight) >= self._reach.messages:
+                self._was_full = True
             batch.due += len(packets) // 3
             self._large_bytes += octets
             connection.write(b"".join(packets))
@@ -177,16 +196,21 @@ class Window:
             else:
                 batch.statuses[index] = status = _refusal(reason)
                 if status.code == UCode.UNAVAILABLE:
-                    batch.why = status  # nothing behind it is tried, but for what has been sent already
+                    for other in self._under_way:  # nothing behind it is tried, but for what has been sent already
+                        other.why = status if other is batch else _BEHIND
             batch.due -= 1
             if not batch.due and batch.done is not None and not batch.done.done():
                 batch.done.set_result(None)
         self._large_bytes -= octets
-        self._size = min(2 * self._size, self._size_max)
-        self._progress_s = asyncio.get_running_loop().time()
+        self._progress_s = now_s = asyncio.get_running_loop().time()
+        self._reach.answered()
+        if self._timed is not None and self._timed[0] not in self._in_flight:
+            self._reach.timed(now_s - self._timed[1], was_full=self._was_full)
+            self._timed = None
         self._freed.set()
 
 
+_BEHIND: Final = UStatus(code=UCode.UNAVAILABLE, message=NOT_TRIED)
 _NOBODY: Final = nobody_listens(
     "the broker has no subscriber for this request: its service is not there now, try again later"
 )
