@@ -28,9 +28,9 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.cache import Cache
-from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed
+from uprotocol.encoded import EncodedMessage, Readdressed
 from uprotocol.status import UStatusError
-from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
+from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri

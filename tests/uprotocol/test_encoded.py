@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, Stamps, decoded, shared_suffix, suffix
 from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.transport import EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 
