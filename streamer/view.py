@@ -10,6 +10,7 @@ Decided once per topic and version of rules and interest; callers cache the answ
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from history.log import Log
@@ -36,7 +37,8 @@ class Leg(NamedTuple):
     targets: tuple[Target, ...]
 
 
-class Decision(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Decision:
     """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not
     answered yet.
 
