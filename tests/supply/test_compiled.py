@@ -247,6 +247,47 @@ def test_no_named_tuple_is_other_than_a_tuple() -> None:
     assert found == set()
 
 
+def fixed(module: str) -> Iterator[tuple[str, str]]:
+    """What can't be set once it is compiled: constants that are final, functions, and what a class has."""
+    for node in ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")).body:
+        match node:
+            case ast.AnnAssign(target=ast.Name(id=name)) if ast.unparse(node.annotation).startswith("Final"):
+                yield module, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield module, name
+            case ast.ClassDef():
+                methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
+                yield from ((f"{module}.{node.name}", one.name) for one in methods)
+
+
+def patched(path: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of what a test sets: `setattr(module, "NAME", ...)` or `setattr("module.NAME", ...)`."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    modules = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "setattr":
+            match node.args:
+                case [ast.Constant(value=str(whole)), *_]:
+                    module, _, name = whole.rpartition(".")
+                    yield module, name
+                case [ast.Name(id=alias), ast.Constant(value=str(name)), *_]:
+                    yield modules.get(alias, alias), name
+
+
+def test_no_test_sets_what_is_built_in() -> None:
+    """Hand it in; or a constant that a test sets is not final."""
+    built_in = {one for name in MODULES for one in fixed(name)}
+    assert {("uprotocol.encoded", "STAMPS_MAX"), ("uprotocol.encoded.EncodedMessage", "decoded")} <= built_in
+    found = [(path.name, what) for path in (ROOT / "tests").rglob("*.py") for what in patched(path)]
+    assert found
+    assert [one for one in found if one[1] in built_in] == []
+
+
 @needs_core
 def test_a_traceback_leads_to_the_python() -> None:
     with pytest.raises(AttributeError) as error:
