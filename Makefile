@@ -2,6 +2,7 @@
 #   make demo [DATA=drive.csv]   make test   make check   make bench   make proto   make spec-coverage   make config-reference   make clean
 #   make fuzz [MINUTES=10]   make simulate [SEEDS=10000 START=0]   make chaos   make interop   make attack [ATTACK=polls SECONDS=20]
 #   make house [ARGS=--walks]   make lock   make lowest [ARGS=tests/...]   make audit       LOCK= installs the newest versions that pyproject.toml allows
+# The core is compiled where there is a C compiler (docs/installing.md): COMPILED=0 runs the same Python as it is, COMPILED=1 fails where nothing can be compiled
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,8 +17,12 @@ START  ?= 0
 MINUTES ?= 10
 ATTACK ?=
 SECONDS ?=
+COMPILED ?=
+ifneq ($(COMPILED),)
+export UP_STREAMER_COMPILED := $(COMPILED)
+endif
 
-.PHONY: demo test check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
+.PHONY: core demo test check format house fuzz simulate chaos attack interop bench proto spec-coverage config-reference wheel lock lowest audit clean
 .DEFAULT_GOAL := test
 
 $(STAMP): pyproject.toml $(LOCK)
@@ -32,11 +37,14 @@ else
 endif
 	@touch $@
 
-demo: $(STAMP)
+core: $(STAMP)  # built anew when a source has changed, and says which it is where it can't be
+	@$(BIN)/python hatch_build.py
+
+demo: core
 	@$(if $(findstring --without-mqtt,$(ARGS)),:,$(BIN)/python -m tools.mosquitto >/dev/null || true)
 	@$(BIN)/up-streamer demo $(if $(DATA),--data '$(DATA)') $(ARGS)
 
-test: $(STAMP)
+test: core
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python -m pytest $(ARGS)
 
@@ -52,28 +60,28 @@ format: $(STAMP)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-fuzz: $(STAMP)
-	@$(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
+fuzz: $(STAMP)  # of compiled code it does not see what it has reached
+	@UP_STREAMER_COMPILED=0 $(BIN)/python -m fuzz --minutes $(MINUTES) $(ARGS)
 
 house: $(STAMP)  # lines, what stands twice, and how far three messages walk; --tree DIR counts another checkout
-	@$(BIN)/python -m tools.house $(ARGS)
+	@UP_STREAMER_COMPILED=0 $(BIN)/python -m tools.house $(ARGS)
 
-simulate: $(STAMP)
+simulate: core
 	@$(BIN)/python -m simulation --seeds $(SEEDS) --start $(START) $(ARGS)
 
-bench: $(STAMP)
+bench: core
 	@$(BIN)/python -m tools.mosquitto
 	@$(BIN)/python -m bench $(ARGS)
 
-chaos: $(STAMP)
+chaos: core
 	@$(BIN)/python -m tools.mosquitto || true  # without one, most of it is skipped and says so
 	@$(BIN)/python -m chaos $(ARGS)
 
-attack: $(STAMP)
+attack: core
 	@$(BIN)/python -m tools.mosquitto
 	@$(BIN)/python -m tests.security $(if $(ATTACK),--only '$(ATTACK)') $(if $(SECONDS),--seconds '$(SECONDS)') $(ARGS)
 
-interop: $(STAMP)
+interop: core
 	@$(BIN)/python -m tools.mosquitto || test "$$CI" != true
 	@$(BIN)/python -m pytest tests/interop $(ARGS)
 
@@ -86,8 +94,9 @@ spec-coverage: $(STAMP)
 config-reference: $(STAMP)
 	@$(BIN)/python tools/config_reference.py
 
-wheel: $(STAMP)
-	@$(BIN)/python -m build --wheel --no-isolation --outdir dist .
+wheel: $(STAMP)  # one for every Python and machine, and one with the compiled core for this one; pip takes the better that fits
+	@UP_STREAMER_COMPILED=0 $(BIN)/python -m build --wheel --no-isolation --outdir dist .
+	@$(if $(filter 0,$(COMPILED)),:,$(BIN)/python -m build --wheel --no-isolation --outdir dist .)
 
 lock: $(STAMP)  # the newest versions that pyproject.toml allows, for every Python and platform; then `make test`
 	@$(BIN)/python tools/lock.py
@@ -104,4 +113,4 @@ audit: $(STAMP)  # known weaknesses in what is pinned, and what a gateway is mad
 	@$(BIN)/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock $(ARGS)  # strict: who could not look has found nothing
 
 clean:
-	rm -rf $(VENV) $(LOWEST) .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out
+	rm -rf $(VENV) $(LOWEST) uprotocol/_compiled .mypy_cache .ruff_cache .pytest_cache .hypothesis dist out

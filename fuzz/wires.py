@@ -23,8 +23,9 @@ from transports.zenoh import mapping as zenoh_mapping
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed, Stamps
+from uprotocol.encoded import EncodedMessage, Readdressed, Stamps
 from uprotocol.message import validate
+from uprotocol.transport import EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -29,10 +29,10 @@ from uprotocol.status import UStatusError
 from uprotocol.v1.ucode_pb2 import UCode
 
 # beyond it the cost per record no longer falls, and a reader of one record reads the whole chunk
-CHUNK_RECORDS_MAX: Final = 512
+CHUNK_RECORDS_MAX = 512
 CHUNK_BYTES_MAX: Final = 1 << 20  # of messages; a single greater message has a chunk of its own
 TRANSACTION_RECORDS_MAX: Final = 8_192  # some 30 ms: the first of them does not wait longer for the last
-RETENTION_PERIOD_MS: Final = 1_000  # sooner if the log has grown beyond its bytes
+RETENTION_PERIOD_MS = 1_000  # sooner if the log has grown beyond its bytes
 IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 # How long a message waits for others that share its commit, and how many are enough. Measured, with what other values
 # cost and bring: docs/adr/small-pages-and-gathered-commits.md

@@ -27,9 +27,17 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.communication.responses import Unserved
-from uprotocol.encoded import EncodedListener, EncodedMessage
+from uprotocol.encoded import EncodedMessage
 from uprotocol.status import OK, UStatusError
-from uprotocol.transport import Capability, ConnectionCallback, UBatchListener, UListener, UTransport, validate_filters
+from uprotocol.transport import (
+    Capability,
+    ConnectionCallback,
+    EncodedListener,
+    UBatchListener,
+    UListener,
+    UTransport,
+    validate_filters,
+)
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -29,8 +29,8 @@ from transports.listeners import all_of
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import to_uri
-from uprotocol.encoded import EncodedListener, EncodedMessage, Readdressed
-from uprotocol.transport import MESSAGE_BYTES_MAX, Capability
+from uprotocol.encoded import EncodedMessage, Readdressed
+from uprotocol.transport import MESSAGE_BYTES_MAX, Capability, EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -91,13 +91,13 @@ class Logs:
 
     def __init__(self, durable: Log, volatile: Log, volatile_patterns: Sequence[UUri], record: Sequence[UUri]) -> None:
         self.durable, self.volatile = durable, volatile
-        self._volatile, self.record = tuple(volatile_patterns), tuple(record)
+        self._in_memory, self.record = tuple(volatile_patterns), tuple(record)
 
     def __iter__(self) -> Iterator[Log]:
         return iter((self.durable, self.volatile))
 
     def of(self, source: UUri) -> Log:
-        return self.volatile if any(uris.matches(pattern, source) for pattern in self._volatile) else self.durable
+        return self.volatile if any(uris.matches(pattern, source) for pattern in self._in_memory) else self.durable
 
     def is_recorded(self, source: UUri) -> bool:
         return any(uris.matches(pattern, source) for pattern in self.record)

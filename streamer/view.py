@@ -10,6 +10,7 @@ Decided once per topic; callers cache the answer. When `version` has changed, `c
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from history.log import Log
@@ -37,7 +38,8 @@ class Leg(NamedTuple):
     targets: tuple[Target, ...]
 
 
-class Decision(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Decision:
     """Who gets a record. To a peer that is `open` it may have to go as well: a uSubscription that knows has not
     answered yet.
 

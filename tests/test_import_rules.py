@@ -40,7 +40,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 
 UPROTOCOL_LAYERS = (
-    ("status", "cache", "pacing"),
+    ("compiled", "status", "cache", "pacing"),
     ("uri", "uuid"),
     ("attributes",),
     ("message", "permissions", "encoded"),
@@ -183,7 +183,8 @@ def test_uprotocol_has_no_sockets_files_or_threads() -> None:
             for node in ast.walk(tree(path))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
         }
-        assert "open" not in calls, f"{module} opens a file"
+        # that one looks at the sources, before there is anything else: are they what was compiled?
+        assert "open" not in calls or module == "uprotocol.compiled", f"{module} opens a file"
         if module == "uprotocol.uuid":  # one lock, so that ids are unique among threads
             attributes = {
                 node.attr

@@ -22,9 +22,9 @@ from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.cache import Cache
-from uprotocol.encoded import EncodedListener, EncodedMessage, Stamp, shared_suffix, suffix
+from uprotocol.encoded import EncodedMessage, Stamp, shared_suffix, suffix
 from uprotocol.status import UStatusError
-from uprotocol.transport import UBatchListener, UListener
+from uprotocol.transport import EncodedListener, UBatchListener, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage

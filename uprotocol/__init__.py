@@ -2,6 +2,7 @@
 
 uri  uuid  status  <-  attributes  <-  message  <-  transport (uP-L1)  <-  communication (uP-L2)
 v1/ core/              generated from proto/ by `make proto`
+compiled               whether the hot modules, of all packages, are imported as machine code
 """
 
 import os
@@ -28,3 +29,8 @@ def _refuse_a_mixture(folder: str = os.path.dirname(os.path.dirname(__file__))) 
 
 
 _refuse_a_mixture()
+
+from uprotocol import compiled  # noqa: E402 - not beside a stranger's modules
+
+# for people; decided before any module is imported that may be compiled
+CORE: Final = compiled.use(os.environ.get(compiled.SWITCH, ""))

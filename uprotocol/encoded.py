@@ -7,14 +7,12 @@ Messages of one stream share the suffix, and with it the Stamp: what is known of
 is known of all. Parsing, validating and building a UMessage costs some 5 us; looking up its stamp costs 0.1 us.
 
 Inside the dispatcher every message is an EncodedMessage. What a transport brings as UMessages becomes one at the border
-(EncodedListener); a transport without Capability.ENCODED is sent UMessages again.
+(uprotocol.transport.EncodedListener); a transport without Capability.ENCODED is sent UMessages again.
 """
 
 from __future__ import annotations
 
-import abc
 import struct
-from collections.abc import Awaitable, Sequence
 from typing import Final
 
 from uprotocol import attributes as attrs
@@ -198,22 +196,6 @@ class EncodedMessage:
 
 
 _STAMPS: Final[Cache[bytes, Stamp]] = Cache(STAMPS_MAX)  # of `EncodedMessage.of`
-
-
-class EncodedListener(abc.ABC):
-    """A listener that wants EncodedMessages, all that arrived together in one call.
-
-    To a transport that has UMessages it is a listener like any other (uprotocol.transport.UBatchListener).
-    """
-
-    @abc.abstractmethod
-    def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None: ...
-
-    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
-        return self.on_receive_encoded([EncodedMessage.of(message) for message in messages])
-
-    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
-        return self.on_receive_batch([message])
 
 
 Carried = UMessage | EncodedMessage

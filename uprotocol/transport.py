@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol, Self, runtime_checkable
 
 from uprotocol import uri as uris
+from uprotocol.encoded import EncodedMessage
 from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -56,6 +57,22 @@ class UBatchListener(Protocol):
     """What a listener may have beside `on_receive`."""
 
     def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None: ...
+
+
+class EncodedListener(abc.ABC):
+    """A listener that wants EncodedMessages, all that arrived together in one call.
+
+    To a transport that has UMessages it is a listener like any other (UBatchListener).
+    """
+
+    @abc.abstractmethod
+    def on_receive_encoded(self, messages: Sequence[EncodedMessage]) -> Awaitable[None] | None: ...
+
+    def on_receive_batch(self, messages: Sequence[UMessage]) -> Awaitable[None] | None:
+        return self.on_receive_encoded([EncodedMessage.of(message) for message in messages])
+
+    def on_receive(self, message: UMessage) -> Awaitable[None] | None:
+        return self.on_receive_batch([message])
 
 
 class LocalUriProvider:

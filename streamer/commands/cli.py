@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from importlib import metadata
+from typing import Annotated, Final
 
 import typer
 
+import uprotocol
 from streamer.commands import check, client, cursors, drives, history, operating, options, run
 
 app = typer.Typer(
@@ -55,6 +57,27 @@ for name, function in COMMANDS.items():
     options.add(app, name, function)
 for name, function in ON_CURSORS.items():
     options.add(cursors_app, name, function)
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"up-streamer {metadata.version('up-streamer')}, {uprotocol.CORE}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_any_command(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_tell_version,
+            is_eager=True,
+            help="Which version this is, and whether its core is compiled.",
+        ),
+    ] = False,
+) -> None:
+    """Typer takes what stands before a command from here."""
 
 
 def main() -> None:

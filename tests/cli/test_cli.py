@@ -79,6 +79,12 @@ def test_every_command_is_there(invoke: Invoke) -> None:
     assert all(name in shown.output for name in named)
 
 
+def test_the_version_says_whether_the_core_is_compiled(invoke: Invoke) -> None:
+    shown = invoke("--version")
+    assert shown.exit_code == 0
+    assert re.fullmatch(r"up-streamer \d\S+, (compiled core \(\d+ modules\)|interpreted \(.+\))\n", shown.output)
+
+
 @pytest.mark.parametrize(
     "command",
     sorted({command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}),  # type: ignore[attr-defined]

@@ -9,10 +9,13 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+
+import uprotocol
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -69,7 +72,7 @@ def test_the_java_that_is_named_is_that_of_the_extra() -> None:
 
 
 def imported(module: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "UP_STREAMER_COMPILED": ""}
     return subprocess.run(
         [sys.executable, "-c", f"import {module}"],
         cwd="/",
@@ -117,3 +120,41 @@ def test_ours_is_imported_where_it_was_not_installed_in_a_folder(site: Path) -> 
     shutil.make_archive(str(site / "archive"), "zip", ROOT, "uprotocol")
     done = imported("uprotocol", site / "archive.zip")
     assert done.returncode == 0, done.stderr
+
+
+def wheel(folder: Path, switch: str) -> Path:
+    """Built as `make wheel` does."""
+    pytest.importorskip("hatchling")
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"UP_STREAMER_COMPILED": switch},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+def test_the_wheel_for_all_has_the_python_alone(tmp_path: Path) -> None:
+    made = wheel(tmp_path, "0")
+    assert made.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(made).namelist()
+    assert "history/chunk.py" in names
+    assert [name for name in names if "_compiled" in name or name.endswith(".so")] == []
+
+
+@pytest.mark.skipif(not uprotocol.CORE.startswith("compiled"), reason=f"needs the compiled core: {uprotocol.CORE}")
+def test_the_wheel_of_this_machine_has_both_and_imports_what_was_compiled(tmp_path: Path) -> None:
+    made = wheel(tmp_path, "1")
+    assert f"-cp{sys.version_info.major}{sys.version_info.minor}-" in made.name
+    site = tmp_path / "site"
+    with zipfile.ZipFile(made) as archive:
+        assert "history/chunk.py" in archive.namelist()
+        archive.extractall(site)
+    asked = "message; print(uprotocol.CORE); import history.chunk as it; print(it.__file__)"
+    state, path = imported(f"uprotocol.{asked}", site).stdout.splitlines()
+    assert state == uprotocol.CORE
+    assert path.startswith(str(site / "uprotocol" / "_compiled"))

@@ -18,8 +18,9 @@ from transports.listeners import Filter, ListenerTable
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
-from uprotocol.encoded import EncodedListener, EncodedMessage, decoded, is_shared, suffix
+from uprotocol.encoded import EncodedMessage, decoded, is_shared, suffix
 from uprotocol.status import OK
+from uprotocol.transport import EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage

@@ -32,7 +32,7 @@ WRITE_MESSAGES_MAX: Final = 64
 SMALL_BYTES: Final = 4_096
 WRITE_BYTES_MAX: Final = 1 << 20  # of larger ones; the one that passes it is still written
 # of larger ones, not acknowledged: what a broker does not read waits here. 100 ms of a link of 1.3 Gbit/s
-IN_FLIGHT_BYTES_MAX: Final = 16 << 20
+IN_FLIGHT_BYTES_MAX = 16 << 20
 # without any PUBACK while some are due: the connection is dropped, since nothing else tells a hung broker
 PUBACK_MS_MAX: Final = 20_000
 

@@ -35,16 +35,16 @@ from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.ustatus_pb2 import UStatus
 
-PUBLISHERS_MAX: Final = 4_096  # declared at once, some 2 KB each, here and at each peer
+PUBLISHERS_MAX = 4_096  # declared at once, some 2 KB each, here and at each peer
 # of a topic: a declaration costs what some hundred puts save, and many topics never see it paid back
 PUTS_BEFORE_DECLARED: Final = 16
 # a publisher that was used within this time stays: what it put must have left before it is undeclared
-UNUSED_S: Final = 60.0
+UNUSED_S = 60.0
 ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
 PLANS_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
 # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
-SETTLE_S_MAX: Final = 1.0
+SETTLE_S_MAX = 1.0
 # after the first subscription that we see: the others come with it, and what nobody wants must hold up nothing
 SETTLE_MORE_S: Final = 0.1
 FLUSH_KEY: Final = "@uprotocol/flush"  # "/" and the Zenoh id of who answers; `@` keeps it out of everybody's wildcards
