@@ -115,8 +115,27 @@ class Child:
                 return int(line.split()[1]) / 1024
         raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
 
+    def io_bytes(self, field: str) -> int:
+        """`write_bytes` (that it caused to be written to a disk) or `rchar` (that it read from files) so far."""
+        for line in Path(f"/proc/{self.pid}/io").read_text().splitlines():
+            name, _, value = line.partition(": ")
+            if name == field:
+                return int(value)
+        raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
+
+    def written_mib(self) -> float:
+        return self.io_bytes("write_bytes") / (1 << 20)
+
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
+
     def close(self) -> None:
         """May be called twice."""
+        self.signal(signal.SIGCONT)  # one that is stopped would not hear of its end
         if self._process.poll() is None:
             assert self._process.stdin is not None
             with contextlib.suppress(OSError):
