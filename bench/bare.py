@@ -113,13 +113,13 @@ async def zenoh_mqtt(source: int, destination: int) -> Any:
             woken = True
             loop.call_soon_threadsafe(flush)
 
-    out, packets = _MqttOut(room.release), _FromAttributes()
+    out, packets = _MqttOut(room.release), FromAttributes()
     await out.open(destination)
     session = networks.zenoh_session(listen=source)
     return session, session.declare_subscriber("up/**", on_sample)
 
 
-class _FromAttributes:
+class FromAttributes:
     """MQTT's properties for the attributes of Zenoh: only the id differs."""
 
     def __init__(self) -> None:

@@ -55,6 +55,12 @@ class Side(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
+        transport.pause_reading()
+
+    def join(self, other: Side) -> None:
+        """From now on what is read here comes out there."""
+        self.other = other
+        self.transport.resume_reading()
 
     def data_received(self, data: bytes) -> None:
         self._delay.put(self._loop.time(), data)
@@ -77,7 +83,8 @@ class Side(asyncio.Protocol):
     def _pass_on(self) -> None:
         self._timer = None
         arrived = self._delay.take(self._loop.time())
-        if self.other is not None and not self.other.transport.is_closing():
+        assert self.other is not None, "nothing is read before"
+        if not self.other.transport.is_closing():
             self.other.transport.write(b"".join(arrived))
         if not self._ended and self._delay.size <= BYTES_MAX:
             self.transport.resume_reading()
@@ -113,7 +120,8 @@ class Far:
         except OSError:
             near.transport.abort()
             return
-        near.other, far.other = far, near
+        near.join(far)
+        far.join(near)
 
     def close(self) -> None:
         if self._server is not None:

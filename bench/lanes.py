@@ -23,6 +23,7 @@ from streamer.demo.processes import free_port
 
 Kind = Literal["bare", "streamer", "bridge", "rust"]
 RUN_TIMEOUT_S: Final = 120.0  # beyond what a run takes by itself
+SLOWEST_PER_S: Final = 1_000  # at full speed; what is slower than that for long is no figure
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Lane:
         self.name, self.relay, self._loses = name, relay, loses
         self._publisher, self._subscribers = publisher, subscribers
         self._run = 0
+        self._under_way = 0, 0.0  # messages, and within how many seconds
 
     @property
     def process(self) -> Child:
@@ -70,10 +72,18 @@ class Lane:
     def run(self, messages: int, rate: float = 0, size: int = wire.PAYLOAD_BYTES) -> dict[str, Any]:
         """Send `messages`, and count them at the other ends: the result of the slowest. Raises BenchError if one is
         lost, doubled or out of order, unless the relay is one that may."""
+        self.begin(messages, rate, size)
+        return self.finish()
+
+    def begin(self, messages: int, rate: float = 0, size: int = wire.PAYLOAD_BYTES) -> None:
+        """The first half of `run`, for lanes that run at once."""
         self._run += 1
         self._ask_subscribers(run=self._run, messages=messages, latency=rate > 0)
         self._publisher.tell(run=self._run, messages=messages, rate=rate, size=size)
-        within_s = RUN_TIMEOUT_S + (messages / rate if rate else messages / 1_000)
+        self._under_way = messages, RUN_TIMEOUT_S + (messages / rate if rate else messages / SLOWEST_PER_S)
+
+    def finish(self) -> dict[str, Any]:
+        messages, within_s = self._under_way
         results = [subscriber.answer(within_s) for subscriber in self._subscribers]
         for result in results:
             self._judge(result, messages)

@@ -48,7 +48,8 @@ class Child:
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdout is not None
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
 
     @classmethod
     def module(cls, name: str, module: str, *arguments: object, log_dir: Path) -> Self:
@@ -60,8 +61,9 @@ class Child:
         return self._process.pid
 
     def _read(self, stdout: IO[bytes]) -> None:
-        for line in stdout:
-            self._lines.put(line.decode(errors="replace"))
+        with stdout:
+            for line in stdout:
+                self._lines.put(line.decode(errors="replace"))
         self._lines.put(None)
 
     def line(self, timeout_s: float) -> str:
@@ -136,10 +138,10 @@ class Child:
     def close(self) -> None:
         """May be called twice."""
         self.signal(signal.SIGCONT)  # one that is stopped would not hear of its end
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         if self._process.poll() is None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         try:
@@ -147,6 +149,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(CLOSE_TIMEOUT_S)  # unless what it has started itself lives on
 
     def __enter__(self) -> Self:
         return self
