@@ -1,32 +1,32 @@
 """The two ends of a benchmark on each network, with that network's own library and nothing of up-streamer.
 
-publisher: send(payloads) -> network -> relay -> network -> Tally.take(payload) :subscriber
+publisher: send(batches of payloads) -> network -> relay -> network -> Tally.take(payload) :subscriber
 
-An address is a port of 127.0.0.1 (zenoh, mqtt), or a DDS domain.
+An address is a port of 127.0.0.1 (zenoh, mqtt), or a DDS domain. The ends of MQTT are in bench/mqtt.py.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import itertools
 import threading
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from bench import wire
 
 MATCH_TIMEOUT_S: Final = 20.0  # until publisher and subscriber have found each other
-MQTT_WINDOW_MESSAGES_MAX: Final = 1_000  # unacknowledged; some 20 ms of mosquitto, so the window never is the limit
-MQTT_BATCH_MESSAGES: Final = 64  # packets in one write
+QUIET_S: Final = 0.3  # after the last message: what comes twice has come by then
 DDS_TAKE_SAMPLES: Final = 256
 DDS_WRITE_ATTEMPT_MS: Final = 50  # cyclonedds holds the GIL while a write waits for room: wait shortly, and often
+# of Zenoh, that a publisher of the bench declares; beyond it declaring would be what is measured
+ZENOH_PUBLISHERS_MAX: Final = 1_000
 
 
 class Publisher(Protocol):
-    def send(self, payloads: Iterable[bytes]) -> None: ...
+    def send(self, batches: Iterable[list[bytes]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -35,30 +35,46 @@ class Subscriber(Protocol):
 
 
 class Tally:
-    """Counts one run at a time; what belongs to another run (warm-up, stragglers) is only noticed."""
+    """Counts one run at a time; what belongs to another run (warm-up, stragglers) is only noticed.
 
-    def __init__(self) -> None:
-        self.done = threading.Event()
+    Message n is on topic n modulo `topics`. `disordered` are those behind a later one of their topic, `scrambled` those
+    that did not follow the one sent before them, on whatever topic.
+    """
+
+    def __init__(self, topics: int = 1) -> None:
+        self._topics = topics
+        self.done, self._twice = threading.Event(), threading.Event()
         self.last_run = -1
         self.arm(-1, 0, latency=False)
 
     def arm(self, run: int, messages: int, *, latency: bool) -> None:
-        self.received, self.disordered, self.first, self.last = 0, 0, 0.0, 0.0
+        self.received, self.doubled, self.disordered, self.scrambled = 0, 0, 0, 0
+        self.first, self.last = 0.0, 0.0
         self.delays_ns = array("q") if latency else None
-        self.expected = 0
+        self._seen, self._newest, self._expected = bytearray(messages), [-1] * self._topics, 0
         self.messages, self.run = messages, run
         self.done.clear()
+        self._twice.clear()
 
     def take(self, payload: bytes) -> None:
         run, number, stamp = wire.unstamp(payload)
         if run != self.run:
             self.last_run = run
             return
+        if self._seen[number]:
+            self.doubled += 1
+            self._twice.set()
+            return
+        self._seen[number] = 1
         if not self.received:
             self.first = time.perf_counter()
-        if number != self.expected:
+        if number != self._expected:
+            self.scrambled += 1
+        self._expected = number + 1
+        topic = number % self._topics
+        if number < self._newest[topic]:
             self.disordered += 1
-        self.expected = number + 1
+        self._newest[topic] = number
         self.received += 1
         if self.delays_ns is not None:
             self.delays_ns.append(time.time_ns() - stamp)
@@ -67,22 +83,25 @@ class Tally:
             self.last_run = run
             self.done.set()
 
-    def wait(self, stall_s: float) -> None:
-        """Until all of the run is here, or nothing has come for `stall_s`."""
+    def wait(self, stall_s: float, quiet_s: float = QUIET_S) -> None:
+        """Until all of the run is here and nothing has come twice for `quiet_s`, or nothing has come for `stall_s`."""
         before = -1
         while not self.done.wait(stall_s) and self.received != before:
             before = self.received
-        if not self.done.is_set():
-            self.last = time.perf_counter()
+        if self.done.is_set():
+            self._twice.wait(quiet_s)
+        else:
+            self.last = time.perf_counter() - stall_s
 
     def result(self) -> dict[str, Any]:
         delays = sorted(self.delays_ns or ())
         at = [delays[int(len(delays) * q)] / 1e6 for q in (0.5, 0.99)] if delays else [None, None]
-        seconds = self.last - self.first
         return {
             "received": self.received,
+            "doubled": self.doubled,
             "disordered": self.disordered,
-            "seconds": seconds,
+            "scrambled": self.scrambled,
+            "seconds": max(self.last - self.first, 0.0),
             "p50_ms": at[0],
             "p99_ms": at[1],
         }
@@ -103,24 +122,36 @@ def zenoh_session(*, listen: int | None = None, connect: int | None = None) -> A
     return zenoh.open(config)
 
 
-def zenoh_publisher(session: Any) -> Any:
+def zenoh_publisher(session: Any, key: str = wire.ZENOH_KEY) -> Any:
+    return session.declare_publisher(key, **_zenoh_delivery())
+
+
+def _zenoh_delivery() -> dict[str, Any]:
     import zenoh
 
-    return session.declare_publisher(
-        wire.ZENOH_KEY, congestion_control=zenoh.CongestionControl.BLOCK, priority=zenoh.Priority.DATA_LOW
-    )
+    return {"congestion_control": zenoh.CongestionControl.BLOCK, "priority": zenoh.Priority.DATA_LOW}
 
 
 class ZenohPublisher:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, topics: int = 1) -> None:
         self._session = zenoh_session(connect=port)
-        self._publisher = zenoh_publisher(self._session)
-        self._attributes, self._number = wire.Attributes(), 0
+        self._attributes, self._number = wire.Attributes(topics), 0
+        keys = map(wire.zenoh_key, range(topics))
+        if topics <= ZENOH_PUBLISHERS_MAX:
+            self._publishers = [zenoh_publisher(self._session, key) for key in keys]
+            self._puts = [publisher.put for publisher in self._publishers]
+        else:
+            self._puts = [self._undeclared(key) for key in keys]
 
-    def send(self, payloads: Iterable[bytes]) -> None:
-        put, attachment, number = self._publisher.put, self._attributes.attachment, self._number
-        for payload in payloads:
-            put(payload, attachment=attachment(number))
+    def _undeclared(self, key: str) -> Callable[..., None]:
+        put, how = self._session.put, _zenoh_delivery()
+        return lambda payload, attachment: put(key, payload, attachment=attachment, **how)
+
+    def send(self, batches: Iterable[list[bytes]]) -> None:
+        puts, attachment, number = self._puts, self._attributes.attachment, self._number
+        topics = len(puts)
+        for payload in itertools.chain.from_iterable(batches):
+            puts[number % topics](payload, attachment=attachment(number))
             number += 1
         self._number = number
 
@@ -136,113 +167,6 @@ class ZenohSubscriber:
 
     def close(self) -> None:
         self._session.close()
-
-
-# --- MQTT 5, straight on the socket
-# ------------------------------------------------------------------------------------------------
-
-
-class _MqttSocket:
-    def __init__(self, port: int, client_id: str) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", port), timeout=MATCH_TIMEOUT_S)
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._rest = b""
-        self.socket.sendall(wire.connect_packet(client_id))
-        self.window = min(wire.receive_maximum(self.expect(wire.CONNACK)), MQTT_WINDOW_MESSAGES_MAX)
-        self.socket.settimeout(None)
-
-    def read(self) -> tuple[bytes, list[tuple[int, int, int]]]:
-        """What arrived, and where its whole packets are. Raises ConnectionError when the broker hangs up."""
-        data = self.socket.recv(262_144)
-        if not data:
-            raise ConnectionError("the broker closed the connection")
-        data = self._rest + data
-        packets, position = wire.split_packets(data)
-        self._rest = data[position:]
-        return data, packets
-
-    def expect(self, kind: int) -> bytes:
-        while True:
-            data, packets = self.read()
-            for got, start, end in packets:
-                if got == kind:
-                    return data[start:end]
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self.socket.sendall(b"\xe0\x00")
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
-
-
-class MqttPublisher:
-    def __init__(self, port: int) -> None:
-        self._mqtt = _MqttSocket(port, "bench-publisher")
-        self._packets, self._number = wire.PublishPackets(), 0
-        self._acked, self._progress, self._failed = 0, threading.Condition(), False
-        threading.Thread(target=self._read_acks, daemon=True).start()
-
-    def _read_acks(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                acks = sum(kind == wire.PUBACK for kind, _, _ in self._mqtt.read()[1])
-                with self._progress:
-                    self._acked += acks
-                    self._progress.notify()
-        with self._progress:
-            self._failed = True
-            self._progress.notify()
-
-    def send(self, payloads: Iterable[bytes]) -> None:
-        """Returns when the broker has acknowledged all. A paced sender's packets leave one by one, others in
-        batches."""
-        packet, number, batch = self._packets.packet, self._number, []
-        last_send = time.perf_counter()
-        for payload in payloads:
-            batch.append(packet(number, payload))
-            number += 1
-            now = time.perf_counter()
-            if len(batch) >= MQTT_BATCH_MESSAGES or now - last_send > 0.0005:
-                self._wait(number - self._mqtt.window)
-                self._mqtt.socket.sendall(b"".join(batch))
-                batch.clear()
-                last_send = now
-        self._mqtt.socket.sendall(b"".join(batch))
-        self._number = number
-        self._wait(number)
-
-    def _wait(self, acked: int) -> None:
-        with self._progress:
-            while self._acked < acked:
-                if self._failed or not self._progress.wait(MATCH_TIMEOUT_S):
-                    raise ConnectionError("the broker stopped acknowledging")
-
-    def close(self) -> None:
-        self._mqtt.close()
-
-
-class MqttSubscriber:
-    def __init__(self, port: int, tally: Tally) -> None:
-        self._mqtt, self._tally = _MqttSocket(port, "bench-subscriber"), tally
-        self._mqtt.socket.sendall(wire.subscribe_packet(wire.MQTT_TOPIC))
-        self._mqtt.expect(wire.SUBACK)
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        take, topic_end = self._tally.take, 2 + len(wire.MQTT_TOPIC)
-        with contextlib.suppress(OSError):
-            while True:
-                data, packets = self._mqtt.read()
-                acks = []
-                for kind, start, end in packets:
-                    if kind == wire.PUBLISH_PACKET:
-                        acks.append(wire.puback_packet(data[start + topic_end : start + topic_end + 2]))
-                        take(data[end - wire.PAYLOAD_BYTES : end])
-                if acks:
-                    self._mqtt.socket.sendall(b"".join(acks))  # one write for all of this read
-
-    def close(self) -> None:
-        self._mqtt.close()
 
 
 # --- DDS
@@ -288,16 +212,17 @@ class DdsParticipant:
 
 
 class DdsPublisher:
-    def __init__(self, domain: int) -> None:
+    def __init__(self, domain: int, topics: int = 1) -> None:
+        assert topics == 1, "no leg publishes more"
         self._participant = DdsParticipant(domain)
         self._writer = self._participant.writer(wire.DDS_PARTITION)
         self._attributes, self._number = wire.Attributes(), 0
 
-    def send(self, payloads: Iterable[bytes]) -> None:
+    def send(self, batches: Iterable[list[bytes]]) -> None:
         from bench.dds_type import UMessage
 
         attributes, number = self._attributes.plain, self._number
-        for payload in payloads:
+        for payload in itertools.chain.from_iterable(batches):
             self._write(UMessage(attributes(number), payload))
             number += 1
         self._number = number
@@ -316,13 +241,6 @@ class DdsPublisher:
 
     def close(self) -> None:
         del self._writer, self._participant
-
-
-NETWORKS: Final[dict[str, tuple[Any, Any]]] = {
-    "zenoh": (ZenohPublisher, ZenohSubscriber),
-    "mqtt": (MqttPublisher, MqttSubscriber),
-    "dds": (DdsPublisher, None),  # no leg ends there
-}
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,8 @@ class Child:
             )
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         assert self._process.stdout is not None
-        threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True).start()
+        self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
 
     @classmethod
     def module(cls, name: str, module: str, *arguments: object, log_dir: Path) -> Self:
@@ -60,8 +61,9 @@ class Child:
         return self._process.pid
 
     def _read(self, stdout: IO[bytes]) -> None:
-        for line in stdout:
-            self._lines.put(line.decode(errors="replace"))
+        with stdout:
+            for line in stdout:
+                self._lines.put(line.decode(errors="replace"))
         self._lines.put(None)
 
     def line(self, timeout_s: float) -> str:
@@ -115,17 +117,31 @@ class Child:
                 return int(line.split()[1]) / 1024
         raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
 
+    def io_bytes(self, field: str) -> int:
+        """`write_bytes` (that it caused to be written to a disk) or `rchar` (that it read from files) so far."""
+        for line in Path(f"/proc/{self.pid}/io").read_text().splitlines():
+            name, _, value = line.partition(": ")
+            if name == field:
+                return int(value)
+        raise BenchError(f"{self.name} has no {field}: it has ended{self.log_tail()}")
+
     def written_mib(self) -> float:
-        """What it has caused to be written to disks."""
-        fields = dict(line.split(": ") for line in Path(f"/proc/{self.pid}/io").read_text().splitlines())
-        return int(fields["write_bytes"]) / (1 << 20)
+        return self.io_bytes("write_bytes") / (1 << 20)
+
+    def threads(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(number)
 
     def close(self) -> None:
         """May be called twice."""
+        self.signal(signal.SIGCONT)  # one that is stopped would not hear of its end
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
         if self._process.poll() is None:
-            assert self._process.stdin is not None
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         try:
@@ -133,6 +149,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join(CLOSE_TIMEOUT_S)  # unless what it has started itself lives on
 
     def __enter__(self) -> Self:
         return self

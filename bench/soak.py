@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from bench.measure import LEGS, lane
+from bench.lanes import lane
+from bench.measure import LEGS
 from bench.processes import BenchError
 
 STEP_MESSAGES: Final = 100_000
@@ -40,9 +41,9 @@ def soak(name: str, messages: int, directory: Path, say: Callable[[str], None]) 
     with lane("streamer", LEGS[name], directory) as streamer:
         for passed in range(STEP_MESSAGES, messages + 1, STEP_MESSAGES):
             rate = streamer.throughput(STEP_MESSAGES)
-            points.append((passed, streamer.relay.memory_mib("VmRSS")))
+            points.append((passed, streamer.process.memory_mib("VmRSS")))
             say(f"{name}: {passed:>10,} messages, {points[-1][1]:7.1f} MiB, {rate:,.0f}/s")
-        peak = streamer.relay.memory_mib("VmHWM")
+        peak = streamer.process.memory_mib("VmHWM")
     after = [point for point in points if point[0] >= FILL_MESSAGES]
     growth = max(size for _, size in after) - after[0][1]
     result = {

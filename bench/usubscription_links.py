@@ -63,11 +63,11 @@ class Fleet:
             if attributes.sink.resource_id != 1:
                 out.append(UMessageBuilder.response_for_request(attributes).pack(v4.FetchSubscriptionsResponse()))
                 continue
-            topic = UPayload.of(message).unpack(v4.SubscribeRequest).topic
+            topic, stands = UPayload.of(message).unpack(v4.SubscribeRequest).topic, v4.STATUS_SUBSCRIBED
             out.append(
-                UMessageBuilder.response_for_request(attributes).pack(v4.SubscribeResponse(topic=topic, status=3))
+                UMessageBuilder.response_for_request(attributes).pack(v4.SubscribeResponse(topic=topic, status=stands))
             )
-            told = v4.Subscription(topic=topic, subscriber=attributes.source, status=3)
+            told = v4.Subscription(topic=topic, subscriber=attributes.source, status=stands)
             source = uris.uri(attributes.sink.authority_name, 0, 4, 0x8000)
             out.append(UMessageBuilder.notification(source, attributes.source).pack(told))
         await self._transport.send_batch(out)
@@ -118,7 +118,7 @@ async def two_services(directory: Path, topics: int) -> dict[str, Any]:
     networks = {name: LocalNetwork() for name in "ab"}
     ends = {name: await member(network, "bridge", 0xFFF0) for name, network in networks.items()}
     for here, there in ("ab", "ba"):
-        await ends[here].register_listener(uris.ANY, Joins(ends[there]), uris.pattern(there))  # type: ignore[arg-type]
+        await ends[here].register_listener(uris.ANY, Joins(ends[there]), uris.pattern(there))
     services = {}
     for name, network in networks.items():
         services[name] = USubscriptionService(await member(network, name, 0, 4), name, directory / f"{name}.db")
@@ -135,7 +135,7 @@ async def two_services(directory: Path, topics: int) -> dict[str, Any]:
 async def fleet(directory: Path, vehicles: int, topics_each: int) -> dict[str, Any]:
     network = LocalNetwork()
     others = await member(network, "fleet", 0x77)
-    await others.register_listener(uris.ANY, Fleet(others), uris.pattern("*", 0, 4))  # type: ignore[arg-type]
+    await others.register_listener(uris.ANY, Fleet(others), uris.pattern("*", 0, 4))
     service = USubscriptionService(await member(network, "cloud", 0, 4), "cloud", directory / "cloud.db")
     await service.start()
     app = await member(network, "cloud", 0x10)

@@ -1,50 +1,96 @@
-"""What travels in a benchmark: one topic, 256-byte payloads, and the bytes of each network around them. Pure.
+"""What travels in a benchmark: topics, stamped payloads, and the bytes of each network around them. Pure.
 
-payload  = run (4) | number in the run (4) | time stamp in ns (8) | padding   so a subscriber can count, and check order
-zenoh    : payload, attachment = 0x01 + UAttributes                          and time
-mqtt     : PUBLISH, QoS 1, uProtocol's user properties                       made and taken apart here: a client library
-dds      : CDR of uprotocol::v1::UMessage, written by cyclonedds             would be slower than what is measured
+payload  = run (4) | number in the run (4) | time at which it was due, ns (8) | padding
+           so a subscriber can count, check order and time, and a publisher that is late hides nothing
+zenoh    : payload, attachment = 0x01 + UAttributes
+mqtt     : PUBLISH, QoS 1, uProtocol's user properties       made and taken apart here: a client library
+dds      : CDR of uprotocol::v1::UMessage                    would be slower than what is measured
 
-Every message has an id of its own, for a dispatcher drops an id that it has seen.
+Every message has an id of its own, for a dispatcher drops an id that it has seen. Message n of a publisher is on topic
+n modulo the number of topics.
 """
 
 from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
 from uprotocol.attributes import PUBLISH
 from uprotocol.v1.uattributes_pb2 import UAttributes, UPayloadFormat, UPriority
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.uuid_pb2 import UUID
 
 INGRESS_AUTHORITY: Final = "device1"
 EGRESS_AUTHORITY: Final = "device2"
-TOPIC: Final = uris.uri(INGRESS_AUTHORITY, 0x10AB, 3, 0x80CD)
+TOPICS_PER_ENTITY: Final = 1_000  # as many as one uEntity has resources for, and more
+FIRST_ENTITY: Final = 0x10AB
+FIRST_RESOURCE: Final = 0x8000
+VERSION: Final = 3
+
+
+def topic(number: int) -> UUri:
+    """The topic number `number` of all that a benchmark publishes."""
+    entity, resource = divmod(number, TOPICS_PER_ENTITY)
+    return uris.uri(INGRESS_AUTHORITY, FIRST_ENTITY + entity, VERSION, FIRST_RESOURCE + resource)
+
+
+def segments(number: int) -> str:
+    """Of that topic, as Zenoh's keys and MQTT's in-vehicle topics have them."""
+    entity, resource = divmod(number, TOPICS_PER_ENTITY)
+    return f"{INGRESS_AUTHORITY}/{FIRST_ENTITY + entity:X}/0/{VERSION}/{FIRST_RESOURCE + resource:X}"
+
+
+def zenoh_key(number: int) -> str:
+    return f"up/{segments(number)}/{{}}/{{}}/{{}}/{{}}/{{}}"
+
+
+TOPIC: Final = topic(0)
+EVERY_TOPIC: Final = uris.pattern(INGRESS_AUTHORITY)
 SUBSCRIBER: Final = uris.uri(EGRESS_AUTHORITY, 0x20EF, 1, 0)
-SEGMENTS: Final = f"{INGRESS_AUTHORITY}/10AB/0/3/80CD"
-ZENOH_KEY: Final = f"up/{SEGMENTS}/{{}}/{{}}/{{}}/{{}}/{{}}"
-MQTT_TOPIC: Final = SEGMENTS
+ZENOH_KEY: Final = zenoh_key(0)
+MQTT_TOPIC: Final = segments(0)
+MQTT_EVERY_TOPIC: Final = f"{INGRESS_AUTHORITY}/#"
 DDS_PARTITION: Final = ZENOH_KEY  # docs/dds-mapping.md
 
 PAYLOAD_BYTES: Final = 256
 _STAMP: Final = struct.Struct(">IIq")
-_PADDING: Final = b"x" * (PAYLOAD_BYTES - _STAMP.size)
+PAYLOAD_BYTES_MIN: Final = _STAMP.size
+BATCH_MESSAGES: Final = 64  # that a publisher hands to its network together, where so many are due
+BATCH_BYTES: Final = 1 << 18  # ... and of large ones fewer
 unstamp = _STAMP.unpack_from
 
 
-def payloads(run: int, messages: int, rate: float) -> Iterator[bytes]:
-    """`messages` stamped payloads, `rate` of them per second (0: as fast as they are taken)."""
-    pack, now_ns, started = _STAMP.pack, time.time_ns, time.perf_counter()
-    for number in range(messages):
-        if rate:
-            early = started + number / rate - time.perf_counter()
-            if early > 0:
-                time.sleep(early)
-        yield pack(run, number, now_ns()) + _PADDING
+def batches(
+    run: int,
+    messages: int,
+    rate: float,
+    size: int = PAYLOAD_BYTES,
+    *,
+    now_ns: Callable[[], int] = time.time_ns,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[list[bytes]]:
+    """`messages` payloads of `size` bytes, due evenly at `rate` per second (0: as fast as they are taken), in batches
+    of what is due by now. The stamp is the time at which a message was due, however late it leaves."""
+    pack, padding = _STAMP.pack, b"x" * (size - PAYLOAD_BYTES_MIN)
+    together = max(1, min(BATCH_MESSAGES, BATCH_BYTES // size))
+    began, number = now_ns(), 0
+    while number < messages:
+        end = min(number + together, messages)
+        if not rate:
+            now = now_ns()
+            yield [pack(run, n, now) + padding for n in range(number, end)]
+            number = end
+            continue
+        early_ns = began + int(number / rate * 1e9) - now_ns()
+        if early_ns > 0:
+            sleep(early_ns / 1e9)
+        due = min(end, max(number + 1, int((now_ns() - began) * rate / 1e9) + 1))
+        yield [pack(run, n, began + int(n / rate * 1e9)) + padding for n in range(number, due)]
+        number = due
 
 
 def _id_template() -> tuple[int, int]:
@@ -56,26 +102,30 @@ def _id_template() -> tuple[int, int]:
 class Attributes:
     """UAttributes as bytes, 46 of them, with a new id each time."""
 
-    def __init__(self) -> None:
+    def __init__(self, topics: int = 1) -> None:
         self.msb, self.lsb = _id_template()
-        whole = UAttributes(
+        wholes = [self._whole(topic(number)) for number in range(topics)]
+        self._head = wholes[0][:12]
+        assert wholes[0][11:20] == b"\x11" + self.lsb.to_bytes(8, "little"), "the id is the first field of UAttributes"
+        self._attachment_head = b"\x01" + self._head
+        self._tails, self._topics = [whole[20:] for whole in wholes], topics
+
+    def _whole(self, source: UUri) -> bytes:
+        made = UAttributes(
             id=UUID(msb=self.msb, lsb=self.lsb),
             type=PUBLISH,
-            source=TOPIC,
+            source=source,
             priority=UPriority.UPRIORITY_CS1,
             payload_format=UPayloadFormat.UPAYLOAD_FORMAT_PROTOBUF,
-        ).SerializeToString()
-        head, self._tail = whole[:12], whole[20:]
-        assert whole[11:20] == b"\x11" + self.lsb.to_bytes(8, "little"), "the id is the first field of UAttributes"
-        self._head = head
-        self._attachment_head = b"\x01" + head
+        )
+        return made.SerializeToString()
 
     def plain(self, number: int) -> bytes:
-        return self._head + (self.lsb | number).to_bytes(8, "little") + self._tail
+        return self._head + (self.lsb | number).to_bytes(8, "little") + self._tails[number % self._topics]
 
     def attachment(self, number: int) -> bytes:
         """With the version byte of the Zenoh mapping in front."""
-        return self._attachment_head + (self.lsb | number).to_bytes(8, "little") + self._tail
+        return self._attachment_head + (self.lsb | number).to_bytes(8, "little") + self._tails[number % self._topics]
 
 
 # --- MQTT 5, as little of it as a load generator needs
@@ -95,20 +145,26 @@ def varint(value: int) -> bytes:
             return bytes(out)
 
 
-def text_of(text: str) -> bytes:
+def text_field(text: str) -> bytes:
     return struct.pack(">H", len(text)) + text.encode()
 
 
 def connect_packet(client_id: str) -> bytes:
+    """A clean start, without keep-alive."""
     properties = struct.pack(">BH", _RECEIVE_MAXIMUM, 65_535)
     body = (
-        text_of("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_of(client_id)
+        text_field("MQTT")
+        + b"\x05\x02"
+        + struct.pack(">H", 0)
+        + varint(len(properties))
+        + properties
+        + text_field(client_id)
     )
     return b"\x10" + varint(len(body)) + body
 
 
 def subscribe_packet(topic_filter: str) -> bytes:
-    body = struct.pack(">H", 1) + b"\x00" + text_of(topic_filter) + b"\x01"
+    body = struct.pack(">H", 1) + b"\x00" + text_field(topic_filter) + b"\x01"
     return b"\x82" + varint(len(body)) + body
 
 
@@ -117,24 +173,60 @@ def puback_packet(packet_id: bytes) -> bytes:
 
 
 class PublishPackets:
-    """PUBLISH packets that differ in packet id, the last digits of the message id, and the payload."""
+    """PUBLISH packets that differ in packet id, the last digits of the message id, topic and payload."""
 
-    def __init__(self) -> None:
+    def __init__(self, topics: int = 1) -> None:
         msb, lsb = _id_template()
-        message_id = uuids.format(UUID(msb=msb, lsb=lsb))
-        properties = [("uP", "1"), ("1", message_id), ("2", "up-pub.v1"), ("3", uris.format(TOPIC)), ("5", "CS1")]
+        self._message_id = uuids.format(UUID(msb=msb, lsb=lsb))
+        self._parts = [self._of(number) for number in range(topics)]
+        self._topics = topics
+
+    def _of(self, number: int) -> tuple[bytes, bytes, bytes]:
+        """The topic, and the properties before and behind the digits that count."""
+        source = uris.format(topic(number))
+        properties = [("uP", "1"), ("1", self._message_id), ("2", "up-pub.v1"), ("3", source), ("5", "CS1")]
         encoded = (
-            b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in properties) + b"\x03" + text_of("2")
+            b"".join(b"\x26" + text_field(key) + text_field(value) for key, value in properties)
+            + b"\x03"
+            + text_field("2")
         )
         encoded = varint(len(encoded)) + encoded
-        cut = encoded.index(message_id.encode()) + len(message_id) - 12
-        length = 2 + len(MQTT_TOPIC) + 2 + len(encoded) + PAYLOAD_BYTES
-        self._head = b"\x32" + varint(length) + text_of(MQTT_TOPIC)
-        self._before, self._after = encoded[:cut], encoded[cut + 12 :]
+        cut = encoded.index(self._message_id.encode()) + len(self._message_id) - 12
+        return text_field(segments(number)), encoded[:cut], encoded[cut + 12 :]
 
     def packet(self, number: int, payload: bytes) -> bytes:
+        name, before, after = self._parts[number % self._topics]
+        length = varint(len(name) + 2 + len(before) + 12 + len(after) + len(payload))
         packet_id = (number % 65_535 + 1).to_bytes(2, "big")
-        return b"".join((self._head, packet_id, self._before, b"%012x" % number, self._after, payload))
+        return b"".join((b"\x32", length, name, packet_id, before, b"%012x" % number, after, payload))
+
+
+def publish_packet(rest: bytes, packet_id: int, topic_name: bytes) -> bytes:
+    """QoS 1; `rest` is all that stands behind the packet id: properties and payload."""
+    length = varint(len(topic_name) + 2 + len(rest))
+    return b"".join((b"\x32", length, topic_name, packet_id.to_bytes(2, "big"), rest))
+
+
+def publish_places(data: bytes, start: int) -> tuple[int, int]:
+    """Where the packet id and the payload of a PUBLISH begin; its body begins at `start`."""
+    packet_id = start + 2 + (data[start] << 8 | data[start + 1])
+    length, at, shift = 0, packet_id + 2, 0
+    while True:
+        byte = data[at]
+        length |= (byte & 0x7F) << shift
+        shift += 7
+        at += 1
+        if byte < 0x80:
+            return packet_id, at + length
+
+
+_ID_PROPERTY: Final = b"\x26\x00\x011\x00\x24"  # user property "1", a text of 36 characters
+
+
+def message_id(data: bytes, start: int, end: int) -> bytes:
+    """The 16 bytes of the uProtocol id in a PUBLISH. Raises ValueError where there is none."""
+    at = data.index(_ID_PROPERTY, start, end) + len(_ID_PROPERTY)
+    return bytes.fromhex(data[at : at + 36].decode().replace("-", ""))
 
 
 def split_packets(data: bytes) -> tuple[list[tuple[int, int, int]], int]:

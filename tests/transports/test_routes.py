@@ -13,7 +13,7 @@ from transports.listeners import ListenerTable
 from transports.routes import Filter, Routes
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.encoded import EncodedListener, EncodedMessage
+from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
 from uprotocol.v1.uattributes_pb2 import UAttributes

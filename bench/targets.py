@@ -1,0 +1,205 @@
+"""What is to be reached, in one place, and the table that says what was.
+
+figures of a run, as the last line of stdout has them -> rows(figures) -> what | to reach | reached
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+Figures = dict[str, Any]
+Path = tuple[str, ...]
+
+COMPILED_MODULES: Final = ("history.chunk", "uprotocol.encoded", "streamer.egress")  # of which some may be
+FLAT: Final = 1.25  # times what it costs with one: as far as two runs of the same may differ
+
+
+@dataclass(frozen=True)
+class Target:
+    """One row. `figure` takes its value out of the figures, and raises KeyError, TypeError or ZeroDivisionError where
+    they have none."""
+
+    what: str
+    figure: Callable[[Figures], float]
+    bound: float
+    unit: str
+    at_least: bool = False
+
+    @property
+    def to_reach(self) -> str:
+        return f"{'at least' if self.at_least else 'at most'} {_number(self.bound)}{self.unit and ' ' + self.unit}"
+
+    def reached(self, figures: Figures) -> float | None:
+        """None: was not measured."""
+        try:
+            return float(self.figure(figures))
+        except (KeyError, TypeError, ZeroDivisionError):
+            return None
+
+    def holds(self, value: float) -> bool:
+        return value >= self.bound if self.at_least else value <= self.bound
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:,.2f}"
+
+
+def at(*path: str) -> Callable[[Figures], float]:
+    """The figure at that path."""
+
+    def take(figures: Figures) -> float:
+        found: Any = figures
+        for name in path:
+            found = found[name]
+        return found  # type: ignore[no-any-return]
+
+    return take
+
+
+def over(one: Callable[[Figures], float], other: Callable[[Figures], float]) -> Callable[[Figures], float]:
+    return lambda figures: one(figures) / other(figures)
+
+
+def is_compiled() -> bool:
+    """Whether the core that is measured here runs as a C extension."""
+    specs = map(importlib.util.find_spec, COMPILED_MODULES)
+    return any(spec is not None and str(spec.origin).endswith((".so", ".pyd")) for spec in specs)
+
+
+def _speeds(compiled: bool) -> list[Target]:
+    build = "compiled" if compiled else "interpreted"
+    zenoh = {"durable": 0.75 if compiled else 0.65, "volatile": 0.95 if compiled else 0.8}
+    bounds = {f"zenoh_zenoh_{name}": bound for name, bound in zenoh.items()}
+    bounds |= {"zenoh_mqtt": 1.0, "mqtt_zenoh": 1.0, "mqtt_mqtt": 1.0, "dds_zenoh": 0.95}
+    return [
+        Target(f"full speed beside bare, {leg}, {build}", at("legs", leg, "ratio"), bound, "", at_least=True)
+        for leg, bound in bounds.items()
+    ]
+
+
+def _paced() -> list[Target]:
+    durable = ("legs", "zenoh_zenoh_durable")
+    return [
+        Target("CPU per message at 1,000/s, durable, over bare's", at(*durable, "cpu_at_1000_over_bare"), 1.8, ""),
+        Target("latency at 1,000/s less bare's, durable, p50", at(*durable, "added_p50_ms"), 0.4, "ms"),
+        Target("latency at 1,000/s less bare's, durable, p99", at(*durable, "added_p99_ms"), 1.5, "ms"),
+    ]
+
+
+def _topics() -> list[Target]:
+    subscribed, published = ("costs", "topics_subscribed"), ("costs", "topics_published")
+    most = at(*subscribed, "100000", "cpu_s_per_million")
+    rows = [
+        Target(
+            "100,000 subscriptions on Zenoh: CPU per message, over one's",
+            over(most, at(*subscribed, "1", "cpu_s_per_million")),
+            FLAT,
+            "",
+        ),
+        Target("100,000 subscriptions on Zenoh: threads", at(*subscribed, "100000", "threads"), 32, ""),
+    ]
+    return rows + [
+        Target(
+            f"{number:,} topics published on Zenoh, 4,000/s offered",
+            at(*published, str(number), "per_s"),
+            3_960,
+            "/s",
+            at_least=True,
+        )
+        for number in (3_900, 4_500, 30_000, 100_000)
+    ]
+
+
+def _changes() -> list[Target]:
+    fleet, dds = ("costs", "fleet", "1000"), ("costs", "dds_new_topics")
+    return [
+        Target("fleet of 1,000 with 30 topics: until all are PENDING", at(*fleet, "pending_s"), 5, "s"),
+        Target("fleet of 1,000 with 30 topics: until all are SUBSCRIBED", at(*fleet, "subscribed_s"), 60, "s"),
+        Target("fleet of 1,000: p99 of the messages meanwhile", at(*fleet, "p99_ms"), 50, "ms"),
+        Target("first sight of a topic with 20,000 filters", at("costs", "first_sight", "20000", "ms"), 0.05, "ms"),
+        Target(
+            "one subscription more, 5,000 topics: CPU", at("costs", "one_subscription_more", "5000", "cpu_ms"), 1, "ms"
+        ),
+        Target(
+            "one subscription more, 50,000 topics: CPU",
+            at("costs", "one_subscription_more", "50000", "cpu_ms"),
+            1,
+            "ms",
+        ),
+        Target("start with 5,000 embedded Zenoh subscriptions", at("costs", "start_subscribed", "s"), 2, "s"),
+        Target("200 notifications of a hosted service", at("costs", "notifications", "ms"), 5, "ms"),
+        Target(
+            "Describe with 300,000 topics is answered, in", at("costs", "describe", "300000", "answered_ms"), 50, "ms"
+        ),
+        Target("2,000 new topics on DDS, one way", at(*dds, "one_way", "seconds"), 1, "s"),
+        Target("2,000 new topics on DDS, 2,000 readers", at(*dds, "with_readers", "seconds"), 1, "s"),
+        Target("2,000 new topics on DDS, both ways", at(*dds, "both_ways", "seconds"), 2, "s"),
+        Target(
+            "what a known topic on DDS waits meanwhile",
+            at(*dds, "both_ways", "known_waited_ms"),
+            100,
+            "ms",
+        ),
+    ]
+
+
+def _brokers() -> list[Target]:
+    far, alone, slow = (("costs", name) for name in ("mqtt_far", "mqtt_one_at_a_time", "slow_processor"))
+    stock = ("costs", "mqtt_stock_window")
+    return [
+        Target(
+            "MQTT, broker 50 ms away each way, beside mosquitto's bridge",
+            over(at(*far, "streamer", "per_s"), at(*far, "bridge", "per_s")),
+            0.99,
+            "",
+            at_least=True,
+        ),
+        Target(
+            "slow processor, zenoh to mqtt: taken in over sent",
+            over(at(*slow, "taken_per_s"), at(*slow, "sent_per_s")),
+            FLAT,
+            "",
+        ),
+        Target(
+            "one message at a time over MQTT, beside bare (0.15 before)",
+            over(at(*alone, "streamer", "per_s"), at(*alone, "bare", "per_s")),
+            0.15,
+            "",
+            at_least=True,
+        ),
+        Target(
+            "brokers with 20 in flight, beside bare (0.45 before)",
+            over(at(*stock, "streamer", "per_s"), at(*stock, "bare", "per_s")),
+            0.45,
+            "",
+            at_least=True,
+        ),
+    ]
+
+
+def targets(compiled: bool) -> list[Target]:
+    """All rows; speeds depend on whether the core is compiled."""
+    disk = [
+        Target(
+            f"disk, durable, 256 B at {rate:,}/s: written per message",
+            at("costs", "disk", str(rate), "kb_per_message"),
+            bound,
+            "KB",
+        )
+        for rate, bound in ((10, 12), (100, 8), (1_000, 2))
+    ]
+    return [*disk, *_paced(), *_topics(), *_changes(), *_brokers(), *_speeds(compiled)]
+
+
+def rows(figures: Figures, compiled: bool) -> list[dict[str, Any]]:
+    """The table: what, to reach, reached (None: not measured), and whether it holds."""
+    found = []
+    for target in targets(compiled):
+        value = target.reached(figures)
+        told = None if value is None else f"{_number(value)}{target.unit and ' ' + target.unit}"
+        holds = None if value is None else target.holds(value)
+        found.append({"what": target.what, "to_reach": target.to_reach, "reached": told, "holds": holds})
+    return found
