@@ -16,6 +16,7 @@ from uprotocol import uri as uris
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
+from uprotocol.transport import EncodedListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
