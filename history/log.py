@@ -21,7 +21,7 @@ from history import damage as kinds
 from history.chunk import NOBODY, Chunk, Passed, Scan
 from history.damage import Damage
 from history.disk import Disk
-from history.load import Cursor, Stream
+from history.load import Cursor, Extent, Stream
 from history.reader import Limits
 from history.ring import Ring
 from history.rows import HELD_PREFIXES
@@ -104,7 +104,7 @@ class Log(Streams):
         for damage in loaded.found:
             self._count(damage)
         self.keep_streams(self._appended_to)
-        self._on_written(Written(loaded.extent))
+        self._take_over(loaded.extent)
 
     @classmethod
     async def open(
@@ -201,19 +201,13 @@ class Log(Streams):
         return (stream for append in self._appending for stream in append.streams)
 
     def _on_written(self, written: Written) -> None:
-        """On the loop, at the start, after each transaction, and after each step of retention."""
+        """On the loop, after each transaction, and after each step of retention."""
         for passed in written.passed:
             for callback in list(self._passed_callbacks):
                 callback(passed)
         for number in written.acknowledged:
             self._ledger.acknowledge_one(number)
-        extent = written.extent
-        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
-        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
-        self.floor_seq = extent.floor_seq
-        self.stored_bytes = extent.stored_bytes  # of the records there are
-        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
-        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
+        self._take_over(written.extent)
         batch = written.batch
         if batch is None:
             self.drop_ended_leases()
@@ -238,6 +232,14 @@ class Log(Streams):
         self._grown.set()
         for heard in list(self._append_callbacks):
             heard()
+
+    def _take_over(self, extent: Extent) -> None:
+        self.oldest_seq = extent.oldest_seq  # of the records there are; 0: none
+        self.newest_seq = extent.newest_seq  # the highest that was ever given out; 0: none
+        self.floor_seq = extent.floor_seq
+        self.stored_bytes = extent.stored_bytes  # of the records there are
+        # what all files really take, the write-ahead log included, and what is left on their disk; sampled every second
+        self.disk_bytes, self.disk_free_bytes = extent.disk_bytes, extent.disk_free_bytes  # volatile: 0
 
     def _failed(self, batch: list[Append], error: UStatusError) -> None:
         if self.healthy:

@@ -153,5 +153,5 @@ def vacuum(db: sqlite3.Connection, sizes: Sizes) -> bool:
     is_beyond = free > 0 and pages * page_bytes > sizes.file + sizes.transaction
     if not is_beyond and (free * 100 <= pages * VACUUM_FREE_PERCENT or free < step):
         return False
-    db.execute(f"PRAGMA incremental_vacuum({step})").fetchall()
+    db.executescript(f"PRAGMA incremental_vacuum({step});")  # `execute` ends it after the first page
     return True

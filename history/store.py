@@ -84,6 +84,7 @@ class Store:
         self._unindexed_bytes = sum(chunk.bytes for chunk in self.loaded.unindexed)
         self._stale: set[int] = set()  # streams of which the index names chunks that retention has deleted
         self._aging = False  # retention by age has more to do
+        self._is_shrunk = False  # the file gave pages back, which the disk has when the write-ahead log is empty
         self._passing: Passed | None = None  # by a step of retention that may have failed
         self._late: list[Passed] = []
         self._connected(self.file.connect())
@@ -278,7 +279,9 @@ class Store:
         doomed, floor = find_doomed(db, ages, self._excess(db), keep_after, at_once=self._aging)
         if not doomed:
             self._aging = False
-            return vacuum(db, self.sizes), late
+            more = vacuum(db, self.sizes)
+            self._is_shrunk = self._is_shrunk or more
+            return more, late
         if owed_after < floor:
             owed = max(owed_after, self.extent.floor_seq)
             self._passing = Passed(owed, floor + 1, self.allowance.take(readable(db, doomed), owed))
@@ -331,5 +334,9 @@ class Store:
         db = self.file.db
         if db is None or self.runtime.monotonic() < self._wal_due:
             return
-        if self.file.wal_bytes > self.sizes.wal and not empty_wal(db, WAL_WAIT_MS):
-            self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
+        wal_bytes = self.file.wal_bytes
+        if wal_bytes > self.sizes.wal or (self._is_shrunk and wal_bytes):
+            if empty_wal(db, WAL_WAIT_MS):
+                self._is_shrunk = False
+            else:
+                self._wal_due = self.runtime.monotonic() + WAL_AGAIN_S  # somebody reads for long: a backup, say
