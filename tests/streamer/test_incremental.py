@@ -47,7 +47,7 @@ PATTERNS = [uris.uri("vehicle1", 0xFFFF_8001, 1, 0x8001), uris.uri("mcu1", 0x800
 SINK = uris.uri("cloud", 0x9001, 1, 0)
 
 topics = st.sampled_from(TOPICS)
-wanting = st.sampled_from([*TOPICS, *PATTERNS])
+wanting = st.sampled_from([*TOPICS, *TOPICS, *TOPICS, *PATTERNS])  # of patterns whoever looks takes all
 names = st.sampled_from(["vehicle", "mcu", "cloud"])
 subscriptions = st.builds(
     Subscription,
@@ -58,8 +58,7 @@ subscriptions = st.builds(
     st.sampled_from([None, 100]),
 )
 changes = st.one_of(
-    st.tuples(st.just("subscribe"), st.lists(subscriptions, min_size=1, max_size=4)),
-    st.tuples(st.just("subscribe"), st.lists(subscriptions, min_size=1, max_size=4)),
+    *[st.tuples(st.just("subscribe"), st.lists(subscriptions, min_size=1, max_size=2))] * 4,
     st.tuples(st.just("rule"), st.tuples(names, names)),
     st.tuples(st.just("pause"), st.tuples(wanting, names)),
     st.tuples(st.just("answer"), topics),
@@ -178,7 +177,7 @@ def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
 
 @pytest.mark.spec("local~disp-view")
 @settings(max_examples=60)
-@given(st.lists(steps, min_size=10, max_size=30), st.sampled_from([2, 1_000]))
+@given(st.lists(steps, min_size=10, max_size=30), st.sampled_from([1, 1_000]))
 def test_what_is_kept_up_change_by_change_is_what_making_it_anew_gives(steps: list[Any], journal: int) -> None:
     asyncio.run(_driven(steps, journal))
 
