@@ -222,7 +222,7 @@ class Partners:
         self.path, self._disk = path, disk
         self._known: dict[Partner, int] = {}  # and with which change it came
         self._changes = self._saved = 0
-        self._saving = asyncio.Lock()
+        self._saving: asyncio.Future[None] | None = None
 
     def __repr__(self) -> str:
         return f"Partners({len(self._known)})"
@@ -251,8 +251,7 @@ class Partners:
             mine = self._known[partner] = self._changes
             if len(self._known) > PARTNERS_MAX:
                 del self._known[next(iter(self._known))]
-        if self._saved < mine:
-            await asyncio.shield(self._save(mine))
+        await self._is_saved(mine)
 
     def forget(self, partner: Partner) -> None:
         """On disk with the next save: until then it is asked once more after a restart."""
@@ -260,18 +259,21 @@ class Partners:
             self._changes += 1
 
     async def close(self) -> None:
-        await self._save(self._changes)
+        await self._is_saved(self._changes)
 
-    async def _save(self, change: int) -> None:
-        """Unless `change` was saved, with others."""
-        async with self._saving:
-            if self._saved >= change:
-                return
-            changes = self._changes
-            try:
-                await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
-            except OSError as error:
-                what = "the services that may have subscriptions of ours can't be noted"
-                log.warning(what, path=str(self.path), why=str(error))
-            finally:
-                self._saved = changes
+    async def _is_saved(self, change: int) -> None:
+        """With all that came until then: thousands wait for one save, and go on together."""
+        while self._saved < change:
+            if self._saving is None:
+                self._saving = asyncio.ensure_future(self._save())
+            await asyncio.shield(self._saving)
+
+    async def _save(self) -> None:
+        changes = self._changes
+        try:
+            await asyncio.to_thread(self._disk.replace_text, self.path, json.dumps(list(self._known)))
+        except OSError as error:
+            what = "the services that may have subscriptions of ours can't be noted"
+            log.warning(what, path=str(self.path), why=str(error))
+        finally:
+            self._saved, self._saving = changes, None

@@ -1,0 +1,188 @@
+"""A cloud that subscribes to many vehicles at once: counted are commits and batches, for those are what it costs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from uprotocol import uri as uris
+from uprotocol.attributes import NOTIFICATION, REQUEST
+from uprotocol.core.usubscription.v4 import usubscription_pb2 as v4
+from uprotocol.message import UMessageBuilder, UPayload
+from uprotocol.v1.umessage_pb2 import UMessage
+from uprotocol.v1.ustatus_pb2 import UStatus
+from usubscription import places
+from usubscription.reader import Reader
+from usubscription.state import Status
+
+VEHICLES, EACH = 40, 10
+TOPICS = [uris.uri(f"vin{vehicle}", 0x20, 1, 0x8000 + n) for vehicle in range(VEHICLES) for n in range(EACH)]
+SUBSCRIBED, PENDING = Status.SUBSCRIBED + 1, Status.SUBSCRIBE_PENDING + 1  # as version 4 has them
+
+
+class Fleet:
+    """On the cloud's own network, for all vehicles: their services answer, and tell what they have answered."""
+
+    def __init__(self, transport: Any, answers: Callable[[str], list[int]]) -> None:
+        """`answers(vehicle)`: the status of the response, and those that are told behind it; none: silence."""
+        self._transport, self._answers = transport, answers
+        self.batches: list[int] = []
+        self.asked: list[str] = []
+
+    async def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
+        out = []
+        requests = [
+            message
+            for message in messages
+            if message.attributes.type == REQUEST and message.attributes.sink.authority_name != "cloud"
+        ]
+        for request in requests:
+            attributes = request.attributes
+            if attributes.sink.resource_id != 1:
+                out.append(UMessageBuilder.response_for_request(attributes).pack(v4.FetchSubscriptionsResponse()))
+                continue
+            topic, who = UPayload.of(request).unpack(v4.SubscribeRequest).topic, attributes.source
+            self.asked.append(topic.authority_name)
+            for place, status in enumerate(self._answers(topic.authority_name)):
+                if place:
+                    told = UMessageBuilder.notification(uris.uri(topic.authority_name, 0, 4, 0x8000), who)
+                    out.append(told.pack(v4.Subscription(topic=topic, subscriber=who, status=status)))
+                else:
+                    response = UMessageBuilder.response_for_request(attributes)
+                    out.append(response.pack(v4.SubscribeResponse(topic=topic, status=status)))
+        await self._transport.send_batch(out)
+
+    def on_receive(self, message: UMessage) -> Any:
+        return self.on_receive_batch([message])
+
+
+async def begin(world: Any, answers: Callable[[str], list[int]]) -> tuple[Any, Any, Fleet]:
+    """The service, a client, and the fleet."""
+    end = await world.transport("cloud", 0x77)
+    fleet = Fleet(end, answers)
+    await end.register_listener(uris.ANY, fleet, uris.pattern(uris.WILDCARD_AUTHORITY, 0, 4))
+    service = await world.service("cloud")
+    return service, await world.raw("cloud"), fleet
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - any state may be asked for
+            await asyncio.sleep(0.01)
+
+
+async def standing(service: Any, topics: Sequence[Any]) -> None:
+    wanted = {uris.key(topic) for topic in topics}
+    async with asyncio.timeout(20):
+        while True:
+            stand = {row.topic for row in await service.subscriptions() if row.status is Status.SUBSCRIBED}
+            if stand >= wanted:
+                assert stand == wanted
+                return
+            await asyncio.sleep(0.02)
+
+
+def subscribe_all(raw: Any, topics: Sequence[Any]) -> list[asyncio.Task[Any]]:
+    return [asyncio.ensure_future(raw.call(4, 1, v4.SubscribeRequest(topic=topic))) for topic in topics]
+
+
+def sizes_of(transport: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[UMessage]]:
+    """The batches that leave by it."""
+    batches: list[list[UMessage]] = []
+    whole = transport.send_batch
+
+    async def send_batch(messages: Sequence[UMessage]) -> list[UStatus]:
+        batches.append(list(messages))
+        statuses: list[UStatus] = await whole(messages)
+        return statuses
+
+    monkeypatch.setattr(transport, "send_batch", send_batch)
+    return batches
+
+
+async def test_four_hundred_subscriptions_to_forty_vehicles_are_some_batches(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, raw, fleet = await begin(world, lambda vehicle: [SUBSCRIBED, SUBSCRIBED])
+    batches = sizes_of(world.transports["cloud"], monkeypatch)
+    database, commits, events = service.store.database, [], []
+    apply = database.apply
+
+    def counted(some: Sequence[Any], now_ms: int) -> Any:
+        commits.append(len(some))
+        events.extend(some)
+        return apply(some, now_ms)
+
+    monkeypatch.setattr(database, "apply", counted)
+    await asyncio.gather(*subscribe_all(raw, TOPICS))
+    await standing(service, TOPICS)
+    await raw.notified[4].count(2 * len(TOPICS))  # pending, subscribed
+    kinds = [type(event).__name__ for event in events]
+    assert (kinds.count("Commanded"), kinds.count("Answered"), kinds.count("Notified")) == (400, 400, 0)
+    assert len(commits) <= 100  # of 800 commands and answers, and what was told
+    told = [batch for batch in batches if batch[0].attributes.type == NOTIFICATION]
+    asked = [batch for batch in batches if batch[0].attributes.type == REQUEST]
+    assert sum(map(len, told)) >= 3 * 2 * len(TOPICS)  # two publishes beside each
+    assert len(told) <= 100
+    assert len(asked) <= 100
+    assert len(fleet.asked) == len(TOPICS)
+
+
+async def test_a_silent_vehicle_holds_up_no_other(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do a few of them, which take all places there are."""
+    monkeypatch.setattr(places, "FRESH_MAX", 16)
+    monkeypatch.setattr(places, "FRESH_MS", 50)
+    world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 60_000)
+    silent = {"vin0", "vin1", "vin2"}
+    service, raw, fleet = await begin(world, lambda vehicle: [] if vehicle in silent else [SUBSCRIBED])
+    await asyncio.gather(*subscribe_all(raw, TOPICS))
+    others = [topic for topic in TOPICS if topic.authority_name not in silent]
+    await standing(service, others)
+    assert set(fleet.asked) == {topic.authority_name for topic in TOPICS}
+
+
+@pytest.mark.parametrize("told", [[SUBSCRIBED], [PENDING, SUBSCRIBED]], ids=["subscribed", "pending first"])
+async def test_what_is_told_right_behind_an_answer_that_says_pending_counts(world: Any, told: list[int]) -> None:
+    """It arrives before the answer is stored."""
+    service, raw, _ = await begin(world, lambda vehicle: [PENDING, *told])
+    await asyncio.gather(*subscribe_all(raw, TOPICS[:5]))
+    await standing(service, TOPICS[:5])
+
+
+async def test_a_fleet_that_is_away_gets_no_more_than_its_network_may_hold(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is beyond that would be refused, and come late."""
+    world.patch.setattr("usubscription.remote.REPEAT_FIRST_MS", 600_000)
+    monkeypatch.setattr(places, "FRESH_MAX", 16)
+    monkeypatch.setattr(places, "FRESH_SILENT_MS", 600_000)
+    answered = asyncio.Event()
+    service, raw, fleet = await begin(world, lambda vehicle: [SUBSCRIBED] if answered.is_set() else [])
+    await asyncio.gather(*subscribe_all(raw, TOPICS))
+    await until(lambda: len(fleet.asked) >= 16)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(fleet.asked) == 16
+    assert f"free=0, waiting={len(TOPICS) - 16}" in repr(service.remote.places)
+
+
+async def test_an_audit_reads_the_links_of_whom_it_asks(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not all links for each vehicle."""
+    service, raw, _ = await begin(world, lambda vehicle: [SUBSCRIBED])
+    await asyncio.gather(*subscribe_all(raw, TOPICS))
+    await standing(service, TOPICS)
+    rows: list[int] = []
+    links = Reader.links
+
+    def counted(self: Reader, authority: str | None = None) -> Any:
+        found = links(self, authority)
+        rows.append(len(found))
+        return found
+
+    monkeypatch.setattr(Reader, "links", counted)
+    service.remote.auditor.now()
+    await until(lambda: len(rows) >= 2 * VEHICLES)
+    assert set(rows) == {EACH}
