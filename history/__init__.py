@@ -9,8 +9,9 @@ the file    store.py        commits, retains     writer.py   its thread         
 damage      damage.py       what is known to be lost     gaps.py   told on a topic
             salvage.py, verify.py     what can still be read of a damaged file
 
-the service service.py      core.ustreamer: Describe, Poll
-            asked.py        what a request asks for: which streams are meant, and may be seen
+the service service.py      core.ustreamer: Poll                                  describe.py  and Describe
+            asked.py        what a poll asks for
+            matches.py      which streams are meant, and may be seen              numbers.py   those, if they are very many
             consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
 its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing

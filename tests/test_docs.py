@@ -128,6 +128,14 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
         "history.asked:PATTERNS_MAX", "history.asked:WILDCARD_PATTERNS_MAX",
     ]),
     ("history", "more than # logs", 1, ["history.asked:POSITIONS_MAX"]),
+    ("history", "at most # topics and # KiB of them", 1, [
+        "history.describe:PAGE_TOPICS_MAX", "history.describe:PAGE_BYTES_MAX/1024",
+    ]),
+    ("history", "where more than # match", 1, ["history.describe:TOPICS_AT_ONCE_MAX"]),
+    ("history", "the newest record of # of them", 1, ["history.acceptor:TOPICS_TRACKED_MAX"]),
+    ("history", "# such questions are kept, within # MiB", 1, [
+        "history.matches:CACHED_MAX", "history.matches:CACHED_BYTES_MAX/1048576",
+    ]),
     ("history", "has at most # of the # names", 1, [
         "history.consumers:CONSUMERS_MAX/4", "history.consumers:CONSUMERS_MAX",
     ]),
