@@ -243,6 +243,38 @@ async def test_further_batches_leave_before_the_first_is_answered() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
+@pytest.mark.spec("local~disp-order")
+async def test_after_a_failure_nothing_leaves_until_all_that_left_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, pump, log = await far_pump(1_500)
+    calls: list[tuple[Sequence[UMessage], asyncio.Future[list[UStatus]]]] = []
+    begun = asyncio.Event()
+
+    def send_batch(messages: Sequence[UMessage]) -> asyncio.Future[list[UStatus]]:
+        calls.append((messages, asyncio.get_running_loop().create_future()))
+        begun.set()
+        return calls[-1][1]
+
+    monkeypatch.setattr(network, "send_batch", send_batch)
+    async with log:
+        running = asyncio.create_task(pump.run())
+        async with asyncio.timeout(30):
+            while len(calls) < 2:
+                begun.clear()
+                await begun.wait()
+            (first, answer), (second, later) = calls
+            answer.set_result(stopped([], len(first), UStatus(code=UCode.UNAVAILABLE, message="away")))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(calls) == 2
+            begun.clear()
+            later.set_result(stopped([], len(second), UStatus(code=UCode.UNAVAILABLE, message="away")))
+            await begun.wait()
+        again, _ = calls[2]
+        assert [id_of(one) for one in again] == [id_of(one) for one in [*first, *second]][: len(again)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 async def test_what_is_answered_while_a_pump_ends_is_not_sent_again() -> None:
     network, pump, log = await far_pump(700)
     async with log:
