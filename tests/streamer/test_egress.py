@@ -55,6 +55,12 @@ class Network:
         self.after_batch: Callable[[], None] = lambda: None
 
     async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        statuses = self.take(messages)
+        await asyncio.sleep(0)
+        self.after_batch()
+        return statuses
+
+    def take(self, messages: Sequence[UMessage]) -> list[UStatus]:
         self.batches.append(len(messages))
         statuses: list[UStatus] = []
         for message in messages:
@@ -68,7 +74,35 @@ class Network:
                 statuses.append(UStatus(code=UCode.OK))
         if len(statuses) < len(messages):
             stopped(statuses, len(messages), UStatus(code=UCode.UNAVAILABLE, message="away"))
-        await asyncio.sleep(0)
+        return statuses
+
+
+class FarNetwork(Network):
+    """One that answers some steps later, by when further batches have left. What it does not take stops what comes
+    behind it until its sender has been told."""
+
+    in_flight_messages = 600
+
+    def __init__(self, draw: random.Random, *, away: float, refused: float) -> None:
+        super().__init__(draw, away=away, refused=refused)
+        self.under_way = self.most_under_way = 0
+        self._failed = 0  # of those
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def send_batch(self, messages: Sequence[UMessage]) -> list[UStatus]:
+        if self._failed:
+            return stopped([], len(messages), UStatus(code=UCode.UNAVAILABLE, message="one before was not taken"))
+        self.under_way += 1
+        self.most_under_way = max(self.most_under_way, self.under_way)
+        statuses = self.take(messages)
+        has_failed = any(status.code == UCode.UNAVAILABLE for status in statuses)
+        self._failed += has_failed
+        await self.answering.wait()
+        for _ in range(self._draw.randrange(20)):
+            await asyncio.sleep(0)
+        self.under_way -= 1
+        self._failed -= has_failed
         self.after_batch()
         return statuses
 
@@ -97,15 +131,18 @@ def id_of(message: UMessage) -> int:
 @pytest.mark.spec("local~disp-queue")
 @pytest.mark.spec("local~disp-order")
 @pytest.mark.spec("local~disp-batch")
-@example(seed=1635908, away=0.02, refused=0.1, count=656)
+@example(seed=1635908, away=0.02, refused=0.1, count=656, far=False)
 @given(
+    far=st.booleans(),
     seed=st.integers(0, 1 << 30),
     away=st.sampled_from([0.0, 0.02, 0.3]),
     refused=st.sampled_from([0.0, 0.1]),
     count=st.integers(1, 700),
 )
-def test_the_cursor_never_passes_what_was_not_confirmed(seed: int, away: float, refused: float, count: int) -> None:
-    asyncio.run(_pump(seed, away, refused, count))
+def test_the_cursor_never_passes_what_was_not_confirmed(
+    seed: int, away: float, refused: float, count: int, far: bool
+) -> None:
+    asyncio.run(_pump(seed, away, refused, count, far))
 
 
 def pump_of(peer: Endpoint, log: Log, view: EverythingFor, dead_letters: Any) -> Pump:
@@ -113,10 +150,10 @@ def pump_of(peer: Endpoint, log: Log, view: EverythingFor, dead_letters: Any) ->
     return Pump(peer, log, view, dead_letters, Backoff(1, 1), Flow(), paused)  # type: ignore[arg-type]
 
 
-async def _pump(seed: int, away: float, refused: float, count: int) -> None:
+async def _pump(seed: int, away: float, refused: float, count: int, far: bool) -> None:
     draw = random.Random(seed)
     log = await Log.open(None, name="test")
-    network, letters = Network(draw, away=away, refused=refused), []
+    network, letters = (FarNetwork if far else Network)(draw, away=away, refused=refused), []
     peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
     dead_letters: Any = SimpleNamespace(add=lambda message, code, reason, endpoint: letters.append(message))
     wanted = TOPICS[:2]
@@ -171,6 +208,85 @@ async def _pump(seed: int, away: float, refused: float, count: int) -> None:
     if not away:
         assert len(network.batches) <= 1 + count // 8  # batches, not messages
     await log.close()
+
+
+async def far_pump(count: int) -> tuple[FarNetwork, Pump, Log]:
+    """A pump that runs, and has sent all that may be under way of `count` messages."""
+    log = await Log.open(None, name="test")
+    network = FarNetwork(random.Random(0), away=0, refused=0)
+    network.answering.clear()
+    peer = Endpoint("cloud", ["cloud"], network)  # type: ignore[arg-type]
+    pump = pump_of(peer, log, EverythingFor(peer, TOPICS[:1]), Any)
+    pump.begin()
+    stream = log.stream_id(TOPICS[0], None)
+    for _ in range(count):
+        await log.append([stream], [EncodedMessage.of(UMessageBuilder.publish(TOPICS[0]).build())])
+    return network, pump, log
+
+
+@pytest.mark.spec("local~disp-batch")
+async def test_further_batches_leave_before_the_first_is_answered() -> None:
+    network, pump, log = await far_pump(3_000)
+    async with log:
+        running = asyncio.create_task(pump.run())
+        async with asyncio.timeout(30):
+            while len(network.taken) < network.in_flight_messages:  # noqa: ASYNC110 - the pump tells nobody
+                await asyncio.sleep(0.001)
+        assert network.under_way == len(network.batches) == 2
+        assert len(network.taken) < network.in_flight_messages + 512, "no more than the network wants, and a batch"
+        assert pump.cursor == 0
+        network.answering.set()
+        async with asyncio.timeout(30):
+            while pump.cursor < 3_000:  # noqa: ASYNC110 - the pump tells nobody
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+@pytest.mark.spec("local~disp-order")
+async def test_after_a_failure_nothing_leaves_until_all_that_left_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, pump, log = await far_pump(1_500)
+    calls: list[tuple[Sequence[UMessage], asyncio.Future[list[UStatus]]]] = []
+    begun = asyncio.Event()
+
+    def send_batch(messages: Sequence[UMessage]) -> asyncio.Future[list[UStatus]]:
+        calls.append((messages, asyncio.get_running_loop().create_future()))
+        begun.set()
+        return calls[-1][1]
+
+    monkeypatch.setattr(network, "send_batch", send_batch)
+    async with log:
+        running = asyncio.create_task(pump.run())
+        async with asyncio.timeout(30):
+            while len(calls) < 2:
+                begun.clear()
+                await begun.wait()
+            (first, answer), (second, later) = calls
+            answer.set_result(stopped([], len(first), UStatus(code=UCode.UNAVAILABLE, message="away")))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(calls) == 2
+            begun.clear()
+            later.set_result(stopped([], len(second), UStatus(code=UCode.UNAVAILABLE, message="away")))
+            await begun.wait()
+        again, _ = calls[2]
+        assert [id_of(one) for one in again] == [id_of(one) for one in [*first, *second]][: len(again)]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_what_is_answered_while_a_pump_ends_is_not_sent_again() -> None:
+    network, pump, log = await far_pump(700)
+    async with log:
+        running = asyncio.create_task(pump.run())
+        async with asyncio.timeout(30):
+            while network.under_way < 2:  # noqa: ASYNC110 - the pump tells nobody
+                await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.sleep(0)
+        network.answering.set()
+        await asyncio.gather(running, return_exceptions=True)
+        assert log.cursor("egress:cloud") == pump.cursor == 700
 
 
 @pytest.mark.spec("local~disp-sample-period")
