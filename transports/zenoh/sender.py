@@ -41,7 +41,7 @@ PUTS_BEFORE_DECLARED: Final = 16
 # a publisher that was used within this time stays: what it put must have left before it is undeclared
 UNUSED_S = 60.0
 ROUTES_MAX: Final = 32_768  # (key, priority) that are known; the cache starts anew when it is full
-PLANS_MAX: Final = 16_384  # stamps whose route is known; the cache starts anew when it is full
+PLANS_MAX: Final = 32_768  # stamps whose route is known; the cache starts anew when it is full
 SETTLE_POLL_S: Final = 0.005
 # after the first link: subscriptions are declared within milliseconds of it, and what is put before is lost
 SETTLE_S_MAX = 1.0

@@ -1,13 +1,13 @@
-"""Zenoh: publications both ways, one subscriber for each filter.
+"""Zenoh: publications both ways.
 
 send_batch -> one hop -> sender thread: ZenohSender                                BLOCK: a slow peer is felt here
-Zenoh's thread: bytes -> Arrivals, of calls or of the rest -> loop: decode, UUri matching for that filter -> listeners
+Zenoh's thread: Receiver: bytes, and which filters want their key -> Arrivals, of calls or of the rest
+loop:           decode, UUri matching for those filters -> listeners
 close -> listeners take what has arrived | peers confirm what was sent -> Zenoh's close
 
-Zenoh delivers a message once to each subscriber that matches, hence `deliver` for one filter only. It acknowledges
-nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a link with one task,
-which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and responses pass
-publishes that are held, as far as HELD_MESSAGES_MAX goes.
+Zenoh acknowledges nothing: what is on its way when a link breaks is lost, so there is no Capability.ACK. It reads a
+link with one task, which stands while a subscriber's callback waits: hence two queues of arrivals, so that requests and
+responses pass publishes that are held, as far as HELD_MESSAGES_MAX goes.
 
 How priorities map: mapping.PRIORITIES. Who may publish and subscribe what is the business of Zenoh's
 access_control (`settings`), with TLS or user and password to tell who is who.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, TypeVar
 
@@ -30,8 +31,10 @@ from transports.base import NOT_OPEN, OK, TransportBase, on_own_thread, stopped
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
+from transports.zenoh.receiver import Arrived, Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
+from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
@@ -50,7 +53,6 @@ UNREAD: Final = "what was sent last may not have been read"
 
 log = structlog.get_logger()
 T = TypeVar("T")
-Arrived = tuple[Filter, bytes, bytes, zenoh.KeyExpr]  # of which subscriber, payload, attachment, under which key
 
 
 class ZenohTransport(TransportBase):
@@ -65,20 +67,31 @@ class ZenohTransport(TransportBase):
         self.only_listens = bool(config.listen) and not (
             config.connect or config.multicast_scouting or config.config_file
         )
-        self._publishes: Arrivals[Arrived] = Arrivals(
-            self._deliver, held_messages_max=HELD_MESSAGES_MAX, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped
+        self._calls = Arrivals[Arrived](self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.listeners.dropped)
+        self._publishes = Arrivals[Arrived](
+            self._deliver,
+            held_messages_max=HELD_MESSAGES_MAX,
+            bytes_max=ARRIVALS_BYTES_MAX,
+            dropped=self.listeners.dropped,
         )
-        self._calls: Arrivals[Arrived] = Arrivals(self._deliver, bytes_max=ARRIVALS_BYTES_MAX, dropped=self.dropped)
+        self._receiver = Receiver(config.subscriptions_max, self._publishes, self._calls)
         self._sender: ZenohSender | None = None  # of the session; None: closed
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
-        self._subscribers: dict[Filter, zenoh.Subscriber[None]] = {}
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
         self._opening = asyncio.Lock()
         self._peers: dict[str, bool] = {}  # Zenoh ids of who is linked; True: it answers each query
 
     def __repr__(self) -> str:
         state = f"{len(self._peers)} peers" if self.is_open else "closed"
-        return f"ZenohTransport({self.authority}, {state}, filters={len(self._subscribers)}, {self._sender})"
+        return f"ZenohTransport({self.authority}, {state}, {self._receiver}, {self._sender})"
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """And `unwanted`: what a subscription brought that covers many filters, and none of them wants."""
+        dropped = self.listeners.dropped
+        if self._receiver.unwanted:
+            dropped["unwanted"] = self._receiver.unwanted
+        return dropped
 
     async def open(self) -> None:
         """Raises UNAVAILABLE if nothing in `connect` answers, FAILED_PRECONDITION for a port in use, INVALID_ARGUMENT
@@ -113,6 +126,7 @@ class ZenohTransport(TransportBase):
 
         session = linked(self._config, self.wire_bytes_max)
         try:
+            self._receiver.declare(session)  # what was wanted when it was closed
             session.declare_queryable(f"{FLUSH_KEY}/{session.info.zid()}", Callback(answer_flush, indirect=False))
             events = Callback(on_event, indirect=False)
             self._events = session.info.declare_transport_events_listener(events, history=True)
@@ -144,9 +158,7 @@ class ZenohTransport(TransportBase):
 
     async def _drain(self) -> None:
         async with self.registering:
-            subscribers = list(self._subscribers.values())
-            self._subscribers.clear()
-        await asyncio.to_thread(_undeclare, subscribers)
+            await asyncio.to_thread(self._receiver.undeclare)
         await self._publishes.drained()
         await self._calls.drained()
 
@@ -224,49 +236,63 @@ class ZenohTransport(TransportBase):
 
     async def listen(self, filter: Filter) -> None:
         """Other sessions learn of it a moment later; until then their messages don't come."""
-        assert self._sender is not None, "only an open transport listens"
-        session, key = self._sender.session, mapping.filter_key(filter.source, filter.sink, self.authority)
-        put_publish, put_call = self._publishes.put, self._calls.put
-        type_at, calls = mapping.TYPE_AT, mapping.CALLS
+        key = self._key(filter)
+        if self._receiver.want([(key, filter)]):
+            await self._declare([key], f"subscribing to {key}")
 
-        def on_sample(sample: zenoh.Sample) -> None:
-            """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
-            attachment = sample.attachment
-            payload, attributes = sample.payload.to_bytes(), b"" if attachment is None else attachment.to_bytes()
-            put = put_call if attributes[type_at] in calls else put_publish
-            put((filter, payload, attributes, sample.key_expr), len(payload) + len(attributes))
-
-        def subscribe() -> zenoh.Subscriber[None]:
-            return session.declare_subscriber(key, on_sample, allowed_origin=zenoh.Locality.REMOTE)
-
-        self._subscribers[filter] = await self._call(f"subscribing to {key}", subscribe)
+    async def listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
+        """One hop for all of them."""
+        statuses: list[UStatus] = []
+        pairs: list[tuple[str, Filter]] = []
+        for filter in filters:
+            try:
+                pairs.append((self._key(filter), filter))
+            except UStatusError as error:
+                statuses.append(error.status)
+            else:
+                statuses.append(OK)
+        if self._receiver.want(pairs):
+            try:
+                await self._declare([key for key, _ in pairs], f"{len(pairs)} subscriptions")
+            except UStatusError as error:
+                return [error.status if status is OK else status for status in statuses]
+        return statuses
 
     async def unlisten(self, filter: Filter) -> None:
-        await self._call("ending a subscription", self._subscribers.pop(filter).undeclare)
+        if self._receiver.unwant([self._key(filter)]):
+            await self._declare([], "ending a subscription")
+
+    def _key(self, filter: Filter) -> str:
+        return mapping.filter_key(filter.source, filter.sink, self.authority)
+
+    async def _declare(self, new: list[str], doing: str) -> None:
+        """What `new` has joined; without it if that fails."""
+        sender = self._sender
+        assert sender is not None, "only an open transport listens"
+        try:
+            await self._call(doing, lambda: self._receiver.declare(sender.session))
+        except UStatusError:
+            self._receiver.unwant(new)
+            raise
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
         version = mapping.VERSION_BYTE
         ours = [one for one in arrived if one[2][:1] == version]
         if len(ours) < len(arrived):
             self.dropped["malformed"] += len(arrived) - len(ours)
+        shares = [
+            (filter, payload, attachment[1:], key) for filters, payload, attachment, key in ours for filter in filters
+        ]
 
         def complete(place: int, attributes: UAttributes) -> None:
-            mapping.complete(attributes, str(ours[place][3]))
+            mapping.complete(attributes, shares[place][3])
 
-        return self.listeners.deliver_encoded(
-            [(filter, payload, attachment[1:]) for filter, payload, attachment, _ in ours], complete
-        )
+        return self.listeners.deliver_encoded([share[:3] for share in shares], complete)
 
 
 _CLOSED: Final = UStatus(
     code=UCode.UNAVAILABLE, message="the transport was closed while a peer took nothing: some may have been sent"
 )
-
-
-def _undeclare(subscribers: list[zenoh.Subscriber[None]]) -> None:
-    for subscriber in subscribers:
-        with contextlib.suppress(zenoh.ZError):
-            subscriber.undeclare()  # type: ignore[no-untyped-call]
 
 
 def _close(session: zenoh.Session) -> None:

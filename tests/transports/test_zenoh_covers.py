@@ -1,0 +1,146 @@
+"""Which subscriptions cover the filters of a Zenoh session, and what a key is wanted for: against all filters, one by
+one."""
+
+from __future__ import annotations
+
+import random
+
+import zenoh
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transports.listeners import Filter
+from transports.zenoh import mapping
+from transports.zenoh.covers import COVERS_MAX, WIDTHS, Covers, widened
+from transports.zenoh.receiver import KEY_KNOWN_CHARS, Wanted
+from uprotocol import uri as uris
+from uprotocol.v1.uri_pb2 import UUri
+
+LIMIT = 16
+
+
+def topic_key(vehicle: int, entity: int, resource: int) -> str:
+    return mapping.filter_key(uris.uri(f"v{vehicle}", 0x1000 + entity, 1, 0x8000 + resource), None, "me")
+
+
+def test_as_many_as_the_limit_have_a_subscription_each() -> None:
+    covers = Covers(1_024)
+    keys = [topic_key(n // 100, n // 10 % 10, n % 10) for n in range(1_024)]
+    assert all(covers.add([key]) for key in keys)
+    assert set(covers.subscriptions) == set(keys)
+    assert not covers.are_wide
+
+
+def test_covers_are_as_narrow_as_so_few_can_be() -> None:
+    for vehicles, entities, shape in [
+        (1, 3, "up/v0/{}/0/1/*/{{}}/{{}}/{{}}/{{}}/{{}}"),
+        (3, 10, "up/v{}/*/*/*/*/{{}}/{{}}/{{}}/{{}}/{{}}"),
+        (30, 10, "up/*/*/*/*/*/{{}}/{{}}/{{}}/{{}}/{{}}"),
+    ]:
+        covers = Covers(LIMIT)
+        covers.add(topic_key(v, e, r) for v in range(vehicles) for e in range(entities) for r in range(20))
+        expected = {shape.format(f"{0x1000 + n:X}" if "v0" in shape else n) for n in range(max(vehicles, entities))}
+        assert set(covers.subscriptions) <= expected
+        assert sum(covers.subscriptions.values()) == vehicles * entities * 20
+
+
+def test_a_filter_below_a_cover_changes_no_subscription() -> None:
+    covers = Covers(1_024)
+    covers.add(topic_key(0, 0, n) for n in range(1_025))
+    assert covers.are_wide
+    assert len(covers.subscriptions) == 1
+    assert not any(covers.add([topic_key(0, 0, n)]) for n in range(1_025, 4_000))
+
+
+def test_what_has_a_sink_stays_as_it_is_where_only_publishes_are_many() -> None:
+    covers = Covers(LIMIT)
+    to_cloud = mapping.filter_key(uris.ANY, uris.pattern("cloud"), "me")
+    covers.add([to_cloud, *(topic_key(0, 0, n) for n in range(100))])
+    assert covers.subscriptions[to_cloud] == 1
+    assert len(covers.subscriptions) == 2
+
+
+def test_few_filters_have_a_subscription_each_again_and_it_does_not_flap() -> None:
+    covers = Covers(LIMIT)
+    keys = [topic_key(0, 0, n) for n in range(LIMIT + 1)]
+    covers.add(keys)
+    assert len(covers.subscriptions) == 1
+    for _ in range(10):  # up and down around the limit
+        assert not covers.remove([keys[-1]])
+        assert not covers.add([keys[-1]])
+    for key in keys[LIMIT // 2 + 1 :]:
+        assert not covers.remove([key])
+    assert covers.remove([keys[LIMIT // 2]])
+    assert set(covers.subscriptions) == set(keys[: LIMIT // 2])
+
+
+def addresses() -> st.SearchStrategy[UUri]:
+    """From few values, so that they meet."""
+    return st.builds(
+        uris.pattern,
+        st.sampled_from(["a", "b", "c", "*"]),
+        st.sampled_from([1, 2, 0x2_0001, 0xFFFF_0001, 0xFFFF_FFFF]),
+        st.sampled_from([1, 2, 0xFF]),
+        st.sampled_from([0x8000, 0x8001, 0x8002, 0xFFFF]),
+    )
+
+
+def filters() -> st.SearchStrategy[str]:
+    return st.builds(lambda source, sink: mapping.filter_key(source, sink, "me"), addresses(), st.none() | addresses())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), filters()), max_size=120), st.integers(0, 2**32))
+def test_whatever_comes_and_goes_all_filters_are_covered_by_few_subscriptions(
+    steps: list[tuple[bool, str]], seed: int
+) -> None:
+    covers, there = Covers(LIMIT), set[str]()
+    chance = random.Random(seed)
+    for adds, key in steps:
+        before = dict.fromkeys(covers.subscriptions)
+        key = key if adds or not there else chance.choice(sorted(there))
+        changed = covers.add([key]) if adds else covers.remove([key])
+        there = there | {key} if adds else there - {key}
+        assert changed or dict.fromkeys(covers.subscriptions).keys() == before.keys()
+        assert len(covers.subscriptions) <= max(LIMIT, 2 * COVERS_MAX)
+        assert sum(covers.subscriptions.values()) == len(there)
+        for one in there:
+            assert any(zenoh.KeyExpr(wide).includes(one) for wide in covers.subscriptions)
+    covers.remove(list(there))
+    assert not covers.subscriptions
+    assert not covers.are_wide
+
+
+@given(filters(), st.sampled_from(WIDTHS))
+def test_a_wider_key_includes_the_narrower_one(key: str, width: int) -> None:
+    assert zenoh.KeyExpr(widened(key, width)).includes(key)
+    assert all(zenoh.KeyExpr(widened(key, wider)).includes(widened(key, width)) for wider in WIDTHS if wider > width)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.booleans(), addresses(), st.none() | addresses()), max_size=40), st.data())
+def test_a_key_is_wanted_for_the_filters_that_zenoh_would_match(
+    steps: list[tuple[bool, UUri, UUri | None]], data: st.DataObject
+) -> None:
+    wanted, there = Wanted(), dict[str, Filter]()
+    for adds, source, sink in steps:
+        key = mapping.filter_key(source, sink, "me")
+        if adds or key not in there:
+            filter = Filter((key, None), source, sink)
+            wanted.add(key, filter)
+            there[key] = filter
+        else:
+            wanted.remove(key)
+            del there[key]
+        of_message = data.draw(filters().filter(lambda key: "*" not in key))
+        expected = {id(filter) for key, filter in there.items() if zenoh.KeyExpr(key).intersects(of_message)}
+        assert {id(filter) for filter in wanted.by(of_message)} == expected
+        assert len(wanted) == len(there)
+
+
+def test_a_foreign_key_costs_no_memory_however_long() -> None:
+    wanted = Wanted()
+    wanted.add(mapping.filter_key(uris.ANY, None, "me"), Filter((None, None), uris.ANY, None))
+    assert len(wanted.by("up/" + "a" * KEY_KNOWN_CHARS + "/1/0/1/8000/{}/{}/{}/{}/{}")) == 1
+    assert wanted.by("up/a/1") == ()
+    assert set(wanted._known) == {"up/a/1"}

@@ -1,0 +1,215 @@
+"""What arrives over Zenoh with few filters and with many: each message once and in order while subscriptions change,
+no thread for a filter, few declarations."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zenoh
+
+from streamer.demo.processes import free_port
+from transports.conformance import Sink
+from transports.conformance.messages import PROBE, publish, topic
+from transports.zenoh import ZenohConfig, ZenohTransport
+from uprotocol import uri as uris
+from uprotocol.status import UStatusError
+from uprotocol.transport import LocalUriProvider
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
+
+DEADLINE_S = 30
+LIMIT = 16
+MANY = [topic("alpha", 0x9100 + number) for number in range(3 * LIMIT)]
+
+
+@asynccontextmanager
+async def ends(middle: str | None = None, **of_beta: Any) -> AsyncIterator[tuple[ZenohTransport, ZenohTransport]]:
+    """alpha sends, beta receives; with a router or a peer in the middle, or linked."""
+    where = (f"tcp/127.0.0.1:{free_port()}",)
+    if middle is None:
+        configs = [ZenohConfig(listen=where), ZenohConfig(connect=where, **of_beta)]
+    else:
+        configs = [ZenohConfig(mode="client", connect=where, **settings) for settings in ({}, of_beta)]
+    alpha, beta = (
+        ZenohTransport(config, LocalUriProvider(name, 0x10AB, 3))
+        for name, config in zip(("alpha", "beta"), configs, strict=True)
+    )
+    between = None
+    if middle is not None:
+        between = await asyncio.to_thread(zenoh.open, ZenohConfig(mode=middle, listen=where).to_zenoh())
+    try:
+        async with alpha, beta:
+            yield alpha, beta
+    finally:
+        if between is not None:
+            await asyncio.to_thread(between.close)
+
+
+async def until_heard(alpha: ZenohTransport, sink: Sink, source: UUri) -> None:
+    while not sink.probes:
+        await alpha.send(publish(PROBE, source))
+        await asyncio.sleep(0.01)
+
+
+def pairs(topics: Iterable[UUri]) -> list[tuple[UUri, UUri | None]]:
+    return [(one, None) for one in topics]
+
+
+def declared(transport: ZenohTransport) -> int:
+    return len(transport._receiver._declared)
+
+
+@pytest.mark.parametrize("middle", [None, "router", "peer"])
+async def test_each_message_comes_once_and_in_order_while_subscriptions_widen_and_narrow(middle: str | None) -> None:
+    """The topics of both messages are covered anew with each change."""
+    stays = topic("alpha", 0x9001)
+    async with ends(middle, subscriptions_max=LIMIT) as (alpha, beta):
+        heard, many = Sink(DEADLINE_S), Sink(DEADLINE_S)
+        await beta.register_listener(stays, heard)
+        await until_heard(alpha, heard, stays)
+        sent, done = 0, asyncio.Event()
+
+        async def send() -> None:
+            nonlocal sent
+            while not done.is_set():
+                batch = [publish(b"%d" % (sent + number), stays) for number in range(20)]
+                assert not any(status.code for status in await alpha.send_batch(batch))
+                sent += len(batch)
+
+        sending = asyncio.create_task(send())
+        for _ in range(5):
+            assert not any(status.code for status in await beta.register_listeners(pairs(MANY), many))
+            assert declared(beta) == 1, "one uEntity"
+            await heard.expect_payload(b"%d" % (sent + 100))
+            for one in MANY:
+                await beta.unregister_listener(one, many)
+            assert declared(beta) == 1, "its own again"
+            assert not beta._receiver.covers.are_wide
+            await heard.expect_payload(b"%d" % (sent + 100))
+        done.set()
+        await sending
+        await alpha.send(publish(b"end", stays))
+        await heard.expect_payload(b"end")
+        assert [int(payload) for payload in heard.payloads if payload.isdigit()] == list(range(sent))
+        assert not many.messages
+
+
+async def test_many_filters_cost_no_threads_and_one_subscription() -> None:
+    """What comes for nobody is counted, and each of them gets its own."""
+    async with ends() as (alpha, beta):
+        before, tasks = set(threading.enumerate()), len(os.listdir("/proc/self/task"))
+        heard = Sink(DEADLINE_S)
+        many = [uris.uri("alpha", 0x10AB, 3, 0x8000 + number) for number in range(5_000)]
+        for start in range(0, len(many), 1_000):
+            statuses = await beta.register_listeners(pairs(many[start : start + 1_000]), heard)
+            assert not any(status.code for status in statuses)
+        assert declared(beta) == 1
+        await until_heard(alpha, heard, many[-1])
+        unwanted = uris.uri("alpha", 0x10AB, 3, 0xFF00)
+        await alpha.send_batch([publish(b"%d" % number, one) for number, one in enumerate([unwanted, *many[:10]])])
+        await heard.expect_payload(b"10")
+        assert [payload for payload in heard.payloads if payload.isdigit()] == [b"%d" % n for n in range(1, 11)]
+        assert beta.dropped["unwanted"] == 1
+        new = [thread.name for thread in set(threading.enumerate()) - before]
+        assert all(name.startswith("asyncio_") for name in new), "the loop's own, which do what blocks"
+        assert len(os.listdir("/proc/self/task")) - tasks <= len(new) + 4, "no thread of Zenoh's for each"
+
+
+async def test_filters_below_a_cover_are_not_told_to_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ends(subscriptions_max=LIMIT) as (_, beta):
+        calls: list[str] = []
+        call = beta._call
+
+        async def counted(doing: str, what: Any) -> Any:
+            calls.append(doing)
+            return await call(doing, what)
+
+        monkeypatch.setattr(beta, "_call", counted)
+        heard = Sink(DEADLINE_S)
+        assert len(await beta.register_listeners(pairs(MANY), heard)) == len(MANY)
+        assert len(calls) == 1, "one hop for all"
+        for number in range(100):
+            await beta.register_listener(topic("alpha", 0xA000 + number), heard)
+        assert len(calls) == 1
+        for number in range(100):
+            await beta.unregister_listener(topic("alpha", 0xA000 + number), heard)
+        assert len(calls) == 1
+
+
+async def test_the_order_holds_across_topics_that_have_a_subscription_each() -> None:
+    async with ends() as (alpha, beta):
+        heard = Sink(DEADLINE_S)
+        topics = [topic("alpha", 0x9200 + number) for number in range(50)]
+        await beta.register_listeners(pairs(topics), heard)
+        assert declared(beta) == len(topics)
+        await until_heard(alpha, heard, topics[-1])
+        await alpha.send_batch([publish(b"%d" % number, topics[number * 7 % 50]) for number in range(5_000)])
+        await heard.expect_payload(b"4999")
+        assert [int(payload) for payload in heard.payloads if payload.isdigit()] == list(range(5_000))
+
+
+async def test_overlapping_filters_bring_a_message_once_and_what_is_sent_twice_twice() -> None:
+    async with ends() as (alpha, beta):
+        narrow, wide, both = Sink(DEADLINE_S), Sink(DEADLINE_S), Sink(DEADLINE_S)
+        source, all_of_alpha = topic("alpha"), uris.pattern("alpha")
+        for pattern, listener in [(source, narrow), (all_of_alpha, wide), (source, both), (all_of_alpha, both)]:
+            await beta.register_listener(pattern, listener)
+        assert declared(beta) == 2
+        await until_heard(alpha, both, source)
+        message = publish(b"again", source)
+        await alpha.send_batch([publish(b"first", source), message, message, publish(b"end", source)])
+        for sink in (narrow, wide, both):
+            await sink.expect_payload(b"end")
+            assert [one for one in sink.payloads if one != PROBE] == [b"first", b"again", b"again", b"end"]
+
+
+async def test_registering_many_answers_each_of_them() -> None:
+    async with ends() as (_, beta):
+        heard = Sink(DEADLINE_S)
+        bad = [uris.parse("//[v1.a*]/10AB/4/9A01"), uris.uri("alpha", 1, 1, 1)]  # no key holds it; no topic
+        statuses = await beta.register_listeners(pairs([MANY[0], bad[0], MANY[1], bad[1], MANY[0]]), heard)
+        assert [status.code for status in statuses] == [
+            UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK, UCode.INVALID_ARGUMENT, UCode.OK,
+        ]  # fmt: skip
+        assert declared(beta) == 2
+        for one in MANY[:2]:
+            await beta.unregister_listener(one, heard)
+        with pytest.raises(UStatusError) as unknown:
+            await beta.unregister_listener(bad[0], heard)
+        assert unknown.value.code == UCode.NOT_FOUND
+        assert declared(beta) == 0
+
+
+async def test_what_is_listened_to_outlives_a_session() -> None:
+    async with ends() as (alpha, beta):
+        heard = Sink(DEADLINE_S)
+        await beta.register_listener(topic("alpha"), heard)
+        await beta.close()
+        assert declared(beta) == 0
+        await beta.open()
+        await until_heard(alpha, heard, topic("alpha"))
+        await beta.unregister_listener(topic("alpha"), heard)
+
+
+async def test_zenoh_s_thread_keeps_its_state_in_the_interpreter(tmp_path: Path) -> None:
+    """Made anew for each message it would cost more than all the rest: what a thread has of its own would be gone."""
+    async with ends() as (alpha, beta):
+        heard, made = Sink(DEADLINE_S), []
+        thread = type(beta._receiver._thread)
+        await beta.register_listener(topic("alpha"), heard)
+        await until_heard(alpha, heard, topic("alpha"))
+        make = thread.__init__
+        try:
+            thread.__init__ = lambda self: (made.append(threading.get_ident()), make(self))[1]  # type: ignore[method-assign]
+            await alpha.send_batch([publish(b"%d" % number, topic("alpha")) for number in range(1_000)])
+            await heard.expect_payload(b"999")
+        finally:
+            thread.__init__ = make  # type: ignore[method-assign]
+        assert len(made) <= 2, "Zenoh reads with two threads"

@@ -1,0 +1,194 @@
+"""What arrives over Zenoh: the subscriptions of one session, and what their messages are wanted for.
+
+filters -> covers.py -> subscriptions, declared before others are undeclared: nothing is missed in between
+Zenoh's thread: sample -> which filters want its key? -> brought by another subscription just now? -> bytes -> take
+                               '-> nobody: counted, and not copied
+
+Zenoh calls on the thread that reads the link, in the order of the link, once for each subscription that matches. So
+what came is the same message again if it equals the last one of that thread and another subscription brings it.
+
+Each call of a Python function from a foreign thread makes and ends the interpreter's state of that thread, which costs
+three times what the message does (10 us against 2.7). So the state is kept: PyGILState_Ensure without its Release, once
+per thread; Zenoh has two that read, for as long as the process lives. A thread of Python's for each subscription, which
+Zenoh offers instead (`indirect`), costs 0.4 MiB, and scrambles the order across topics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import structlog
+import zenoh
+from zenoh.handlers import Callback
+
+from transports.arrivals import Arrivals
+from transports.listeners import Filter
+from transports.zenoh import mapping
+from transports.zenoh.covers import ANY, Covers
+from uprotocol.cache import Cache
+
+KEYS_KNOWN_MAX: Final = 16_384  # whose patterns are known; the cache starts anew when it is full
+KEY_KNOWN_CHARS: Final = 512  # longer ones have no two authorities that are valid, and are not remembered
+SEGMENTS: Final = 11
+
+log = structlog.get_logger()
+Arrived = tuple[tuple[Filter, ...], bytes, bytes, str]  # which filters want it, payload, attachment, under which key
+
+
+class Wanted:
+    """Key expressions -> filters. The loop changes it, any thread asks.
+
+    A thread may ask while it is changed: it finds what was there before or what is there now, and remembers nothing
+    that is no longer so.
+    """
+
+    def __init__(self) -> None:
+        self._exact: dict[str, Filter] = {}
+        # places in a key that must be as they are -> what they must be -> the pattern
+        self._shapes: tuple[tuple[tuple[int, ...], dict[tuple[str, ...], Filter]], ...] = ()
+        self._known: Cache[str, tuple[Filter, ...]] = Cache(KEYS_KNOWN_MAX)  # patterns alone
+
+    def __len__(self) -> int:
+        return len(self._exact) + sum(len(patterns) for _places, patterns in self._shapes)
+
+    def add(self, key: str, filter: Filter) -> None:
+        if ANY not in key:
+            self._exact[key] = filter
+            return
+        places, parts = _shape(key)
+        patterns = dict(self._shapes).get(places)
+        if patterns is None:
+            self._shapes = (*self._shapes, (places, {parts: filter}))
+        else:
+            patterns[parts] = filter
+        self._known = Cache(KEYS_KNOWN_MAX)  # another one: who works out an old answer just now writes it into the old
+
+    def remove(self, key: str) -> None:
+        if ANY not in key:
+            self._exact.pop(key, None)
+            return
+        places, parts = _shape(key)
+        dict(self._shapes)[places].pop(parts, None)
+        self._shapes = tuple((places, patterns) for places, patterns in self._shapes if patterns)
+        self._known = Cache(KEYS_KNOWN_MAX)
+
+    def by(self, key: str) -> tuple[Filter, ...]:
+        """Filters that match `key`, which is that of one message."""
+        exact = self._exact.get(key)
+        if not self._shapes:
+            return () if exact is None else (exact,)
+        known = self._known
+        patterns = known.get(key)
+        if patterns is None:
+            patterns = self._matching(key)
+            if len(key) <= KEY_KNOWN_CHARS:
+                known[key] = patterns
+        return patterns if exact is None else (exact, *patterns)
+
+    def _matching(self, key: str) -> tuple[Filter, ...]:
+        segments = key.split("/")
+        if len(segments) != SEGMENTS:
+            return ()
+        found = (patterns.get(tuple(segments[place] for place in places)) for places, patterns in self._shapes)
+        return tuple(filter for filter in found if filter is not None)
+
+
+def _shape(key: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    segments = key.split("/")
+    places = tuple(place for place, segment in enumerate(segments) if segment != ANY)
+    return places, tuple(segments[place] for place in places)
+
+
+class _Thread(threading.local):
+    """What was taken last on this thread."""
+
+    def __init__(self) -> None:
+        ctypes.pythonapi.PyGILState_Ensure()  # on the thread's first message; from here on it keeps its state, and this
+        # attachment, payload, and the subscriptions that have brought it
+        self.last: tuple[bytes | None, bytes, tuple[str, ...]] = (None, b"", ())
+
+
+class Receiver:
+    """What is wanted outlives the session. Arrivals that are full hold Zenoh's thread: the link then stands.
+
+    `want` and `unwant` belong to the loop; `declare` and `undeclare`, which tell the network, to any other thread.
+    """
+
+    def __init__(self, subscriptions_max: int, publishes: Arrivals[Arrived], calls: Arrivals[Arrived]) -> None:
+        self._publishes, self._calls = publishes, calls
+        self.wanted = Wanted()
+        self.covers = Covers(subscriptions_max)
+        self.unwanted = 0  # messages that a wide subscription brought for nobody
+        self._declared: dict[str, zenoh.Subscriber[None]] = {}
+        self._declaring = threading.Lock()
+        self._thread = _Thread()
+
+    def __repr__(self) -> str:
+        return f"Receiver({self.covers}, declared={len(self._declared)}, unwanted={self.unwanted})"
+
+    def want(self, filters: Iterable[tuple[str, Filter]]) -> bool:
+        """True if the network has to be told: call `declare`."""
+        was_wide, pairs = self.covers.are_wide, list(filters)
+        for key, filter in pairs:
+            self.wanted.add(key, filter)
+        changed = self.covers.add(key for key, _ in pairs)
+        if self.covers.are_wide and not was_wide:
+            log.info("so many filters that wider subscriptions cover them", covers=repr(self.covers))
+        return changed
+
+    def unwant(self, keys: list[str]) -> bool:
+        """True if the network may be told: call `declare`."""
+        for key in keys:
+            self.wanted.remove(key)
+        return self.covers.remove(keys)
+
+    def declare(self, session: zenoh.Session) -> None:
+        """Make the subscriptions of `session` those of `covers`. Blocks. Raises ZError; what is declared by then stays.
+
+        New ones first: each node on the way learns of them before it forgets the others.
+        """
+        with self._declaring:
+            wanted = list(self.covers.subscriptions)
+            for key in wanted:
+                if key not in self._declared:
+                    self._declared[key] = session.declare_subscriber(
+                        key, Callback(self._on_sample(key), indirect=False), allowed_origin=zenoh.Locality.REMOTE
+                    )
+            for key in self._declared.keys() - set(wanted):
+                self._declared.pop(key).undeclare()  # type: ignore[no-untyped-call]
+
+    def undeclare(self) -> None:
+        """Blocks until no more comes."""
+        with self._declaring:
+            for subscriber in self._declared.values():
+                with contextlib.suppress(zenoh.ZError):
+                    subscriber.undeclare()  # type: ignore[no-untyped-call]
+            self._declared.clear()
+
+    def _on_sample(self, subscription: str) -> Callable[[zenoh.Sample], None]:
+        by, thread, brought_by = self.wanted.by, self._thread, (subscription,)
+        put_publish, put_call = self._publishes.put, self._calls.put
+        type_at, calls = mapping.TYPE_AT, mapping.CALLS
+
+        def on_sample(sample: zenoh.Sample) -> None:
+            """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
+            key = str(sample.key_expr)
+            filters = by(key)
+            if not filters:
+                self.unwanted += 1
+                return
+            attached = sample.attachment
+            attachment, payload = b"" if attached is None else attached.to_bytes(), sample.payload.to_bytes()
+            last = thread.last
+            if attachment == last[0] and payload == last[1] and subscription not in last[2]:
+                thread.last = attachment, payload, last[2] + brought_by
+                return
+            thread.last = attachment, payload, brought_by
+            put = put_call if attachment[type_at] in calls else put_publish
+            put((filters, payload, attachment, key), len(payload) + len(attachment))
+
+        return on_sample
