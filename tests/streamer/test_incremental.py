@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Awaitable, Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,26 +13,17 @@ from hypothesis import strategies as st
 
 from streamer.app import Streamer
 from streamer.config import loads
-from streamer.egress import Pump
-from streamer.endpoint import Endpoint, Endpoints
-from streamer.filters import Filters
 from streamer.ingress import Ingress
 from streamer.paused import Pause
-from streamer.rules import Rule, Rules
+from streamer.rules import Rule
 from tests.streamer.conftest import THREE, endpoints, publication
-from transports.base import stopped
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
-from uprotocol.status import UStatusError
-from uprotocol.transport import Capability
 from uprotocol.v1.uattributes_pb2 import UAttributes
-from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.uri_pb2 import UUri
-from uprotocol.v1.ustatus_pb2 import UStatus
 from usubscription_client import interest as interests
-from usubscription_client.interest import Interest
 from usubscription_client.table import InterestSource
 
 RECORD = '[history]\nrecord = ["//mcu1/8002/FF/FFFF"]\n'
