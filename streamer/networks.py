@@ -85,7 +85,8 @@ class Networks:
     def _connection(self, endpoint: Endpoint, connected: bool) -> None:
         log.info("connected" if connected else "connection lost", endpoint=endpoint.name)
         if not connected:
-            self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
+            if not endpoint.needs_sink:  # there, no topic has a filter that could be missing
+                self._gone_at[endpoint.name] = asyncio.get_running_loop().time()
         else:
             self._gone_at.pop(endpoint.name, None)
             self._linked.add(endpoint.name)

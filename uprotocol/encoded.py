@@ -26,7 +26,8 @@ _BEGIN: Final = b"\x0a\x12\x09"  # field 1, 18 bytes: a UUID of two fixed64, msb
 _ID_SIZE: Final = 20
 _ID: Final = struct.Struct("<3sQBQ")
 _FAR_OFF: Final = uuids.MSB_MAX >> 56  # the first byte of a time that may be none: from September 9983 on
-STAMPS_MAX: Final = 32_768  # streams whose stamp is known, some 1 KB each
+STAMPS_MAX: Final = 32_768  # streams whose stamp is known, some 1 KB each (see SHARED_BYTES_MAX)
+SHARED_BYTES_MAX: Final = 512  # of attributes that others may share: two addresses have some 300 at most
 _ATTRIBUTES, _PAYLOAD = 0x0A, 0x12  # the fields of UMessage, length-delimited
 
 
@@ -99,8 +100,10 @@ def _without_id(attributes: UAttributes) -> bytes:
 
 
 def is_shared(attributes: UAttributes) -> bool:
-    """False if something else than the id is of this message alone: its stamp is not worth remembering."""
-    return not (attributes.traceparent or attributes.token or attributes.HasField("reqid"))
+    """False if something else than the id is of this message alone, or if it is larger than any that is valid, by
+    fields that nobody knows: its stamp is not worth remembering."""
+    is_single = attributes.traceparent or attributes.token or attributes.HasField("reqid")
+    return not is_single and attributes.ByteSize() <= SHARED_BYTES_MAX
 
 
 class EncodedMessage:

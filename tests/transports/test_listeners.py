@@ -269,6 +269,17 @@ def test_what_is_of_one_message_alone_is_not_shared() -> None:
     assert not is_shared(traced.attributes)
 
 
+def test_what_is_large_by_fields_that_nobody_knows_is_taken_and_not_remembered() -> None:
+    table, heard = ListenerTable("beta"), Raw()
+    table.add(topic(), reply(), heard)
+    for number in range(3):
+        encoded = notification(b"1").attributes.SerializeToString() + b"\xfa\x3f\x80\x10" + bytes([number]) * 2_048
+        table.deliver_encoded([(None, b"1", encoded)])
+    assert len(heard.messages) == 3
+    assert not table._stamped
+    assert len({message.stamp.address for message in heard.messages}) == 1
+
+
 def test_a_listener_that_always_raises_is_counted() -> None:
     class Failing:
         def on_receive(self, message: UMessage) -> None:

@@ -31,7 +31,7 @@ from usubscription_client import (
     interest,
 )
 from usubscription_client.interest import REFRESH_MS
-from usubscription_client.table import InterestTable, merge
+from usubscription_client.table import InterestSource, InterestTable, merge
 
 TOPIC = uris.parse("//dev1/20/1/8001")
 OTHER = uris.parse("//dev1/20/1/8002")
@@ -422,3 +422,70 @@ async def test_the_union_of_several_sources(world: Any, tmp_path: Path) -> None:
     assert union.wants(TOPIC) == {"far": Want(None), "dev1": Want(10)}
     assert len(union.topics()) == 1
     await union.stop()
+
+
+# -- what has changed
+# --------------------------------------------------------------------------------------------------------------------
+
+
+class Told(InterestSource):
+    """Knows what it is told."""
+
+    def take(self, *subscriptions: Subscription) -> None:
+        self._take(subscriptions)
+
+
+def test_interest_says_of_which_topics_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interest, "JOURNAL_TOPICS_MAX", 3)
+    source = Told("a")
+    union = Interest([source])
+    heard: list[Any] = []
+    union.on_change(heard.append)
+    one, two, three, four = (uris.uri("a", 1, 1, 0x8000 + number) for number in range(4))
+    source.take(sub(uris.format(one), "//b/1/1/0"), sub(uris.format(two), "//b/1/1/0"))
+    source.take(sub(uris.format(one), "//b/1/1/0"))
+    assert heard == [{uris.key(one), uris.key(two)}], "what is known already is no change"
+    assert union.version == 1
+    source.take(sub(uris.format(three), "//b/1/1/0"))
+    assert union.changed_since(0) == {uris.key(each) for each in (one, two, three)}
+    assert union.changed_since(1) == {uris.key(three)}
+    assert union.changed_since(2) == frozenset()
+    source.take(sub(uris.format(four), "//b/1/1/0"))
+    assert union.changed_since(0) is None, "the journal has no room for all of it"
+    assert union.changed_since(1) == {uris.key(three), uris.key(four)}
+    source.take(*(sub(uris.format(each), "//b/1/1/0", Status.UNSUBSCRIBED) for each in (one, two, three, four)))
+    assert union.changed_since(3) is None
+    assert union.changed_since(4) == frozenset()
+
+
+def test_a_filter_of_a_topic_goes_by_who_has_subscribed_to_just_that() -> None:
+    source = Told("a")
+    source.take(sub("//a/1/1/8001", "//b/1/1/0"), sub("//a/FFFF0001/1/8001", "//c/1/1/0"))
+    union, topic = Interest([source]), uris.parse("//a/1/1/8001")
+    assert {*union.wants(topic)} == {"b", "c"}
+    assert {*union.wants_by_name(topic)} == {"b"}
+    assert {*union.wants_by_name(uris.parse("//a/FFFF0001/1/8001"))} == {"c"}
+
+
+async def test_a_topic_that_found_no_room_among_those_to_be_asked_is_looked_at_again(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interest, "AUTHORITY_TOPICS_ASKED_MAX", 3)
+    monkeypatch.setattr(interest, "ASKS_AT_ONCE", 1)
+    old = OldService(await world.transport("old", 0, 3))
+    await old.open()
+    source = ServiceInterest(await world.transport("dev1", 0x99), LOCAL, "old", call_ms=5_000)
+    await source.start()
+    union = Interest([source])
+    told: list[Any] = []
+    union.on_change(told.append)
+    changed = Changed(union)
+    topics = [uris.uri("dev1", 0x66, 1, 0x8000 + number) for number in range(6)]
+    for topic in topics:
+        union.undecided(topic)
+    await changed.until(lambda: None in told)  # some were answered, and nobody waits any more
+    for topic in topics:
+        union.undecided(topic)
+    await changed.until(lambda: sum(map(source.decided, topics)) >= 3)
+    await source.stop()
+    await old.close()

@@ -1,0 +1,59 @@
+"""The last known interest on disk: whole, and at a price that its size does not drive up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from uprotocol import uri as uris
+from uprotocol.core.usubscription.wire import Status, Subscription
+from usubscription_client import saved_interest
+from usubscription_client.saved_interest import SavedInterest
+from usubscription_client.table import InterestTable
+
+
+def table_of(count: int) -> InterestTable:
+    table = InterestTable()
+    for number in range(count):
+        topic = uris.uri("vehicle1", 0x8001, 1, 0x8000 + number)
+        table.put(Subscription(topic, uris.uri("cloud", 1, 1, 0), Status.SUBSCRIBED, None, number or None))
+    return table
+
+
+async def test_the_loop_goes_on_while_much_is_saved_and_what_changes_meanwhile_harms_nothing(tmp_path: Path) -> None:
+    count = 10 * saved_interest.STEP_ENTRIES
+    table = table_of(count)
+    saved = SavedInterest(tmp_path / "interest.json", table.subscriptions)
+    saving = asyncio.ensure_future(saved.save())
+    turns = 0
+    while not saving.done():
+        await asyncio.sleep(0)
+        turns += 1
+        if turns == 3:
+            table.replace([next(table.subscriptions())])
+    assert turns > 10
+    loaded = SavedInterest(tmp_path / "interest.json", list).load()
+    assert 1 <= len(loaded) <= count
+    await saved.save()
+    assert SavedInterest(tmp_path / "interest.json", list).load() == list(table.subscriptions())
+
+
+async def test_the_larger_the_file_the_later_it_follows_a_change(tmp_path: Path) -> None:
+    loop = asyncio.get_running_loop()
+    for count, least_s in ((10, saved_interest.SAVE_DELAY_S), (5_000, 5.0)):
+        saved = SavedInterest(tmp_path / "interest.json", table_of(count).subscriptions)
+        await saved.save()
+        before = loop.time()
+        saved.changed()
+        assert saved._due is not None
+        assert least_s <= saved._due.when() - before < least_s + 1
+        await saved.close()
+
+
+async def test_what_is_due_at_the_end_is_saved(tmp_path: Path) -> None:
+    table = table_of(3)
+    saved = SavedInterest(tmp_path / "interest.json", table.subscriptions)
+    saved.changed()
+    await saved.close()
+    assert SavedInterest(tmp_path / "interest.json", list).load() == list(table.subscriptions())
+    await saved.close()
