@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence, Sized
 from typing import Any, Final, TypeVar, cast
 
 import structlog
@@ -85,6 +85,17 @@ class Endpoint:
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
         await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
+
+    async def register_listeners(
+        self, filters: Collection[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        """As UTransport.register_listeners; never raises."""
+        asked = [self._filters(source, listener, sink) for source, sink in filters]
+        named = [(source, sink) for source, _, sink in asked]
+        try:
+            return await self._guarded(self.transport.register_listeners, named, listener, answers=len(named))
+        except UStatusError as error:
+            return [error.status] * len(named)
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

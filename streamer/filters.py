@@ -11,7 +11,7 @@ The cost follows the change: one subscription more costs a look at its topic, ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
@@ -177,36 +177,33 @@ class Filters:
             await self._unregister(superfluous)
 
     async def _register(self, filters: dict[FilterKey, Filter]) -> None:
-        answers = await self._ask(self._endpoint.register_listener, filters)
-        for key, error in answers.items():
+        answers = await self._endpoint.register_listeners(filters.values(), self._listener)
+        errors: list[UStatusError] = []
+        for key, status in zip(filters, answers, strict=True):
             del self._due[key]
-            if error is None:
+            if not status.code:
                 self._registered[key] = filters[key]
-            else:
-                self._refused[key] = error
-        errors = [error for error in answers.values() if error is not None and error.code in RETRYABLE]
+                continue
+            error = self._refused[key] = UStatusError.from_status(status)
+            if error.code in RETRYABLE:
+                errors.append(error)
         if len(errors) == len(filters):  # the network answers nothing now
             self._refused.update(dict.fromkeys(self._due, errors[0]))
             self._due.clear()
 
     async def _unregister(self, filters: dict[FilterKey, Filter]) -> None:
         """What fails at it is gone all the same as far as we know: if it is wanted again, it is registered again."""
-        for key, error in (await self._ask(self._endpoint.unregister_listener, filters)).items():
-            del self._due[key]
-            del self._registered[key]
-            if error is not None and error.code != UCode.NOT_FOUND:
-                self._refused[key] = error
 
-    async def _ask(
-        self, ask: Callable[..., Awaitable[None]], filters: dict[FilterKey, Filter]
-    ) -> dict[FilterKey, UStatusError | None]:
-        """The network, of all of them at once, though it is told in this order."""
-
-        async def answer(filter: Filter) -> UStatusError | None:
+        async def unregister(source: UUri, sink: UUri | None) -> UStatusError | None:
             try:
-                await ask(filter[0], self._listener, filter[1])
+                await self._endpoint.unregister_listener(source, self._listener, sink)
             except UStatusError as error:
                 return error
             return None
 
-        return dict(zip(filters, await asyncio.gather(*map(answer, filters.values())), strict=True))
+        answers = await asyncio.gather(*(unregister(*filter) for filter in filters.values()))
+        for key, error in zip(filters, answers, strict=True):
+            del self._due[key]
+            del self._registered[key]
+            if error is not None and error.code != UCode.NOT_FOUND:
+                self._refused[key] = error

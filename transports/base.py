@@ -131,6 +131,21 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
         raise
 
 
+async def side_by_side(
+    transport: UTransport, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
+) -> list[UStatus]:
+    """`register_listeners` of a network that may be asked for one filter before it has answered for another."""
+
+    async def register(source: UUri, sink: UUri | None) -> UStatus:
+        try:
+            await transport.register_listener(source, listener, sink)
+        except UStatusError as error:
+            return error.status
+        return OK
+
+    return list(await asyncio.gather(*(register(source, sink) for source, sink in filters)))
+
+
 class TransportSettings(BaseModel):
     """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
 
