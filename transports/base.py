@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -131,21 +131,6 @@ async def on_own_thread(name: str, make: Callable[[], T], discard: Callable[[T],
         raise
 
 
-async def side_by_side(
-    transport: UTransport, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
-) -> list[UStatus]:
-    """`register_listeners` of a network that may be asked for one filter before it has answered for another."""
-
-    async def register(source: UUri, sink: UUri | None) -> UStatus:
-        try:
-            await transport.register_listener(source, listener, sink)
-        except UStatusError as error:
-            return error.status
-        return OK
-
-    return list(await asyncio.gather(*(register(source, sink) for source, sink in filters)))
-
-
 class TransportSettings(BaseModel):
     """What each transport can be told. An unknown key is a mistake, and `up-streamer check` says so."""
 
@@ -220,29 +205,6 @@ class TransportBase(UTransport):
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
-    async def register_listeners(
-        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
-        statuses: list[UStatus] = []
-        async with self.registering:
-            self.check_open()
-            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by their places
-            for place, (source, sink) in enumerate(filters):
-                statuses.append(OK)
-                try:
-                    filter = self.listeners.add(source, sink, listener)
-                except UStatusError as error:
-                    statuses[place] = error.status
-                    continue
-                if filter is not None:
-                    new[place] = filter, source, sink
-            answers = await self.listen_all([filter for filter, _, _ in new.values()]) if new else []
-            for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
-                statuses[place] = status
-                if status.code != UCode.OK:
-                    self.listeners.remove(source, sink, listener)
-        return statuses
-
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
@@ -255,18 +217,6 @@ class TransportBase(UTransport):
     async def listen(self, filter: Filter) -> None:
         """Returns when the network delivers what matches from here on. What UStatusError it raises is the caller's
         answer, and nothing is registered then."""
-
-    async def listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
-        """The same for many, for a network that can be asked for them at once."""
-        statuses: list[UStatus] = []
-        for filter in filters:
-            try:
-                await self.listen(filter)
-            except UStatusError as error:
-                statuses.append(error.status)
-            else:
-                statuses.append(OK)
-        return statuses
 
     async def unlisten(self, filter: Filter) -> None:
         """The network need not deliver it any more."""

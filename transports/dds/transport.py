@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_thread, side_by_side, stopped, too_large
+from transports.base import NOT_OPEN, ROUTES_CACHED_MAX, TransportBase, on_own_thread, stopped, too_large
 from transports.dds import mapping
 from transports.dds.config import DdsConfig
 from transports.dds.link import Participant, Remembered, translated
@@ -395,11 +395,6 @@ class DdsTransport(TransportBase):
             token, key = await self._run(session.readers.add, together.owners)
         await self._found(key)
         return token
-
-    async def register_listeners(
-        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
-        return await side_by_side(self, filters, listener)
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

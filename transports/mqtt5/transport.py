@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import structlog
 
 from transports.arrivals import Arrivals
-from transports.base import TransportBase, side_by_side
+from transports.base import TransportBase
 from transports.listeners import Filter
 from transports.mqtt5 import wire
 from transports.mqtt5.config import Mqtt5Config
@@ -391,11 +391,6 @@ class Mqtt5Transport(TransportBase):
                 if self.listeners.remove(source_filter, sink_filter, listener) is not None:
                     await self._release(topic_filter)
             raise
-
-    async def register_listeners(
-        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
-    ) -> list[UStatus]:
-        return await side_by_side(self, filters, listener)
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

@@ -19,7 +19,7 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
 import structlog
@@ -35,9 +35,10 @@ from transports.zenoh.receiver import Arrived, Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
 from uprotocol.encoded import Carried
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider
+from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.uri_pb2 import UUri
 from uprotocol.v1.ustatus_pb2 import UStatus
 
 # how long `close` waits for listeners to take what has arrived, and for peers to read what was sent
@@ -240,7 +241,30 @@ class ZenohTransport(TransportBase):
         if self._receiver.want([(key, filter)]):
             await self._declare([key], f"subscribing to {key}")
 
-    async def listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
+    async def register_listeners(
+        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        async with self.registering:
+            self.check_open()
+            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by their places
+            for place, (source, sink) in enumerate(filters):
+                statuses.append(OK)
+                try:
+                    filter = self.listeners.add(source, sink, listener)
+                except UStatusError as error:
+                    statuses[place] = error.status
+                    continue
+                if filter is not None:
+                    new[place] = filter, source, sink
+            answers = await self._listen_all([filter for filter, _, _ in new.values()]) if new else []
+            for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
+                statuses[place] = status
+                if status.code != UCode.OK:
+                    self.listeners.remove(source, sink, listener)
+        return statuses
+
+    async def _listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
         """One hop for all of them."""
         statuses: list[UStatus] = []
         pairs: list[tuple[str, Filter]] = []
