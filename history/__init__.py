@@ -11,10 +11,8 @@ damage      damage.py       what is known to be lost     gaps.py   told on a top
 
 the service service.py      core.ustreamer: Poll                                  describe.py  and Describe
             asked.py        what a poll asks for
-            matches.py      which streams are meant, and may be seen              numbers.py   very many of those
+            matches.py      which streams are meant, and may be seen              numbers.py   very many of them
             consumers.py    whose a consumer's name is                            witness.py   proof of a reader's place
 its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing
 """
-
-import uprotocol as uprotocol  # first of all: it decides whether what follows is imported as machine code

@@ -53,6 +53,9 @@ class Numbers(Set[int]):
         pages = self._pages
         return all(pages.get(number >> PAGE_BITS, 0) >> (number & _PLACE) & 1 for number in other)
 
+    def __and__(self, other: Set[int]) -> set[int]:
+        return {number for number in other if number in self}
+
     def isdisjoint(self, other: Iterable[int]) -> bool:
         pages = self._pages
         return not any(pages.get(number >> PAGE_BITS, 0) >> (number & _PLACE) & 1 for number in other)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from history.log import Log
-from streamer.commands import cli
+from streamer.commands import cli, history
 from uprotocol import uri as uris
+from uprotocol.core.ustreamer.v1.ustreamer_pb2 import LogState, TopicState
 from uprotocol.message import UMessageBuilder, UPayload
 
 TOPIC = uris.parse("//vehicle1/8001/1/8001")
@@ -120,3 +122,36 @@ def test_what_can_not_be_looked_into_is_said(tmp_path: Path, command: str) -> No
     db.close()
     (tmp_path / "other.db").replace(tmp_path / "history.db")
     assert "not a log" in run(command, "--data-dir", tmp_path).stderr
+
+
+# -- the overview
+
+
+async def _topics(count: int) -> AsyncIterator[TopicState]:
+    for place in range(count):
+        yield TopicState(topic=uris.uri("vehicle1", 0x8001, 1, 0x8000 + place), newest_seq=place + 1)
+
+
+async def test_json_is_one_object_however_many_topics_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [LogState(incarnation=bytes(16), newest_seq=7, newest_match_seq=5)]
+    for count in (0, 1, 2_500):
+        await history._print_json(logs, _topics(count))
+        told = json.loads(capsys.readouterr().out)
+        assert [log["newest_match_seq"] for log in told["logs"]] == [5]
+        assert [topic["newest_seq"] for topic in told["topics"]] == list(range(1, count + 1))
+
+
+async def test_tables_have_an_end_however_many_topics_there_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "TABLE_ROWS_MAX", 3)
+    monkeypatch.setenv("COLUMNS", "200")
+    for count, titles in (
+        (0, []),
+        (3, ["topics"]),
+        (7, ["topics, up to number 3", "topics, up to number 6", "topics, up to number 7"]),
+    ):
+        await history._print_tables([], _topics(count))
+        out = capsys.readouterr().out
+        assert [line.strip() for line in out.splitlines() if line.strip().startswith("topics")] == titles
+        assert out.count("up://vehicle1/8001/1/") == count

@@ -27,6 +27,7 @@ def test_it_is_a_set(begin: frozenset[int], changes: list[tuple[bool, frozenset[
     assert len(numbers) == len(model)
     assert bool(numbers) == bool(model)
     assert [one in numbers for one in asked] == [one in model for one in asked]
+    assert numbers & asked == model & asked
     # as a chunk asks
     assert (asked <= numbers) == (asked <= model)
     assert (frozenset(model) <= numbers) is True
