@@ -296,7 +296,8 @@ class Log(Streams):
         if cursor.lease_until_ms is not None:
             self._next_lease_end_ms = min(self._next_lease_end_ms, cursor.lease_until_ms)
         if known is not None and self._has_only_moved(known, cursor):
-            self._storage.save(lambda writer: writer.move_cursor(name, cursor), at_once=False)
+            records = max(0, seq - known.seq)
+            self._storage.save(lambda writer: writer.move_cursor(name, cursor, records), at_once=False)
         else:
             self._storage.save(lambda writer: writer.save_cursor(name, cursor))
 
