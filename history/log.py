@@ -275,7 +275,7 @@ class Log(Streams):
     def set_cursor(
         self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
     ) -> None:
-        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, within
+        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, and not far, within
         writer.CURSORS_IDLE_S, and sooner while messages come.
 
         What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`

@@ -39,8 +39,7 @@ IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 GATHER_MS: Final = 4.0
 GATHER_RECORDS: Final = 16
 # What is lost of a cursor is sent twice, and writing it costs a page. So one that has only moved goes along with a
-# commit so often, or when it has come so far; where no commit comes it is written alone after a while, and if it has
-# come far, within two periods.
+# commit so often, or when it has come so far; it is written alone when it has come so far, or after a while.
 CURSORS_PERIOD_S: Final = 1.0
 CURSORS_RECORDS: Final = 64  # of all that have moved, together
 CURSORS_IDLE_S: Final = 10.0
@@ -172,13 +171,14 @@ class Writer:
             self._moved.pop(name, None)
             self._changes.cursors[name] = cursor
 
-    def move_cursor(self, name: str, cursor: Cursor, records: int) -> None:
-        """One that was saved, and has only moved since, by so many records."""
+    def move_cursor(self, name: str, cursor: Cursor, records: int) -> bool:
+        """One that was saved, and has only moved since, by so many records. True if it has to be on disk soon."""
         with self._shared:
             if not self._moved:
                 self._moved_since, self._moved_by = self._monotonic(), 0
             self._moved[name] = cursor
             self._moved_by += records
+            return self._moved_by >= CURSORS_RECORDS
 
     def save_damage(self, rows: Sequence[Row]) -> None:
         with self._shared:
@@ -213,11 +213,7 @@ class Writer:
         self._retain()
 
     def _is_cursor_late(self) -> bool:
-        if not self._moved:
-            return False
-        now = self._monotonic()
-        is_far = self._moved_by >= CURSORS_RECORDS and now >= self._next_cursors
-        return is_far or now >= self._moved_since + CURSORS_IDLE_S
+        return bool(self._moved) and self._monotonic() >= self._moved_since + CURSORS_IDLE_S
 
     def _take_changes(self) -> Changes:
         with self._shared:  # streams that a batch names were saved before it was submitted, so they are here by now

@@ -146,9 +146,8 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ]),
     ("history", "waits for others, at most # ms", 1, ["history.writer:GATHER_MS"]),
     ("history", "has brought, or # records", 1, ["history.writer:GATHER_RECORDS"]),
-    ("history", "as soon as they have moved by # records. Where no message comes they are written alone: after # s", 1, [
-        "history.writer:CURSORS_RECORDS", "history.writer:CURSORS_IDLE_S",
-    ]),
+    ("history", "as soon as they have moved by # records", 1, ["history.writer:CURSORS_RECORDS"]),
+    ("history", "written alone: after # s", 1, ["history.writer:CURSORS_IDLE_S"]),
     ("history", "Up to # MiB it is copied into pages", MIB, ["history.opening:REPAGED_BYTES_MAX"]),
     ("history", "at most # records, in chunks of at most #", 1, [
         "history.writer:TRANSACTION_RECORDS_MAX", "history.writer:CHUNK_RECORDS_MAX",
