@@ -179,7 +179,11 @@ async def test_a_cursor_that_has_come_far_is_written_though_no_message_comes(
     far = writer.CURSORS_RECORDS
     log.set_cursor("egress:cloud", 0, holds=True)
     await append(log, 3 * far)
+    await until_on_disk(tmp_path / "l.db", 0)
     assert log.durable
+    async with asyncio.timeout(30):  # that it was new is why it was written
+        while log._storage._flush_due is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
     log.set_cursor("egress:cloud", far - 1, holds=True)
     assert log._storage._flush_due is None
     log.set_cursor("egress:cloud", far, holds=True)
