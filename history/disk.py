@@ -84,10 +84,10 @@ class Disk:
             self.tail.push(chunk, sum(map(len, chunk.data)))
         self._on_written(written)
 
-    def save(self, change: Callable[[Writer], None], *, at_once: bool = True) -> None:
-        """Beside records: with the next transaction, or within FLUSH_MS; only with one if not `at_once`."""
-        change(self.writer)
-        if at_once:
+    def save(self, change: Callable[[Writer], bool | None], *, at_once: bool = True) -> None:
+        """Beside records: with the next transaction, or within FLUSH_MS; only with one if not `at_once`, unless
+        `change` answers that it has to be."""
+        if change(self.writer) or at_once:
             self.flush_soon()
 
     def flush_soon(self, delay_ms: int = FLUSH_MS) -> None:

@@ -276,7 +276,7 @@ class Log(Streams):
     def set_cursor(
         self, name: str, seq: int, *, lease_ms: int | None = None, holds: bool = False, absent_ms: int = 0
     ) -> None:
-        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, within
+        """On disk with the next transaction, or within disk.FLUSH_MS; where it has only moved, and not far, within
         writer.CURSORS_IDLE_S, and sooner while messages come.
 
         What the cursor still needs is kept beyond the retention by age (never beyond that by bytes): with `lease_ms`
@@ -297,7 +297,8 @@ class Log(Streams):
         if cursor.lease_until_ms is not None:
             self._next_lease_end_ms = min(self._next_lease_end_ms, cursor.lease_until_ms)
         if known is not None and self._has_only_moved(known, cursor):
-            self._storage.save(lambda writer: writer.move_cursor(name, cursor), at_once=False)
+            records = max(0, seq - known.seq)
+            self._storage.save(lambda writer: writer.move_cursor(name, cursor, records), at_once=False)
         else:
             self._storage.save(lambda writer: writer.save_cursor(name, cursor))
 

@@ -83,7 +83,7 @@ class Ring:
             written.passed.append(Passed(after, gone[-1].last_seq + 1, self._allowance.take(gone, after)))
         self._on_written(written)
 
-    def save(self, change: Callable[[Writer], None], *, at_once: bool = True) -> None:
+    def save(self, change: Callable[[Writer], bool | None], *, at_once: bool = True) -> None:
         """Nothing here outlives the process."""
 
     def flush_soon(self, delay_ms: int) -> None:

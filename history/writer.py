@@ -38,9 +38,10 @@ IDLE_TICK_S: Final = 1.0  # how often an idle writer looks at the clock
 # cost and bring: docs/adr/small-pages-and-gathered-commits.md
 GATHER_MS: Final = 4.0
 GATHER_RECORDS: Final = 16
-# A cursor that has only moved goes along with a commit, but not with each, since that costs a page; where none comes,
-# it is written alone after a while. What is lost of it is sent twice.
+# What is lost of a cursor is sent twice, and writing it costs a page. So one that has only moved goes along with a
+# commit so often, or when it has come so far; it is written alone when it has come so far, or after a while.
 CURSORS_PERIOD_S: Final = 1.0
+CURSORS_RECORDS: Final = 64  # of all that have moved, together
 CURSORS_IDLE_S: Final = 10.0
 
 log = structlog.get_logger()
@@ -127,7 +128,7 @@ class Writer:
         self._shared = threading.Lock()  # guards the next one; held for a swap only
         self._changes = Changes()
         self._moved: dict[str, Cursor] = {}  # guarded as well: cursors that need not be on disk soon, and ...
-        self._moved_since = 0.0  # ... when the first of them came
+        self._moved_since, self._moved_by = 0.0, 0  # ... when the first of them came, and how far they did, together
         self._ending = False
         self._failing = False  # the last transaction did not get through
         self._failures_heard = 0  # on the loop
@@ -170,12 +171,14 @@ class Writer:
             self._moved.pop(name, None)
             self._changes.cursors[name] = cursor
 
-    def move_cursor(self, name: str, cursor: Cursor) -> None:
-        """One that was saved, and has only moved since: once a second with a commit, or within CURSORS_IDLE_S."""
+    def move_cursor(self, name: str, cursor: Cursor, records: int) -> bool:
+        """One that was saved, and has only moved since, by so many records. True if it has to be on disk soon."""
         with self._shared:
             if not self._moved:
-                self._moved_since = self._monotonic()
+                self._moved_since, self._moved_by = self._monotonic(), 0
             self._moved[name] = cursor
+            self._moved_by += records
+            return self._moved_by >= CURSORS_RECORDS
 
     def save_damage(self, rows: Sequence[Row]) -> None:
         with self._shared:
@@ -216,7 +219,8 @@ class Writer:
         with self._shared:  # streams that a batch names were saved before it was submitted, so they are here by now
             changes, self._changes = self._changes, Changes()
             now = self._monotonic()
-            if self._moved and (now >= self._next_cursors or self._ending):
+            is_due = now >= self._next_cursors or self._moved_by >= CURSORS_RECORDS
+            if self._moved and (is_due or self._ending):
                 changes.cursors |= self._moved  # newer than what a failed commit gave back
                 self._moved.clear()
                 self._next_cursors = now + CURSORS_PERIOD_S

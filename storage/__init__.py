@@ -5,5 +5,6 @@ disk.py     SQLite connections, locks, marks, small files that are replaced whol
 file.py     SqliteFile: one file with an owner, of a FileKind: ours? whole? of which version? what an error of it means
 faults.py   no room, damage, not permitted, or something that may pass; a damaged file is put aside
 worker.py   a thread that takes batches; one that answers
+gathering.py  for how many jobs it waits
 logs.py     the log of a process
 """

@@ -151,7 +151,14 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("history", "cut to # ms", 1, ["history.feed:JOIN_WAIT_MS"]),
     ("history", "# KiB of messages wait for it", KIB, ["history.feed:FEED_BYTES_MAX"]),
     ("history", "a file above # MiB is not checked whole", MIB, ["history.rows:CHECK_BYTES_MAX"]),
-    ("history", "Written every # chunks", 1, ["history.store:CHECKPOINT_CHUNKS"]),
+    ("history", "Written every # chunks (or # MiB of them)", 1, [
+        "history.load:CHECKPOINT_CHUNKS", "history.store:CHECKPOINT_BYTES/1048576",
+    ]),
+    ("history", "waits for others, at most # ms", 1, ["history.writer:GATHER_MS"]),
+    ("history", "has brought, or # records", 1, ["history.writer:GATHER_RECORDS"]),
+    ("history", "as soon as they have moved by # records", 1, ["history.writer:CURSORS_RECORDS"]),
+    ("history", "written alone: after # s", 1, ["history.writer:CURSORS_IDLE_S"]),
+    ("history", "Up to # MiB it is copied into pages", MIB, ["history.opening:REPAGED_BYTES_MAX"]),
     ("history", "at most # records, in chunks of at most #", 1, [
         "history.writer:TRANSACTION_RECORDS_MAX", "history.writer:CHUNK_RECORDS_MAX",
     ]),

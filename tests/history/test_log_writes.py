@@ -132,6 +132,13 @@ async def cursor_on_disk(path: Path) -> int | None:
     return found[0][0] if found else None
 
 
+async def until_on_disk(path: Path, seq: int) -> None:
+    """The next tick of the writer, which tells nobody."""
+    async with asyncio.timeout(30):
+        while await cursor_on_disk(path) != seq:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
 async def test_a_cursor_that_moves_goes_along_with_a_commit_once_a_second(
     log: Log, tmp_path: Path, clock: Clock
 ) -> None:
@@ -160,12 +167,27 @@ async def test_a_cursor_that_stands_is_written_after_ten_seconds(log: Log, tmp_p
     log.set_cursor("egress:cloud", 2, holds=True)
     clock.seconds += 9.9
     assert log.durable
-    log._storage.writer._turn([])
+    assert not log._storage.writer._is_cursor_late()
     assert await cursor_on_disk(path) == 0
     clock.seconds += 0.2
-    async with asyncio.timeout(30):
-        while await cursor_on_disk(path) != 2:  # noqa: ASYNC110 - the next tick of the writer tells nobody
+    await until_on_disk(path, 2)
+
+
+async def test_a_cursor_that_has_come_far_is_written_though_no_message_comes(
+    log: Log, tmp_path: Path, clock: Clock
+) -> None:
+    far = writer.CURSORS_RECORDS
+    log.set_cursor("egress:cloud", 0, holds=True)
+    await append(log, 3 * far)
+    await until_on_disk(tmp_path / "l.db", 0)
+    assert log.durable
+    async with asyncio.timeout(30):  # that it was new is why it was written
+        while log._storage._flush_due is not None:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
+    log.set_cursor("egress:cloud", far - 1, holds=True)
+    assert log._storage._flush_due is None
+    log.set_cursor("egress:cloud", far, holds=True)
+    await until_on_disk(tmp_path / "l.db", far)
 
 
 @pytest.mark.parametrize("change", ["new", "holds", "dropped", "lease"])
