@@ -3,7 +3,7 @@
 send_batch: message -> valid?            -> not expired?      -> not too large?   -> the network
                        INVALID_ARGUMENT     DEADLINE_EXCEEDED    INVALID_ARGUMENT    UNAVAILABLE: stopped() says so
 connection: set_connected(True | False) -> each callback of on_connection, once for each change
-listeners:  register_listener -> ListenerTable: new to the network? -> listen(filter)    what arrives: see arrivals.py
+listeners:  register_listener(s) -> ListenerTable: new to the network? -> listen(_all)   what arrives: see arrivals.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
@@ -205,6 +205,29 @@ class TransportBase(UTransport):
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
+    async def register_listeners(
+        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        statuses: list[UStatus] = []
+        async with self.registering:
+            self.check_open()
+            new: dict[int, tuple[Filter, UUri, UUri | None]] = {}  # by their places
+            for place, (source, sink) in enumerate(filters):
+                statuses.append(OK)
+                try:
+                    filter = self.listeners.add(source, sink, listener)
+                except UStatusError as error:
+                    statuses[place] = error.status
+                    continue
+                if filter is not None:
+                    new[place] = filter, source, sink
+            answers = await self.listen_all([filter for filter, _, _ in new.values()]) if new else []
+            for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
+                statuses[place] = status
+                if status.code != UCode.OK:
+                    self.listeners.remove(source, sink, listener)
+        return statuses
+
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:
@@ -217,6 +240,18 @@ class TransportBase(UTransport):
     async def listen(self, filter: Filter) -> None:
         """Returns when the network delivers what matches from here on. What UStatusError it raises is the caller's
         answer, and nothing is registered then."""
+
+    async def listen_all(self, filters: Sequence[Filter]) -> list[UStatus]:
+        """The same for many, for a network that can be asked for them at once."""
+        statuses: list[UStatus] = []
+        for filter in filters:
+            try:
+                await self.listen(filter)
+            except UStatusError as error:
+                statuses.append(error.status)
+            else:
+                statuses.append(OK)
+        return statuses
 
     async def unlisten(self, filter: Filter) -> None:
         """The network need not deliver it any more."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, Protocol, Self, runtime_checkable
 
 from uprotocol import uri as uris
-from uprotocol.status import UStatusError, invalid
+from uprotocol.status import OK, UStatusError, invalid
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -198,6 +198,21 @@ class UTransport(abc.ABC):
         filters that the specification does not list, RESOURCE_EXHAUSTED at a limit.
         """
         raise UStatusError(UCode.UNIMPLEMENTED, f"{type(self).__name__} delivers by pull only: use receive")
+
+    async def register_listeners(
+        self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        """register_listener for each (source filter, sink filter); one status for each. What is not OK is not
+        registered. Some networks can be asked for many at once: give them some thousand at a time."""
+        statuses: list[UStatus] = []
+        for source_filter, sink_filter in filters:
+            try:
+                await self.register_listener(source_filter, listener, sink_filter)
+            except UStatusError as error:
+                statuses.append(error.status)
+            else:
+                statuses.append(OK)
+        return statuses
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
