@@ -86,6 +86,17 @@ class Endpoint:
     ) -> None:
         await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
 
+    async def register_listeners(
+        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
+    ) -> list[UStatus]:
+        """As UTransport.register_listeners; never raises."""
+        named = (self._filters(source, listener, sink) for source, sink in filters)
+        theirs = [(source, sink) for source, _, sink in named]
+        try:
+            return await self._guarded(self.transport.register_listeners, theirs, listener, answers=len(theirs))
+        except UStatusError as error:
+            return [error.status] * len(theirs)
+
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None
     ) -> None:

@@ -201,13 +201,15 @@ class TransportBase(UTransport):
                 return  # the network delivers it already
             try:
                 await self.listen(filter)
-            except UStatusError:
+            except BaseException:  # cancelled, too: else it would count as registered when it is tried again
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 
     async def register_listeners(
         self, filters: Iterable[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
+        if type(self).register_listener is not TransportBase.register_listener:
+            return await super().register_listeners(filters, listener)  # it has a way of its own
         statuses: list[UStatus] = []
         async with self.registering:
             self.check_open()
@@ -221,7 +223,12 @@ class TransportBase(UTransport):
                     continue
                 if filter is not None:
                     new[place] = filter, source, sink
-            answers = await self.listen_all([filter for filter, _, _ in new.values()]) if new else []
+            try:
+                answers = await self.listen_all([filter for filter, _, _ in new.values()]) if new else []
+            except BaseException:
+                for _, source, sink in new.values():
+                    self.listeners.remove(source, sink, listener)
+                raise
             for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
                 statuses[place] = status
                 if status.code != UCode.OK:

@@ -7,6 +7,7 @@ send_batch ->  network  -> on_receive_batch            push, with "ack last": th
 from __future__ import annotations
 
 import abc
+import asyncio
 import enum
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Final, Protocol, Self, runtime_checkable
@@ -204,15 +205,15 @@ class UTransport(abc.ABC):
     ) -> list[UStatus]:
         """register_listener for each (source filter, sink filter); one status for each. What is not OK is not
         registered. Some networks can be asked for many at once: give them some thousand at a time."""
-        statuses: list[UStatus] = []
-        for source_filter, sink_filter in filters:
+
+        async def register(source_filter: UUri, sink_filter: UUri | None) -> UStatus:
             try:
                 await self.register_listener(source_filter, listener, sink_filter)
             except UStatusError as error:
-                statuses.append(error.status)
-            else:
-                statuses.append(OK)
-        return statuses
+                return error.status
+            return OK
+
+        return await asyncio.gather(*(register(source, sink) for source, sink in filters))
 
     async def unregister_listener(
         self, source_filter: UUri, listener: UListener, sink_filter: UUri | None = None

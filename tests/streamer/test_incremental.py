@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from streamer.app import Streamer
 from streamer.config import loads
 from streamer.endpoint import Endpoint, Endpoints
-from streamer.filters import LOOKED_AT_MAX, Filters
+from streamer.filters import ASKED_AT_ONCE, Filters
 from streamer.ingress import Ingress
 from streamer.paused import Pause, Paused
 from streamer.rules import Rule, Rules
@@ -28,7 +28,7 @@ from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
 from uprotocol.status import UStatusError
-from uprotocol.transport import Capability, LocalUriProvider
+from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
 from uprotocol.v1.ucode_pb2 import UCode
 from uprotocol.v1.umessage_pb2 import UMessage
@@ -270,6 +270,8 @@ class Refusing:
             raise UStatusError(self.code, "no")
         self.listening.add(uris.key(source))
 
+    register_listeners = UTransport.register_listeners
+
     async def unregister_listener(self, source: UUri, listener: Any, sink: UUri | None = None) -> None:
         self.listening.remove(uris.key(source))
 
@@ -321,7 +323,7 @@ async def test_a_network_that_answers_nothing_is_not_asked_for_all_the_rest(monk
     network.asked.clear()
     with pytest.raises(UStatusError, match="no"):
         await filters.sync(interest)
-    assert len(network.asked) == LOOKED_AT_MAX
+    assert len(network.asked) == ASKED_AT_ONCE
     network.code = UCode.OK
     await filters.sync(interest)
     assert len(filters) == 4_001
