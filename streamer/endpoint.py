@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence, Sized
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, Final, TypeVar, cast
 
 import structlog
@@ -87,7 +87,7 @@ class Endpoint:
         await self._guarded(self.transport.register_listener, *self._filters(source_filter, listener, sink_filter))
 
     async def register_listeners(
-        self, filters: Collection[tuple[UUri, UUri | None]], listener: UListener
+        self, filters: Sequence[tuple[UUri, UUri | None]], listener: UListener
     ) -> list[UStatus]:
         """As UTransport.register_listeners; never raises."""
         asked = [self._filters(source, listener, sink) for source, sink in filters]

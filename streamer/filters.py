@@ -11,8 +11,7 @@ The cost follows the change: one subscription more costs a look at its topic, ho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from streamer.endpoint import Endpoint
@@ -28,7 +27,8 @@ from usubscription_client.interest import Interest
 if TYPE_CHECKING:
     from streamer.ingress import Dispatch
 
-LOOKED_AT_MAX: Final = 256  # topics in one step of the loop, some 2 ms; and filters that a network is asked for at once
+LOOKED_AT_MAX: Final = 256  # topics in one step of the loop, some 3 ms
+ASKED_AT_ONCE: Final = 1_024  # filters for which a network is asked together, and as many more as one step finds
 
 FilterKey = tuple[Key, Key | None]
 Filter = tuple[UUri, UUri | None]
@@ -74,10 +74,7 @@ class Filters:
             if retry:
                 self._due.update(dict.fromkeys(self._refused))
                 self._refused.clear()
-            while self._due:
-                await self._look_at(list(islice(self._due, LOOKED_AT_MAX)))
-                if self._due:
-                    await asyncio.sleep(0)
+            await self._look_at_due()
             for error in self._refused.values():
                 raise error
 
@@ -159,11 +156,25 @@ class Filters:
         topic = to_uri(source)
         return (topic, None) if self._dispatch.view.leaves(self._endpoint, topic) else None
 
-    async def _look_at(self, keys: list[FilterKey]) -> None:
-        self.looks += len(keys)
-        missing: dict[FilterKey, Filter] = {}
+    async def _look_at_due(self) -> None:
+        due, missing = list(self._due), dict[FilterKey, Filter]()
+        for start in range(0, len(due), LOOKED_AT_MAX):
+            if start:
+                await asyncio.sleep(0)
+            superfluous = self._look_at(due[start : start + LOOKED_AT_MAX], missing)
+            is_last = start + LOOKED_AT_MAX >= len(due)
+            if missing and (superfluous or is_last or len(missing) >= ASKED_AT_ONCE):
+                if not await self._register(missing):
+                    return
+                missing.clear()
+            if superfluous:
+                await self._unregister(superfluous)
+
+    def _look_at(self, keys: Iterable[FilterKey], missing: dict[FilterKey, Filter]) -> dict[FilterKey, Filter]:
+        """What is not registered goes to `missing`; what is, and should not be, is the answer."""
         superfluous: dict[FilterKey, Filter] = {}
         for key in keys:
+            self.looks += 1
             wanted, known = self._wanted(key), self._registered.get(key)
             if wanted is not None and known is None:
                 missing[key] = wanted
@@ -171,39 +182,31 @@ class Filters:
                 superfluous[key] = known
             else:
                 del self._due[key]
-        if missing:
-            await self._register(missing)
-        if superfluous:
-            await self._unregister(superfluous)
+        return superfluous
 
-    async def _register(self, filters: dict[FilterKey, Filter]) -> None:
-        answers = await self._endpoint.register_listeners(filters.values(), self._listener)
-        errors: list[UStatusError] = []
-        for key, status in zip(filters, answers, strict=True):
+    async def _register(self, filters: dict[FilterKey, Filter]) -> bool:
+        """False: the network answers nothing now, so that the rest is left for later."""
+        statuses = await self._endpoint.register_listeners(list(filters.values()), self._listener)
+        silent = 0
+        for (key, filter), status in zip(filters.items(), statuses, strict=True):
             del self._due[key]
             if not status.code:
-                self._registered[key] = filters[key]
-                continue
-            error = self._refused[key] = UStatusError.from_status(status)
-            if error.code in RETRYABLE:
-                errors.append(error)
-        if len(errors) == len(filters):  # the network answers nothing now
-            self._refused.update(dict.fromkeys(self._due, errors[0]))
+                self._registered[key] = filter
+            else:
+                self._refused[key] = UStatusError.from_status(status)
+                silent += status.code in RETRYABLE
+        if silent == len(filters):
+            self._refused.update(dict.fromkeys(self._due, UStatusError.from_status(statuses[0])))
             self._due.clear()
+        return silent < len(filters)
 
     async def _unregister(self, filters: dict[FilterKey, Filter]) -> None:
         """What fails at it is gone all the same as far as we know: if it is wanted again, it is registered again."""
-
-        async def unregister(source: UUri, sink: UUri | None) -> UStatusError | None:
+        for key, (source, sink) in filters.items():
             try:
                 await self._endpoint.unregister_listener(source, self._listener, sink)
             except UStatusError as error:
-                return error
-            return None
-
-        answers = await asyncio.gather(*(unregister(*filter) for filter in filters.values()))
-        for key, error in zip(filters, answers, strict=True):
+                if error.code != UCode.NOT_FOUND:
+                    self._refused[key] = error
             del self._due[key]
             del self._registered[key]
-            if error is not None and error.code != UCode.NOT_FOUND:
-                self._refused[key] = error

@@ -201,7 +201,7 @@ class TransportBase(UTransport):
                 return  # the network delivers it already
             try:
                 await self.listen(filter)
-            except UStatusError:
+            except BaseException:  # cancelled, too: else it would count as registered when it is tried again
                 self.listeners.remove(source_filter, sink_filter, listener)
                 raise
 

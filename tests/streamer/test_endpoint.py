@@ -117,7 +117,7 @@ async def test_nothing_behind_a_network_that_went_away_is_tried() -> None:
     ]
 
 
-@pytest.mark.parametrize("when", ["open", "send_batch", "register_listener"])
+@pytest.mark.parametrize("when", ["open", "send_batch", "register_listeners"])
 async def test_a_faulty_endpoint_is_its_own_trouble(
     make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,17 +16,26 @@ from hypothesis import strategies as st
 
 from streamer.app import Streamer
 from streamer.config import loads
+from streamer.endpoint import Endpoint, Endpoints
+from streamer.filters import ASKED_AT_ONCE, Filters
 from streamer.ingress import Ingress
-from streamer.paused import Pause
-from streamer.rules import Rule
+from streamer.paused import Pause, Paused
+from streamer.rules import Rule, Rules
+from streamer.view import View
 from tests.streamer.conftest import THREE, endpoints, publication
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import Status, Subscription
 from uprotocol.encoded import EncodedMessage
 from uprotocol.message import UMessageBuilder
+from uprotocol.status import UStatusError
+from uprotocol.transport import Capability, LocalUriProvider, UTransport
 from uprotocol.v1.uattributes_pb2 import UAttributes
+from uprotocol.v1.ucode_pb2 import UCode
+from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
+from usubscription_client import USubscriptionClient
 from usubscription_client import interest as interests
+from usubscription_client.interest import Interest
 from usubscription_client.table import InterestSource
 
 RECORD = '[history]\nrecord = ["//mcu1/8002/FF/FFFF"]\n'
@@ -189,3 +201,164 @@ async def _driven(steps: list[Any], journal: int) -> None:
         finally:
             streamer.stop()
             await running
+
+
+# -- what a change costs
+
+Publish = Callable[..., UMessage]
+MakeWorld = Any
+
+
+def many(count: int) -> list[UUri]:
+    return [uris.uri("vehicle1", 0x8001, 1, 0x8000 + number) for number in range(count)]
+
+
+async def test_one_subscription_more_costs_a_look_at_its_topic(
+    make_world: MakeWorld, publish: Publish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 2,000 topics of which all have verdicts and plans, and a peer that is away."""
+    known, one_more = many(2_000), uris.uri("vehicle1", 0x8002, 1, 0x8000)
+    wanted = {uris.format(topic): ["//cloud/9001/1/0", "//mcu1/9001/1/0"] for topic in known}
+    world = await make_world(subscriptions=wanted)
+    streamer, vehicle = world.streamer, await world.node("vehicle", "vehicle1")
+    await vehicle.send_batch([publish(topic) for topic in known])
+    log = streamer.logs.durable
+    pumps = {pump.peer.name: pump for pump in streamer.pumps if pump.log is log}
+    await world.until(lambda: pumps["cloud"].cursor == pumps["mcu"].cursor == 2_000)
+    streamer.endpoints["mcu"].transport.disconnect()
+    await vehicle.send(publish(known[0]))
+    await world.until(lambda: pumps["mcu"].retries > 3 and pumps["cloud"].cursor == 2_001)
+    ingress = streamer.ingresses["vehicle"]
+    verdicts, plans = dict(ingress._verdicts), dict(pumps["cloud"]._plans)
+    assert len(verdicts) == len(plans) == 2_000
+    looks, routes = ingress.filters.looks, streamer.home.transport.listeners._routes
+    route_looks, attempts = routes.looks, pumps["mcu"]._backoff._attempts
+    woken: list[str] = []
+    for pump in pumps.values():
+        monkeypatch.setattr(pump._backoff, "wake", lambda name=pump.peer.name: woken.append(name))
+    client = USubscriptionClient(await world.node("cloud", "cloud"), LocalUriProvider("cloud", 0x9001, 1), "vehicle1")
+    await client.open()
+    route_looks = routes.looks
+    await client.subscribe(one_more)
+    assert (uris.key(one_more), None) in ingress.filters
+    assert ingress.filters.looks == looks + 1
+    assert routes.looks <= route_looks + 10, "nothing is known of its topic, and some answers went by"
+    heard = await world.hear(await world.node("cloud", "cloud", 0x9001), one_more)
+    await vehicle.send(publish(one_more))
+    await heard.expect(1)
+    assert {address: ingress._verdicts.get(address) for address in verdicts} == verdicts
+    assert all(pumps["cloud"]._plans[stream] is plan for stream, plan in plans.items())
+    assert not woken
+    assert pumps["mcu"]._backoff._attempts >= attempts
+    await client.close()
+
+
+class Refusing:
+    """A network that refuses, or answers nothing, as the test says; it counts what it was asked."""
+
+    capabilities = Capability.PUBLISH_WITHOUT_SINK
+
+    def __init__(self) -> None:
+        self.code: UCode.ValueType = UCode.OK
+        self.refused: set[uris.Key] = set()  # of these only; none: of all
+        self.asked: list[uris.Key] = []
+        self.listening: set[uris.Key] = set()
+
+    async def register_listener(self, source: UUri, listener: Any, sink: UUri | None = None) -> None:
+        self.asked.append(uris.key(source))
+        if self.code and (not self.refused or uris.key(source) in self.refused):
+            raise UStatusError(self.code, "no")
+        self.listening.add(uris.key(source))
+
+    register_listeners = UTransport.register_listeners
+
+    async def unregister_listener(self, source: UUri, listener: Any, sink: UUri | None = None) -> None:
+        self.listening.remove(uris.key(source))
+
+
+def refusing() -> tuple[Refusing, Filters, Interest, InterestSource]:
+    network: Any = Refusing()
+    here, there = Endpoint("here", ["vehicle1"], network), Endpoint("there", ["cloud"], network)
+    known, rules, source = Endpoints([here, there]), Rules(), InterestSource("test")
+    rules.add(Rule("here", "there"))
+    interest = Interest([source])
+    paused = Paused(Path(), known, "")
+    dispatch: Any = SimpleNamespace(
+        endpoints=known,
+        rules=rules,
+        view=View(known, rules, interest, [], paused),
+        logs=SimpleNamespace(record=()),
+        hosted=SimpleNamespace(sinks=list),
+    )
+    return network, Filters(here, dispatch, None), interest, source  # type: ignore[arg-type]
+
+
+def wants(source: InterestSource, topics: list[UUri], status: Status = Status.SUBSCRIBED) -> None:
+    source._take(Subscription(topic, uris.uri("cloud", 1, 1, 0), status) for topic in topics)
+
+
+async def test_what_a_network_refuses_is_tried_again_when_it_is_time_and_not_with_every_subscription() -> None:
+    network, filters, interest, source = refusing()
+    network.code, network.refused = UCode.PERMISSION_DENIED, {uris.key(topic) for topic in many(50)}
+    wants(source, many(60))
+    with pytest.raises(UStatusError, match="no"):
+        await filters.sync(interest)
+    assert len(filters) == len(network.listening) == 11, "one for the peer's authority, and the topics that it takes"
+    network.asked.clear()
+    wants(source, many(62))
+    with pytest.raises(UStatusError, match="no"):  # it still is so
+        await filters.sync(interest, retry=False)
+    assert network.asked == [uris.key(topic) for topic in many(62)[60:]]
+    wants(source, many(1), Status.UNSUBSCRIBED)
+    network.code = UCode.OK
+    await filters.sync(interest)
+    assert {source for source, sink in filters if sink is None} == {uris.key(topic) for topic in many(62)[1:]}
+
+
+async def test_a_network_that_answers_nothing_is_not_asked_for_all_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, filters, interest, source = refusing()
+    await filters.sync(interest)
+    network.code = UCode.UNAVAILABLE
+    wants(source, many(4_000))
+    network.asked.clear()
+    with pytest.raises(UStatusError, match="no"):
+        await filters.sync(interest)
+    assert len(network.asked) == ASKED_AT_ONCE
+    network.code = UCode.OK
+    await filters.sync(interest)
+    assert len(filters) == 4_001
+
+
+async def test_a_look_that_is_cut_short_is_gone_on_with() -> None:
+    network, filters, interest, source = refusing()
+    wants(source, many(2_000))
+    cut = asyncio.ensure_future(filters.sync(interest))
+    while not len(filters) > 300:  # noqa: ASYNC110 - it goes on by itself
+        await asyncio.sleep(0)
+    cut.cancel()
+    await asyncio.gather(cut, return_exceptions=True)
+    assert len(filters) < 2_000
+    await filters.sync(interest, retry=False)
+    assert len(filters) == len(network.listening) == 2_001
+
+
+async def test_a_cover_that_comes_or_goes_is_never_missed() -> None:
+    network, filters, interest, source = refusing()
+    wants(source, many(600))
+    await filters.sync(interest)
+    least: list[int] = []
+    leave = network.unregister_listener
+
+    async def watched(source: UUri, listener: Any, sink: UUri | None = None) -> None:
+        covered = uris.key(uris.pattern("vehicle1")) in network.listening
+        least.append(600 if covered else sum(key[0] == "vehicle1" for key in network.listening))
+        await leave(source, listener, sink)
+
+    network.unregister_listener = watched  # type: ignore[method-assign]
+    source.can_list = False  # every publish is listened to
+    await filters.sync(interest)
+    assert len(filters) == 2
+    source.can_list = True
+    await filters.sync(interest)
+    assert len(filters) == 601
+    assert min(least) == 600

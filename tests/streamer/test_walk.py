@@ -402,7 +402,7 @@ async def test_rules_come_and_go_while_running(make_world: MakeWorld, publish: P
         async def refuse(*_: Any) -> None:
             raise UStatusError(UCode.RESOURCE_EXHAUSTED, "no room")
 
-        patch.setattr(world.streamer.home.transport, "register_listener", refuse)
+        patch.setattr(world.streamer.home.transport, "register_listeners", refuse)
         with pytest.raises(UStatusError, match="no room"):
             await world.streamer.add_rule(Rule("vehicle", "cloud"))
     assert world.streamer.rules.between("vehicle", "cloud") is None

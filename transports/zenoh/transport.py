@@ -257,7 +257,12 @@ class ZenohTransport(TransportBase):
                     continue
                 if filter is not None:
                     new[place] = filter, source, sink
-            answers = await self._listen_all([filter for filter, _, _ in new.values()]) if new else []
+            try:
+                answers = await self._listen_all([filter for filter, _, _ in new.values()]) if new else []
+            except BaseException:
+                for _, source, sink in new.values():
+                    self.listeners.remove(source, sink, listener)
+                raise
             for (place, (_, source, sink)), status in zip(new.items(), answers, strict=True):
                 statuses[place] = status
                 if status.code != UCode.OK:
