@@ -60,8 +60,9 @@ class Child:
         return self._process.pid
 
     def _read(self, stdout: IO[bytes]) -> None:
-        for line in stdout:
-            self._lines.put(line.decode(errors="replace"))
+        with stdout:
+            for line in stdout:
+                self._lines.put(line.decode(errors="replace"))
         self._lines.put(None)
 
     def line(self, timeout_s: float) -> str:
