@@ -33,6 +33,7 @@ from usubscription.state import Status
 
 TOPICS: Final = 10_000
 VEHICLES, TOPICS_EACH = 1_000, 30
+SENT_TOGETHER: Final = 500
 
 
 class Joins:
@@ -57,7 +58,7 @@ class Fleet:
     async def on_receive_batch(self, messages: Sequence[UMessage]) -> None:
         out = []
         for message in messages:
-            if message.attributes.type != REQUEST:
+            if message.attributes.type != REQUEST or message.attributes.sink.authority_name == "cloud":
                 continue
             attributes = message.attributes
             if attributes.sink.resource_id != 1:
@@ -85,7 +86,7 @@ async def member(network: LocalNetwork, authority: str, ue_id: int, version: int
 async def burst(
     service: USubscriptionService, transport: UTransport, authority: str, topics: Sequence[Any], limit_s: float
 ) -> dict[str, Any]:
-    """All Subscribes at once, from one client without waiting."""
+    """All Subscribes at once, from one client: as many as may wait."""
     source = uris.uri(authority, 0x10, 1, 0)
     sink = uris.uri(authority, 0, 4, 1)
     requests = [
@@ -101,8 +102,11 @@ async def burst(
 
     service.on_change(changed)
     start, cpu = time.perf_counter(), time.process_time()
-    for at in range(0, len(requests), 500):
-        await transport.send_batch(requests[at : at + 500])
+    for at in range(0, len(requests), SENT_TOGETHER):
+        # more than its share would be refused
+        while service.entry.waiting.used + 2 * SENT_TOGETHER > service.entry.waiting.caller_max:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await transport.send_batch(requests[at : at + SENT_TOGETHER])
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(limit_s):
             await done.wait()

@@ -37,6 +37,9 @@ CHANGES_BATCH_MAX: Final = 128  # some 400 messages at once: each batch waits fo
 CHANGES_SLICE: Final = 16  # made in one go, 1 ms of the loop: what waits for it is answers
 # while changes follow one another, so that they leave together: a message alone costs ten times as much
 GATHER_MS: Final = 5
+# while more requests wait than one transaction takes, their answers come first, for so long; telling costs the loop as
+# much as answering, and who asks is waiting
+ANSWERS_FIRST_MS: Final = 1_000
 # between notes of what was told: each is a commit, and after a crash only what came since is told twice
 NOTE_MS: Final = 200
 STORE_RETRY_FIRST_MS: Final = 200  # while the store can't be read or written; doubles up to ...
@@ -140,6 +143,7 @@ class Notifier:
                     continue
                 if asyncio.get_running_loop().time() - self._last < GATHER_MS / 1000:
                     await asyncio.sleep(GATHER_MS / 1000)
+                await self._answers_first()
                 batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), CHANGES_BATCH_MAX))]
                 await self._tell(batch)
                 backoff.reset()
@@ -151,6 +155,11 @@ class Notifier:
                 self._waiting.clear()
             self._behind = True  # from the store again, from the last one that was told
             await backoff.wait()
+
+    async def _answers_first(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWERS_FIRST_MS / 1000):
+                await self._responses.lull.wait()
 
     async def _catch_up(self) -> None:
         self._behind = False  # first: what is added from here on either waits behind these, or sets it again

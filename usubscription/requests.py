@@ -25,6 +25,7 @@ from typing import Final
 
 import structlog
 
+from storage.worker import BATCH_MAX
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
 from uprotocol import uuid as uuids
@@ -79,6 +80,8 @@ class ResponseTracker:
         # -> loop time after which nobody waits for it, ascending; so it holds what came in a second
         self._expected: dict[Tag, float] = {}
         self._news = asyncio.Event()
+        self.lull = asyncio.Event()  # cleared while more commands wait for an answer than one transaction takes
+        self.lull.set()
 
     def __len__(self) -> int:
         """How many are still to leave."""
@@ -216,7 +219,7 @@ class PendingRequest:
         if not self.waits:
             return
         self.waits = False
-        self.entry.waiting.add(self.who, -self.weight)
+        self.entry.is_waiting(self.who, -self.weight)
         request, responses = self.request, self.entry.responses
         if isinstance(answer, BaseException):
             responses.refuse(request, answer)
@@ -299,4 +302,13 @@ class CommandEntry:
             event = codec.read_unsubscribe(request, host)
         pending = PendingRequest(self, codec, attributes, topic, who, size, (id.msb, id.lsb))
         self._store.command(Commanded(event, id.msb.to_bytes(8, "big") + id.lsb.to_bytes(8, "big")), pending)
-        self.waiting.add(who, size)
+        self.is_waiting(who, size)
+
+    def is_waiting(self, who: Caller, more: int) -> None:
+        """So many requests more of `who`; below zero: they are answered."""
+        self.waiting.add(who, more)
+        lull = self._gate.responses.lull
+        if self.waiting.used > BATCH_MAX:
+            lull.clear()
+        else:
+            lull.set()

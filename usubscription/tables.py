@@ -197,8 +197,8 @@ class Tables:
         """False: it was registered already. Topic 0: for everything."""
         who = self.id(client)
         done = self.execute("INSERT OR IGNORE INTO registration VALUES(?, ?, ?)", (topic, who, major))
-        if done.rowcount:
-            self._clients = None
+        if done.rowcount and self._clients is not None:  # a streamer of version 3 registers for each topic by itself
+            self._clients.setdefault(topic, []).append((client, major))
         return bool(done.rowcount)
 
     def unregister(self, topic: int, client: Key, major: int) -> bool:
@@ -209,7 +209,11 @@ class Tables:
         done = self.execute(
             "DELETE FROM registration WHERE topic = ? AND client = ? AND major = ?", (topic, who, major)
         )
-        self._clients = None
+        if done.rowcount and self._clients is not None:
+            known = self._clients[topic]
+            known.remove((client, major))
+            if not known:
+                del self._clients[topic]
         self.unused.update((topic, who))
         return bool(done.rowcount)
 

@@ -23,6 +23,7 @@ from usubscription import schema
 from usubscription.database import Database, Hold, Outcome, Register, Unregister
 from usubscription.state import Key, Status, Subscribe
 from usubscription.store import Store
+from usubscription.tables import Tables
 
 TOPIC: Key = ("dev1", 0x20, 1, 0x8001)
 FAR: Key = ("dev2", 0x20, 1, 0x8001)
@@ -207,6 +208,42 @@ def test_registrations_have_a_limit_and_are_counted_across_restarts(
         db.apply([Unregister(client, 4, None) for client in clients], 0)
         db.apply([Unregister(clients[0], 3, TOPIC), Register(clients[0], 3, TOPIC)], 0)
         db.close()
+
+
+def test_a_registration_more_does_not_read_all_of_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streamer of version 3 registers for each topic by itself, and then hears of its changes."""
+    reads: list[int] = []
+    whole = Tables._registrations
+
+    def counted(self: Tables) -> Any:
+        reads.append(1)
+        return whole(self)
+
+    monkeypatch.setattr(Tables, "_registrations", counted)
+    topics: list[Key] = [("dev1", 0x20, 1, 0x8001 + number) for number in range(20)]
+    clients: list[Key] = [("dev1", 0x30 + number, 1, 0) for number in range(3)]
+    db = Database(path, "dev1")
+    db.open()
+
+    def told(db: Database, expires_ms: int) -> dict[Key, set[tuple[Key, int]]]:
+        outcomes = db.apply([Subscribe(topic, APP, 4, expires_ms=expires_ms) for topic in topics], 0)
+        assert all(isinstance(outcome, Outcome) for outcome in outcomes)
+        stored = [one for outcome in outcomes if isinstance(outcome, Outcome) for one in outcome.changes]
+        return {one.change.topic: set(one.recipients) for one in stored}
+
+    assert set(map(len, told(db, 1_000).values())) == {1}
+    for topic in topics:
+        for client in clients:
+            db.apply([Register(client, 4, topic), Register(client, 4, topic)], 0)
+        db.apply([Unregister(clients[1], 4, topic), Unregister(clients[1], 4, topic)], 0)
+    db.apply([Register(clients[1], 4, None), Register(clients[2], 4, None), Unregister(clients[2], 4, None)], 0)
+    now = told(db, 2_000)
+    assert now == {topic: {(APP, 4), *((client, 4) for client in clients)} for topic in topics}
+    assert len(reads) == 1
+    db.close()
+    db.open()
+    assert told(db, 3_000) == now
+    db.close()
 
 
 def test_the_oldest_changes_leave_a_full_outbox_and_are_counted(tmp_path: Path) -> None:
