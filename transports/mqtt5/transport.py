@@ -313,34 +313,32 @@ class Mqtt5Transport(TransportBase):
 
     def _read(self, publish: wire.Publish, weigh: bool) -> Arrived | None:
         """What can't be read, and the copies of other subscriptions, are only acknowledged, in their turn."""
-        connection = self._link.connection
-        nothing = Arrived(None, connection, publish.packet_id)
         if self.refused and (authority := publish.topic.partition(b"/")[0].decode(errors="replace")) in self.refused:
             self.refused[authority] += 1
-            return nothing if publish.packet_id else None
+            return self._nothing(publish) if publish.packet_id else None
         if publish.topic == _DROPPED_TOPIC:
             self._losses.counted(publish.payload, retained=publish.retained, now_s=asyncio.get_running_loop().time())
-            return nothing
+            return self._nothing(publish)
         try:
             topic, identifiers, encoded = self._codec.decode(publish)
         except UStatusError as error:
             self.dropped["spoofed" if error.code == UCode.PERMISSION_DENIED else "malformed"] += 1
             log.debug("dropped what is no uProtocol message", topic=publish.topic, error=str(error))
-            return nothing
+            return self._nothing(publish)
         except Exception:
             self.dropped["malformed"] += 1
             log.exception("a message that arrived could not be read, and nobody foresaw why", topic=publish.topic)
-            return nothing
+            return self._nothing(publish)
         wanted = self._subscriptions.match(topic, identifiers)
         if wanted is False:
-            return nothing
+            return self._nothing(publish)
         size = 0
         if weigh:
             size = len(publish.payload) + len(encoded)
             if size > self._link.wire_bytes_max:  # the broker may add to a message, so it was told a little more
                 self.dropped["too_large"] += 1
-                return nothing
-        arrived = Arrived((None, publish.payload, encoded), connection, publish.packet_id, size)
+                return self._nothing(publish)
+        arrived = Arrived((None, publish.payload, encoded), self._link.connection, publish.packet_id, size)
         if wanted:
             return arrived
         if publish.packet_id and asyncio.get_running_loop().time() < self._unclaimed_until_s:
@@ -348,7 +346,11 @@ class Mqtt5Transport(TransportBase):
             self._arrivals.count(arrived.size)
             return None
         self.dropped["unwanted"] += 1
-        return nothing
+        return self._nothing(publish)
+
+    def _nothing(self, publish: wire.Publish) -> Arrived:
+        """To be acknowledged only."""
+        return Arrived(None, self._link.connection, publish.packet_id)
 
     def _claim(self, topic_filter: str) -> None:
         """A resumed session may have brought what belongs to a listener before the listener came."""
