@@ -256,6 +256,39 @@ def test_the_oldest_subscription_that_the_broker_knows_leads() -> None:
     assert not two.known
 
 
+_SEGMENTS = st.sampled_from("ab")
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["add", "remove", "know", "forget"]),
+            st.lists(st.sampled_from("ab+"), min_size=1, max_size=3).map("/".join),
+        ),
+        max_size=30,
+    ),
+    st.lists(st.lists(_SEGMENTS, min_size=1, max_size=3).map("/".join), min_size=1, max_size=4),
+)
+def test_looking_filters_up_finds_what_comparing_each_would(steps: list[tuple[str, str]], topics: list[str]) -> None:
+    subscriptions = Subscriptions()
+    for step, topic_filter in steps:
+        known = subscriptions.get(topic_filter)
+        if step == "add" and known is None:
+            subscriptions.add(topic_filter)
+        elif step == "remove" and known is not None:
+            subscriptions.remove(known)
+        elif step == "know" and known is not None:
+            subscriptions.mark_known(known)
+        elif step == "forget":
+            subscriptions.forget_all()
+        for topic in topics:
+            matching = [one for one in subscriptions.values() if topic_matches(one.topic_filter, topic)]
+            leader = next((one for one in matching if one.known), None)
+            for one in matching:
+                assert subscriptions.match(topic, (one.identifier,)) is (leader is None or one is leader)
+            assert (subscriptions.match(topic, ()) is None) == (not matching)
+
+
 def test_a_filter_has_the_same_identifier_in_every_process() -> None:
     assert Subscriptions().add("a/b").identifier == Subscriptions().add("a/b").identifier
     assert 1 <= Subscriptions().add("a/b").identifier <= 268_435_455

@@ -9,11 +9,16 @@ younger ones existed.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 from uprotocol.cache import Cache
+
+Shape = tuple[int, tuple[int, ...]]
+"""Of a topic filter: how many segments it has, and which of them are `+`."""
 
 IDENTIFIER_MAX: Final = 268_435_455
 TOPICS_CACHED_MAX: Final = 32_768  # topics whose leader is known
@@ -25,6 +30,7 @@ class Subscription:
     identifier: int
     granted: asyncio.Future[None] | None = None  # the broker's answer; None if it was away when we would have asked
     known: bool = False  # the broker has it
+    number: int = 0  # rises in the order in which they were made
     users: int = 1  # uProtocol filters that need it; 0: it is being left, and leads until the broker has answered
 
 
@@ -34,13 +40,21 @@ def topic_matches(topic_filter: str, topic: str) -> bool:
     return len(wanted) == len(given) and all(one in ("+", two) for one, two in zip(wanted, given, strict=True))
 
 
+def _shape(topic_filter: str) -> Shape:
+    segments = topic_filter.split("/")
+    return len(segments), tuple(place for place, segment in enumerate(segments) if segment == "+")
+
+
 class Subscriptions(dict[str, Subscription]):
-    """By topic filter, in the order in which they were made."""
+    """By topic filter, in the order in which they were made. A topic is looked up once for each shape that is in use,
+    however many filters there are."""
 
     def __init__(self) -> None:
         super().__init__()
         self._by_identifier: dict[int, Subscription] = {}
         self._leaders: Cache[str, tuple[bool, int | None]] = Cache(TOPICS_CACHED_MAX)
+        self._shapes: Counter[Shape] = Counter()
+        self._numbers = itertools.count()
 
     def add(self, topic_filter: str) -> Subscription:
         """A new one. The same filter gets the same identifier in every process, so that what a session kept can be told
@@ -49,21 +63,33 @@ class Subscriptions(dict[str, Subscription]):
         identifier = zlib.crc32(topic_filter.encode()) % IDENTIFIER_MAX + 1
         while identifier in self._by_identifier:
             identifier = identifier % IDENTIFIER_MAX + 1
-        made = Subscription(topic_filter, identifier)
+        made = Subscription(topic_filter, identifier, number=next(self._numbers))
         self[topic_filter] = self._by_identifier[identifier] = made
-        self._leaders.clear()
+        self._shapes[_shape(topic_filter)] += 1
+        self._forget(topic_filter)
         return made
+
+    def _forget(self, topic_filter: str) -> None:
+        """Which subscription leads, of the topics that it matches."""
+        if "+" in topic_filter:
+            self._leaders.clear()
+        else:
+            self._leaders.pop(topic_filter, None)
 
     def remove(self, subscription: Subscription) -> None:
         """May be called again."""
         if self.get(subscription.topic_filter) is subscription:
             del self[subscription.topic_filter]
             del self._by_identifier[subscription.identifier]
-            self._leaders.clear()
+            shape = _shape(subscription.topic_filter)
+            self._shapes[shape] -= 1
+            if not self._shapes[shape]:
+                del self._shapes[shape]
+            self._forget(subscription.topic_filter)
 
     def mark_known(self, subscription: Subscription) -> None:
         subscription.known = True
-        self._leaders.clear()
+        self._forget(subscription.topic_filter)
 
     def forget_all(self) -> None:
         """The broker has lost the session."""
@@ -75,7 +101,7 @@ class Subscriptions(dict[str, Subscription]):
         """True: take it. False: another copy of it is taken. None: no subscription of ours matches."""
         found = self._leaders.get(topic)
         if found is None:
-            matching = [one for one in self.values() if topic_matches(one.topic_filter, topic)]
+            matching = sorted(self._matching(topic), key=lambda one: one.number)
             leader = next((one.identifier for one in matching if one.known), None)
             found = self._leaders[topic] = (bool(matching), leader)
         matched, leader = found
@@ -84,3 +110,16 @@ class Subscriptions(dict[str, Subscription]):
         if leader is None or not identifiers or leader in identifiers:
             return True
         return not any(identifier in self._by_identifier for identifier in identifiers)
+
+    def _matching(self, topic: str) -> list[Subscription]:
+        segments = topic.split("/")
+        found = []
+        for length, places in self._shapes:
+            if length == len(segments):
+                masked = segments.copy()
+                for place in places:
+                    masked[place] = "+"
+                one = self.get("/".join(masked))
+                if one is not None:
+                    found.append(one)
+        return found
