@@ -22,7 +22,7 @@ ID_BYTES: Final = 16  # a message id, big endian
 NOBODY: Final = 1 << 62  # beyond every seq: where the slowest of no cursors is
 RECORD_MEMORY_BYTES: Final = 800  # what a record costs in memory beside its bytes (message object, columns); measured
 PASSED_RECORDS_MAX = 1_000  # in a second of retention; who is owed more looks at ranges, not at messages
-PASSED_BYTES_MAX: Final = 1 << 20  # of their messages
+PASSED_BYTES_MAX = 1 << 20  # of their messages
 _STAMPS = Stamps()  # a cache only, so one for all logs
 _HEADER = struct.Struct("<QIQ")  # first_seq, records, time_ms
 
