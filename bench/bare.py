@@ -71,8 +71,8 @@ class _Mqtt(asyncio.Protocol):
 class _MqttOut:
     """Packets on their way to a broker: `waiting` until `flush` finds room in the window."""
 
-    def __init__(self, on_room: Callable[[int], None]) -> None:
-        self._on_room = on_room  # with how many have left
+    def __init__(self, on_left: Callable[[int], None]) -> None:
+        self._on_left = on_left  # with how many have left
         self.waiting: collections.deque[tuple[bytes, bytes]] = collections.deque()  # topic; properties and payload
         self._in_flight, self._window, self._packet_id = 0, 0, 0
         self._mqtt = _Mqtt(self._acknowledged)
@@ -94,29 +94,41 @@ class _MqttOut:
                 out.append(wire.publish_packet(rest, self._packet_id, topic))
             self._in_flight += room
             self._mqtt.write(b"".join(out))
-            self._on_room(room)
+            self._on_left(room)
 
 
 async def zenoh_mqtt(source: int, destination: int) -> Any:
-    loop, room, woken = asyncio.get_running_loop(), threading.Semaphore(WAITING_MESSAGES_MAX), False
+    loop, room, woken = asyncio.get_running_loop(), threading.Event(), False
 
     def flush() -> None:
         nonlocal woken
         woken = False
         out.flush()
 
+    def on_left(_: int) -> None:
+        if len(out.waiting) < WAITING_MESSAGES_MAX:
+            room.set()
+
     def on_sample(sample: Any) -> None:
         nonlocal woken
-        room.acquire()
+        if len(out.waiting) >= WAITING_MESSAGES_MAX:
+            room.clear()
+            if len(out.waiting) >= WAITING_MESSAGES_MAX:  # it may have become less before `room` was cleared
+                room.wait()
         out.waiting.append(packets.rest(sample.attachment.to_bytes(), sample.payload.to_bytes()))
         if not woken:  # one wake-up for all that comes until the loop has its turn
             woken = True
             loop.call_soon_threadsafe(flush)
 
-    out, packets = _MqttOut(room.release), FromAttributes()
+    out, packets = _MqttOut(on_left), FromAttributes()
     await out.open(destination)
     session = networks.zenoh_session(listen=source)
     return session, session.declare_subscriber("up/**", on_sample)
+
+
+def _id_text(id: bytes) -> bytes:
+    text = id.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}".encode()
 
 
 class FromAttributes:
@@ -124,16 +136,14 @@ class FromAttributes:
 
     def __init__(self) -> None:
         packet = wire.PublishPackets().packet(0, b"")
-        _, [(_, start, end)] = packet, wire.split_packets(packet)[0]
+        [(_, start, end)], _ = wire.split_packets(packet)
         packet_id, _ = wire.publish_places(packet, start)
-        id = wire.message_id(packet, start, end).hex()
-        text = f"{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}".encode()
+        text = _id_text(wire.message_id(packet, start, end))
         self._topic = packet[start:packet_id]
         self._before, self._after = packet[packet_id + 2 : end].split(text)
 
     def rest(self, attributes: bytes, payload: bytes) -> tuple[bytes, bytes]:
-        id = (attributes[_ID_MSB][::-1] + attributes[_ID_LSB][::-1]).hex()
-        text = f"{id[:8]}-{id[8:12]}-{id[12:16]}-{id[16:20]}-{id[20:]}".encode()
+        text = _id_text(attributes[_ID_MSB][::-1] + attributes[_ID_LSB][::-1])
         return self._topic, b"".join((self._before, text, self._after, payload))
 
 

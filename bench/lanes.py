@@ -23,6 +23,8 @@ from streamer.demo.processes import free_port
 
 Kind = Literal["bare", "streamer", "bridge", "rust"]
 RUN_TIMEOUT_S: Final = 120.0  # beyond what a run takes by itself
+# a bridge without a limit connects with a Receive Maximum of 0, which is refused
+BRIDGE_WINDOW: Final = ("max_inflight_messages 65000",)
 SLOWEST_PER_S: Final = 1_000  # at full speed; what is slower than that for long is no figure
 
 
@@ -128,21 +130,25 @@ class Net:
             )
             self.relay_destination = Address("mqtt", far.answer(RUN_TIMEOUT_S)["port"])
         more = _bridge(self.relay_destination.number) if bridge else ()
-        self.source = _network(leg.source, leg, stack, more)
+        self.source = _network(leg.source, leg, stack, more, BRIDGE_WINDOW if bridge else ())
 
 
-def _network(network: str, leg: Leg, stack: ExitStack, more: Sequence[str] = ()) -> Address:
+def _network(
+    network: str, leg: Leg, stack: ExitStack, more: Sequence[str] = (), unless_set: Sequence[str] = ()
+) -> Address:
+    """`more` follows the leg's own settings of a broker, since what follows a bridge belongs to it; `unless_set` is for
+    a leg that has none."""
     if network == "mqtt":
         from transports.mqtt5.broker import Broker
 
-        return Address(network, stack.enter_context(Broker(settings=(*leg.broker_settings, *more))).port)
+        settings = (*(leg.broker_settings or unless_set), *more)
+        return Address(network, stack.enter_context(Broker(settings=settings)).port)
     return Address(network, free_domain() if network == "dds" else free_port())
 
 
 def _bridge(port: int) -> list[str]:
     """mosquitto.conf of the source's broker: all topics of the bench to the broker at `port`, QoS 1."""
     return [
-        "max_inflight_messages 65000",  # without a limit its CONNECT has a Receive Maximum of 0, which is refused
         "connection bench",
         f"address 127.0.0.1:{port}",
         f"topic {wire.MQTT_EVERY_TOPIC} out 1",

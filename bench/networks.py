@@ -19,6 +19,7 @@ from bench import wire
 
 MATCH_TIMEOUT_S: Final = 20.0  # until publisher and subscriber have found each other
 QUIET_S: Final = 0.3  # after the last message: what comes twice has come by then
+LOOK_S: Final = 0.1  # how exactly the time of the last message is known where some are lost
 DDS_TAKE_SAMPLES: Final = 256
 DDS_WRITE_ATTEMPT_MS: Final = 50  # cyclonedds holds the GIL while a write waits for room: wait shortly, and often
 # of Zenoh, that a publisher of the bench declares; beyond it declaring would be what is measured
@@ -85,13 +86,15 @@ class Tally:
 
     def wait(self, stall_s: float, quiet_s: float = QUIET_S) -> None:
         """Until all of the run is here and nothing has come twice for `quiet_s`, or nothing has come for `stall_s`."""
-        before = -1
-        while not self.done.wait(stall_s) and self.received != before:
-            before = self.received
-        if self.done.is_set():
-            self._twice.wait(quiet_s)
-        else:
-            self.last = time.perf_counter() - stall_s
+        before, changed = -1, time.perf_counter()
+        while not self.done.wait(min(stall_s, LOOK_S)):
+            now = time.perf_counter()
+            if self.received != before:
+                before, changed = self.received, now
+            elif now - changed >= stall_s:
+                self.last = changed  # where messages are lost, the last one came at about that time
+                return
+        self._twice.wait(quiet_s)
 
     def result(self) -> dict[str, Any]:
         delays = sorted(self.delays_ns or ())

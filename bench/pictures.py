@@ -17,6 +17,7 @@ Series = dict[str, list[tuple[float, float]]]
 # of Okabe and Ito, which are told apart also in grey and by the colour-blind; and a mark for each, for print
 STYLES: Final = (("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^"), ("#CC79A7", "D"))
 SIZE_INCHES: Final = (6.4, 3.6)
+LINEAR_TICKS_MAX: Final = 6  # millions have so much room
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Picture:
     series: Callable[[Figures], Series]
     x_log: bool = True
     y_log: bool = False
+    ticks: bool = False  # one for each x, where they are far enough apart
 
 
 def line(figures: Figures, *keys: str) -> list[tuple[float, float]]:
@@ -72,6 +74,7 @@ PICTURES: Final[dict[str, dict[str, Picture]]] = {
             "subscriptions",
             "CPU s per million messages",
             _one("durable", "cpu_s_per_million"),
+            ticks=True,
         )
     },
     "fleet": {
@@ -84,6 +87,7 @@ PICTURES: Final[dict[str, dict[str, Picture]]] = {
                 "all are SUBSCRIBED": line(figures, "subscribed_s"),
             },
             y_log=True,
+            ticks=True,
         )
     },
     "peers": {
@@ -93,14 +97,15 @@ PICTURES: Final[dict[str, dict[str, Picture]]] = {
             "CPU s per million deliveries",
             _one("durable", "cpu_s_per_million_delivered"),
             x_log=False,
+            ticks=True,
         )
     },
     "records": {
         "records": Picture(
-            "Full speed while the log grows",
+            "Full speed while the log grows: CPU",
             "records in the log",
-            "messages/s",
-            _one("durable", "per_s"),
+            "CPU s per million messages",
+            _one("durable", "cpu_s_per_million"),
             x_log=False,
         )
     },
@@ -145,6 +150,8 @@ def _draw(picture: Picture, series: Series, path: Path) -> Path | None:
         axes.set(title=picture.title, xlabel=picture.x, ylabel=picture.y)
         if picture.x_log:
             axes.set_xscale("log")
+        else:
+            axes.locator_params(axis="x", nbins=LINEAR_TICKS_MAX)
         if picture.y_log:
             axes.set_yscale("log")
         else:
@@ -152,8 +159,11 @@ def _draw(picture: Picture, series: Series, path: Path) -> Path | None:
         for axis in (axes.xaxis, axes.yaxis):  # behind the scales, which set their own
             axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.grid(alpha=0.3)
+        if picture.ticks:
+            axes.set_xticks(sorted({x for points in series.values() for x, _ in points}))
+            axes.xaxis.minorticks_off()
         if len(series) > 1:
-            axes.legend(frameon=False)
+            figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path
 

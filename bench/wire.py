@@ -145,7 +145,7 @@ def varint(value: int) -> bytes:
             return bytes(out)
 
 
-def text_field(text: str) -> bytes:
+def text_of(text: str) -> bytes:
     return struct.pack(">H", len(text)) + text.encode()
 
 
@@ -153,18 +153,13 @@ def connect_packet(client_id: str) -> bytes:
     """A clean start, without keep-alive."""
     properties = struct.pack(">BH", _RECEIVE_MAXIMUM, 65_535)
     body = (
-        text_field("MQTT")
-        + b"\x05\x02"
-        + struct.pack(">H", 0)
-        + varint(len(properties))
-        + properties
-        + text_field(client_id)
+        text_of("MQTT") + b"\x05\x02" + struct.pack(">H", 0) + varint(len(properties)) + properties + text_of(client_id)
     )
     return b"\x10" + varint(len(body)) + body
 
 
 def subscribe_packet(topic_filter: str) -> bytes:
-    body = struct.pack(">H", 1) + b"\x00" + text_field(topic_filter) + b"\x01"
+    body = struct.pack(">H", 1) + b"\x00" + text_of(topic_filter) + b"\x01"
     return b"\x82" + varint(len(body)) + body
 
 
@@ -186,13 +181,11 @@ class PublishPackets:
         source = uris.format(topic(number))
         properties = [("uP", "1"), ("1", self._message_id), ("2", "up-pub.v1"), ("3", source), ("5", "CS1")]
         encoded = (
-            b"".join(b"\x26" + text_field(key) + text_field(value) for key, value in properties)
-            + b"\x03"
-            + text_field("2")
+            b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in properties) + b"\x03" + text_of("2")
         )
         encoded = varint(len(encoded)) + encoded
         cut = encoded.index(self._message_id.encode()) + len(self._message_id) - 12
-        return text_field(segments(number)), encoded[:cut], encoded[cut + 12 :]
+        return text_of(segments(number)), encoded[:cut], encoded[cut + 12 :]
 
     def packet(self, number: int, payload: bytes) -> bytes:
         name, before, after = self._parts[number % self._topics]

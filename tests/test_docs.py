@@ -112,6 +112,18 @@ NUMBERS: list[tuple[str, str, float, list[str]]] = [
     ("architecture", "waits, # s at most, until each linked node", 1, ["transports.zenoh.transport:CLOSE_S_MAX"]),
     ("architecture", "takes up to # messages", 1, ["transports.zenoh.transport:HELD_MESSAGES_MAX"]),
     ("architecture", "and # MiB of large ones", MIB, ["transports.arrivals:BYTES_MAX"]),
+    ("benchmarks", "After the last one the subscriber listens on for # s", 1, ["bench.networks:QUIET_S"]),
+    ("benchmarks", "as take the lane some # s", 1, ["bench.measure:RUN_S"]),
+    ("benchmarks", "**At # messages/s**, for # s", 1, ["bench.measure:LATENCY_RATE", "bench.measure:LATENCY_S"]),
+    ("benchmarks", "up to # unacknowledged, since a client library", 1, ["bench.mqtt:WINDOW_MESSAGES_MAX"]),
+    ("benchmarks", "a streamer each, # s", 1, ["bench.costs.disk:SHORT_S"]),
+    ("benchmarks", "Up to # topics, or with `--seconds #` and more, each topic is published # times", 1, [
+        "bench.costs.topics:WARM_UP_TOPICS_MAX", "bench.costs.topics:LONG_S", "bench.costs.topics:WARM_UP_ROUNDS",
+    ]),
+    ("benchmarks", "destination's broker # ms away each way (bench/far.py), #/s offered, `in_flight_max = #`", 1, [
+        "bench.costs.brokers:FAR_MS", "bench.costs.brokers:OFFERED_PER_S", "bench.costs.brokers:IN_FLIGHT_MAX",
+    ]),
+    ("benchmarks", '"Flat" is # times', 1, ["bench.targets:FLAT"]),
     ("configuration", "for up to # s before something is dropped", 1, ["streamer.flow:HOLD_S"]),
     ("configuration", "no faster than `egress.messages_per_s` (#)", 1, ["streamer.app:PACE_OUTSIDE_PER_S"]),
     ("history", "without a record for # minutes", 60, ["history.streams:FORGET_AFTER_S"]),

@@ -210,6 +210,14 @@ def test_each_target_takes_its_figure_from_a_leg_or_a_cost(compiled: bool) -> No
     assert legs <= asked <= legs | {("costs", name) for name in COSTS}
 
 
+def test_the_page_has_the_targets() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
+    table = page.partition("## What was to be reached")[2].partition("\n## ")[0]
+    told = [tuple(cell.strip() for cell in line.split("|")[1:3]) for line in table.splitlines() if line.startswith("|")]
+    rows = [*targets.rows({}, compiled=False), *targets.rows({}, compiled=True)]
+    assert sorted(told[2:]) == sorted({(row["what"], row["to_reach"]) for row in rows})
+
+
 def test_a_target_holds_on_its_own_side() -> None:
     most = targets.Target("x", targets.at("x"), 2, "ms")
     least = targets.Target("y", targets.at("y"), 0.75, "", at_least=True)
@@ -287,3 +295,32 @@ def test_curves_keep_those_that_are_not_measured_again(monkeypatch: pytest.Monke
     found = curves.curves(["peers", "load"], Setting(tmp_path, lambda text: None), tmp_path)
     assert found == {"peers": {"1": {"cpu": 1}}, "load": {"failed": "no"}}
     assert json.loads((tmp_path / curves.RESULTS).read_text()) == {"load": {"old": 1}, "peers": {"1": {"cpu": 1}}}
+
+
+# -- the command line
+
+
+def test_an_unknown_leg_and_a_program_that_is_none_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for argument in ("--legs=disk,nothing", "--legs=,", "--curves=nothing", f"--peer-rust={tmp_path}"):
+        monkeypatch.setattr(sys, "argv", ["bench", argument])
+        with pytest.raises(SystemExit):
+            main.main()
+    told = capsys.readouterr().err
+    assert "unknown: nothing; there are zenoh_zenoh_durable" in told
+    assert "is no program" in told
+
+
+def test_a_leg_that_fails_is_told_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(name: str) -> str:
+        if name == "lost":
+            raise BenchError("of 9 sent 1 lost")
+        if name == "mistake":
+            raise KeyError("p50_ms")
+        return "figures"
+
+    assert main._each(["lost", "mistake", "good"], work) == ({"good": "figures"}, False)
+    told = capsys.readouterr().err
+    assert "error: lost: of 9 sent 1 lost" in told
+    assert "KeyError: 'p50_ms'" in told

@@ -15,12 +15,14 @@ use up_transport_mqtt5::{Mqtt5Transport, Mqtt5TransportOptions, MqttClientOption
 use up_transport_zenoh::{zenoh_config, UPTransportZenoh};
 use usubscription_static_file::USubscriptionStaticFile;
 
+type Failure = Box<dyn Error + Send + Sync>;
+
 const SOURCE: &str = "device1";
 const DESTINATION: &str = "device2";
 const STREAMER: &str = "streamer"; // the authority of its own that each transport wants
 const QUEUE_MESSAGES: u16 = 10_000; // of each route, as its example configuration has it; beyond it messages are lost
 
-async fn transport(address: &str, name: &str) -> Result<Arc<dyn UTransport>, Box<dyn Error>> {
+async fn transport(address: &str, name: &str) -> Result<Arc<dyn UTransport>, Failure> {
     match address.split_once(':') {
         Some(("zenoh", port)) => {
             let mut config = zenoh_config::Config::default();
@@ -48,7 +50,7 @@ async fn transport(address: &str, name: &str) -> Result<Arc<dyn UTransport>, Box
 }
 
 #[tokio::main]
-async fn main() -> Result<(), Box<dyn Error>> {
+async fn main() -> Result<(), Failure> {
     let [source, destination, interest]: [String; 3] = std::env::args()
         .skip(1)
         .collect::<Vec<_>>()
