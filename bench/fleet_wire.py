@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import Final, NamedTuple
 
-from bench.wire import PAYLOAD_BYTES, text_field, varint
+from bench.wire import PAYLOAD_BYTES, text_of, varint
 from uprotocol import uri as uris
 from uprotocol.v1.uri_pb2 import UUri
 
@@ -60,16 +60,16 @@ def properties(
 ) -> bytes:
     """The properties of a PUBLISH as uProtocol's mapping has them; expiry_s 0, no reqid: none."""
     users = (("uP", "1"), ("1", id), ("2", type), ("3", source), ("4", sink), ("5", priority))
-    made = b"".join(b"\x26" + text_field(key) + text_field(value) for key, value in users)
+    made = b"".join(b"\x26" + text_of(key) + text_of(value) for key, value in users)
     if expiry_s:
         made += struct.pack(">BI", _EXPIRY, expiry_s)
     if reqid:
         made += struct.pack(">BH", _CORRELATION, len(reqid)) + reqid
-    return made + b"\x03" + text_field("2")  # protobuf, as it is
+    return made + b"\x03" + text_of("2")  # protobuf, as it is
 
 
 def publish_packet(topic: str, packet_id: int, made: bytes, payload: bytes) -> bytes:
-    body = b"".join((text_field(topic), packet_id.to_bytes(2, "big"), varint(len(made)), made, payload))
+    body = b"".join((text_of(topic), packet_id.to_bytes(2, "big"), varint(len(made)), made, payload))
     return b"".join((b"\x32", varint(len(body)), body))
 
 
