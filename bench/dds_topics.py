@@ -75,7 +75,12 @@ class Arrived:
 async def end(me: str, other: str, domain: int, asks: str, sends: bool) -> None:
     """One of the two: JSON lines on stdin begin what it does, JSON lines on stdout say what came of it."""
     lines: asyncio.Queue[None] = asyncio.Queue()
-    asyncio.get_running_loop().add_reader(sys.stdin, lambda: sys.stdin.readline() and lines.put_nowait(None))
+
+    def read() -> None:
+        if sys.stdin.readline():
+            lines.put_nowait(None)
+
+    asyncio.get_running_loop().add_reader(sys.stdin, read)
     config = DdsConfig(domain_id=domain, cyclone_xml=DDS_LOOPBACK)
     async with DdsTransport(config, LocalUriProvider(me, 1, 1)) as transport:
         arrived, began = Arrived(), time.perf_counter()

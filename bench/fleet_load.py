@@ -32,7 +32,7 @@ from uprotocol.v1.ustatus_pb2 import UStatus
 PUBLISH_EVERY_S: Final = 0.002  # what has become due leaves together
 UNACKNOWLEDGED_MAX: Final = 20_000  # a broker that is behind is waited for; the messages count from when they were due
 IN_FLIGHT: Final = 1_000  # Subscribes without an answer: below the share of one caller
-V4_SUBSCRIBED: Final = Status.SUBSCRIBED + 1  # on the wire
+V4_SUBSCRIBED: Final[Any] = Status.SUBSCRIBED + 1  # on the wire
 ASK_AGAIN_S: Final = 1.0  # after a Subscribe was refused
 DISCONNECT: Final = b"\xe0\x00"
 
@@ -292,7 +292,7 @@ class Backend:
 
 
 async def serve(role: str, port: int, vehicles: int, topics_each: int) -> None:
-    end = {"vehicles": Vehicles, "backend": Backend}[role](vehicles, topics_each)
+    end = Vehicles(vehicles, topics_each) if role == "vehicles" else Backend(vehicles, topics_each)
     await end.open(port)
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
