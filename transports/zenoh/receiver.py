@@ -33,7 +33,6 @@ from uprotocol.cache import Cache
 
 KEYS_KNOWN_MAX: Final = 16_384  # whose patterns are known; the cache starts anew when it is full
 KEY_KNOWN_CHARS: Final = 512  # longer ones have no two authorities that are valid, and are not remembered
-SEGMENTS: Final = 11
 
 log = structlog.get_logger()
 Arrived = tuple[tuple[Filter, ...], bytes, bytes, str]  # which filters want it, payload, attachment, under which key
@@ -89,9 +88,13 @@ class Wanted:
                 known[key] = patterns
         return patterns if exact is None else (exact, *patterns)
 
+    def is_exactly(self, filters: tuple[Filter, ...], key: str) -> bool:
+        """True if `key` is wanted for one filter that names it, and takes nothing else."""
+        return len(filters) == 1 and self._exact.get(key) is filters[0]
+
     def _matching(self, key: str) -> tuple[Filter, ...]:
         segments = key.split("/")
-        if len(segments) != SEGMENTS:
+        if len(segments) != mapping.SEGMENTS:
             return ()
         found = (patterns.get(tuple(segments[place] for place in places)) for places, patterns in self._shapes)
         return tuple(filter for filter in found if filter is not None)
@@ -171,12 +174,13 @@ class Receiver:
 
     def _on_sample(self, subscription: str) -> Callable[[zenoh.Sample], None]:
         by, thread, brought_by = self.wanted.by, self._thread, (subscription,)
+        is_exact = ANY not in subscription
         put_publish, put_call = self._publishes.put, self._calls.put
         type_at, calls = mapping.TYPE_AT, mapping.CALLS
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
-            key = str(sample.key_expr)
+            key = subscription if is_exact else str(sample.key_expr)
             filters = by(key)
             if not filters:
                 self.unwanted += 1
