@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from uprotocol import attributes as attrs
 from uprotocol import uri as uris
-from uprotocol.status import invalid
+from uprotocol.status import UStatusError, invalid
 from uprotocol.v1.uattributes_pb2 import UAttributes, UMessageType, UPriority
 from uprotocol.v1.umessage_pb2 import UMessage
 from uprotocol.v1.uri_pb2 import UUri
@@ -21,7 +21,8 @@ PROTOCOL_VERSION: Final = 0x01
 VERSION_BYTE: Final = bytes([PROTOCOL_VERSION])
 NO_SINK: Final = "{}/{}/{}/{}/{}"
 
-_SOURCE_AT, _SINK_AT = 1, 6  # the authorities in a key, whose eleven segments every filter_key asks for
+SEGMENTS: Final = 11  # of a key, which every filter_key asks for
+_SOURCE_AT, _SINK_AT = 1, 6  # where the authorities are among them
 # in an attachment, behind the version and the id (field 1 of UAttributes, 20 bytes), where every encoder writes it:
 TYPE_AT: Final = slice(21, 23)
 # what stands there of a request and a response: field 2, a varint
@@ -81,6 +82,27 @@ def complete(attributes: UAttributes, key: str) -> None:
     segments = key.split("/")
     source, sink = segments[_SOURCE_AT], segments[_SINK_AT]
     attrs.complete(attributes, source, source if sink == "{}" else sink)
+
+
+def is_key_of(key: str, attributes: UAttributes) -> bool:
+    """False if `key` names another address: what may be put where is all that Zenoh's access control knows.
+
+    Whatever is missing is not another one. Of a publish only the source counts, since a streamer's sink is in no key.
+    """
+    there = key.split("/")
+    if len(there) != SEGMENTS:
+        return False
+    try:
+        if attributes.HasField("source") and there[_SOURCE_AT:_SINK_AT] != _parts(attributes.source, there[_SOURCE_AT]):
+            return False
+        has_sink = attributes.HasField("sink") and attributes.type != UMessageType.UMESSAGE_TYPE_PUBLISH
+        return not has_sink or there[_SINK_AT:] == _parts(attributes.sink, there[_SINK_AT])
+    except UStatusError:  # no key can hold it
+        return False
+
+
+def _parts(address: UUri, authority: str) -> list[str]:
+    return segments(address, authority).split("/")
 
 
 def encode(message: UMessage) -> bytes:

@@ -7,18 +7,16 @@ Zenoh's thread: sample -> which filters want its key? -> brought by another subs
 Zenoh calls on the thread that reads the link, in the order of the link, once for each subscription that matches. So
 what came is the same message again if it equals the last one of that thread and another subscription brings it.
 
-Each call of a Python function from a foreign thread makes and ends the interpreter's state of that thread, which costs
-three times what the message does (10 us against 2.7). So the state is kept: PyGILState_Ensure without its Release, once
-per thread; Zenoh has two that read, for as long as the process lives. A thread of Python's for each subscription, which
-Zenoh offers instead (`indirect`), costs 0.4 MiB, and scrambles the order across topics.
+That is fast only on threads whose state the interpreter keeps: threads.py. A thread of Python's for each subscription,
+which Zenoh offers instead (`indirect`), costs 0.4 MiB, and scrambles the order across topics.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import threading
 from collections.abc import Callable, Iterable
+from threading import get_ident
 from typing import Final
 
 import structlog
@@ -29,14 +27,19 @@ from transports.arrivals import Arrivals
 from transports.listeners import Filter
 from transports.zenoh import mapping
 from transports.zenoh.covers import ANY, Covers
+from transports.zenoh.threads import KEPT, keep_state
 from uprotocol.cache import Cache
 
 KEYS_KNOWN_MAX: Final = 16_384  # whose patterns are known; the cache starts anew when it is full
 KEY_KNOWN_CHARS: Final = 512  # longer ones have no two authorities that are valid, and are not remembered
-SEGMENTS: Final = 11
 
 log = structlog.get_logger()
+THREADS_MAX: Final = 64  # whose last message is known, far more than Zenoh reads with; then all is forgotten
+
 Arrived = tuple[tuple[Filter, ...], bytes, bytes, str]  # which filters want it, payload, attachment, under which key
+
+_Last = tuple[bytes | None, bytes, tuple[str, ...]]  # attachment, payload, and the subscriptions that have brought it
+_NONE_YET: Final[_Last] = (None, b"", ())
 
 
 class Wanted:
@@ -89,9 +92,13 @@ class Wanted:
                 known[key] = patterns
         return patterns if exact is None else (exact, *patterns)
 
+    def is_exactly(self, filters: tuple[Filter, ...], key: str) -> bool:
+        """True if `key` is wanted for one filter that names it, and takes nothing else."""
+        return len(filters) == 1 and self._exact.get(key) is filters[0]
+
     def _matching(self, key: str) -> tuple[Filter, ...]:
         segments = key.split("/")
-        if len(segments) != SEGMENTS:
+        if len(segments) != mapping.SEGMENTS:
             return ()
         found = (patterns.get(tuple(segments[place] for place in places)) for places, patterns in self._shapes)
         return tuple(filter for filter in found if filter is not None)
@@ -101,15 +108,6 @@ def _shape(key: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     segments = key.split("/")
     places = tuple(place for place, segment in enumerate(segments) if segment != ANY)
     return places, tuple(segments[place] for place in places)
-
-
-class _Thread(threading.local):
-    """What was taken last on this thread."""
-
-    def __init__(self) -> None:
-        ctypes.pythonapi.PyGILState_Ensure()  # on the thread's first message; from here on it keeps its state, and this
-        # attachment, payload, and the subscriptions that have brought it
-        self.last: tuple[bytes | None, bytes, tuple[str, ...]] = (None, b"", ())
 
 
 class Receiver:
@@ -125,7 +123,7 @@ class Receiver:
         self.unwanted = 0  # messages that a wide subscription brought for nobody
         self._declared: dict[str, zenoh.Subscriber[None]] = {}
         self._declaring = threading.Lock()
-        self._thread = _Thread()
+        self._lasts: Cache[int, _Last] = Cache(THREADS_MAX)  # what was taken last, by the thread
 
     def __repr__(self) -> str:
         return f"Receiver({self.covers}, declared={len(self._declared)}, unwanted={self.unwanted})"
@@ -170,24 +168,27 @@ class Receiver:
             self._declared.clear()
 
     def _on_sample(self, subscription: str) -> Callable[[zenoh.Sample], None]:
-        by, thread, brought_by = self.wanted.by, self._thread, (subscription,)
+        by, lasts, brought_by, is_exact = self.wanted.by, self._lasts, (subscription,), ANY not in subscription
         put_publish, put_call = self._publishes.put, self._calls.put
         type_at, calls = mapping.TYPE_AT, mapping.CALLS
 
         def on_sample(sample: zenoh.Sample) -> None:
             """On Zenoh's thread: the bytes, and nothing more. What is malformed is counted on the loop."""
-            key = str(sample.key_expr)
+            key = subscription if is_exact else str(sample.key_expr)
             filters = by(key)
             if not filters:
                 self.unwanted += 1
                 return
             attached = sample.attachment
             attachment, payload = b"" if attached is None else attached.to_bytes(), sample.payload.to_bytes()
-            last = thread.last
+            thread = get_ident()
+            if thread not in KEPT:
+                keep_state()
+            last = lasts.get(thread, _NONE_YET)
             if attachment == last[0] and payload == last[1] and subscription not in last[2]:
-                thread.last = attachment, payload, last[2] + brought_by
+                lasts[thread] = attachment, payload, last[2] + brought_by
                 return
-            thread.last = attachment, payload, brought_by
+            lasts[thread] = attachment, payload, brought_by
             put = put_call if attachment[type_at] in calls else put_publish
             put((filters, payload, attachment, key), len(payload) + len(attachment))
 

@@ -24,6 +24,7 @@ from typing import Final, TypeVar
 
 import structlog
 import zenoh
+from google.protobuf.message import DecodeError
 from zenoh.handlers import Callback
 
 from transports.arrivals import Arrivals
@@ -33,7 +34,8 @@ from transports.zenoh import mapping
 from transports.zenoh.config import ZenohConfig, linked
 from transports.zenoh.receiver import Arrived, Receiver
 from transports.zenoh.sender import FLUSH_KEY, NO_PEER, ZenohSender, answer_flush, translate
-from uprotocol.encoded import Carried
+from uprotocol.cache import Cache
+from uprotocol.encoded import Carried, is_shared, suffix
 from uprotocol.status import UStatusError
 from uprotocol.transport import Capability, LocalUriProvider, UListener
 from uprotocol.v1.uattributes_pb2 import UAttributes
@@ -49,6 +51,9 @@ LEAVE_S_MAX: Final = 1.5
 HELD_MESSAGES_MAX: Final = 32_768
 # of either arrivals, together what one has elsewhere: so what is held is small, or less than so many
 ARRIVALS_BYTES_MAX: Final = 32 << 20
+# streams whose key is known to be theirs, some 300 bytes each; the cache starts anew when it is full
+KEYS_KNOWN_MAX: Final = 32_768
+KEY_KNOWN_BYTES: Final = 512  # of a stream's attributes; those of honest ones are shorter, and others cost no memory
 
 UNREAD: Final = "what was sent last may not have been read"
 
@@ -76,6 +81,7 @@ class ZenohTransport(TransportBase):
             dropped=self.listeners.dropped,
         )
         self._receiver = Receiver(config.subscriptions_max, self._publishes, self._calls)
+        self._keys: Cache[bytes, str] = Cache(KEYS_KNOWN_MAX)  # that encoded attributes without the id may come under
         self._sender: ZenohSender | None = None  # of the session; None: closed
         self._sends: set[asyncio.Future[list[UStatus]]] = set()  # under way on its thread
         # a second `open` meanwhile would find the port in use, or make a session that nobody closes
@@ -305,18 +311,42 @@ class ZenohTransport(TransportBase):
             raise
 
     def _deliver(self, arrived: list[Arrived]) -> Awaitable[None] | None:
-        version = mapping.VERSION_BYTE
-        ours = [one for one in arrived if one[2][:1] == version]
-        if len(ours) < len(arrived):
-            self.dropped["malformed"] += len(arrived) - len(ours)
-        shares = [
-            (filter, payload, attachment[1:], key) for filters, payload, attachment, key in ours for filter in filters
-        ]
+        version, is_exactly = mapping.VERSION_BYTE, self._receiver.wanted.is_exactly
+        shares: list[tuple[Filter, bytes, bytes]] = []
+        keys: list[str] = []  # of the shares
+        for filters, payload, attachment, key in arrived:
+            if attachment[:1] != version:
+                self.dropped["malformed"] += 1
+                continue
+            encoded = attachment[1:]
+            if is_exactly(filters, key) or self._is_named(encoded, key):
+                for filter in filters:
+                    shares.append((filter, payload, encoded))
+                    keys.append(key)
 
         def complete(place: int, attributes: UAttributes) -> None:
-            mapping.complete(attributes, shares[place][3])
+            mapping.complete(attributes, keys[place])
 
-        return self.listeners.deliver_encoded([share[:3] for share in shares], complete)
+        return self.listeners.deliver_encoded(shares, complete)
+
+    def _is_named(self, encoded: bytes, key: str) -> bool:
+        """False, and counted, for what says that it comes from elsewhere, or goes elsewhere, than its key does.
+
+        What can't be read is the listeners' to count.
+        """
+        rest = suffix(encoded)
+        if rest is not None and self._keys.get(rest) == key:
+            return True
+        try:
+            attributes = UAttributes.FromString(encoded)
+        except DecodeError:
+            return True
+        if not mapping.is_key_of(key, attributes):
+            self.dropped["spoofed"] += 1
+            return False
+        if rest is not None and len(rest) <= KEY_KNOWN_BYTES and is_shared(attributes):
+            self._keys[rest] = key
+        return True
 
 
 _CLOSED: Final = UStatus(
