@@ -16,3 +16,5 @@ the service service.py      core.ustreamer: Poll                                
 its client  subscriber.py   HistoryClient, GaplessSubscriber                      feed.py      listeners, fed from it
             acceptor.py     each record once, in order, nothing after one that is missing
 """
+
+import uprotocol as uprotocol  # first of all: it decides whether what follows is imported as machine code

@@ -444,7 +444,7 @@ async def test_records_behind_a_damaged_page_are_read_and_the_gap_is_exact(tmp_p
     reader = Reader(path)  # as of a log that is in use
     seqs, gaps, after = [], [], 0
     while after < 300:
-        found = reader.scan(Limits(after, 300, 1_000, 1 << 30, False), None, [])
+        found = reader.scan(Limits(after, 300, 1_000, 1 << 30, False), None, None, [])
         seqs += [seq for chunk in found.chunks for seq in chunk.seqs]
         gaps += found.gaps
         after = found.covered
