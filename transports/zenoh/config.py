@@ -68,9 +68,9 @@ class ZenohConfig(TransportSettings):
     """lines of `user:password` that may connect to us"""
     tls: TlsConfig | None = None
     """for endpoints `tls/...` and `quic/...`"""
-    subscriptions_max: int = Field(default=1_024, ge=16)
-    """Zenoh subscriptions at once. With more filters wider ones cover them, and what those bring that nobody wants is
-    dropped and counted (`unwanted`)"""
+    subscriptions_max: int = Field(default=64, ge=16)
+    """filters with a Zenoh subscription of their own; a few wider ones cover all others, and what those bring that
+    nobody wants is dropped and counted (`unwanted`)"""
     config_file: Path | None = None
     """a whole Zenoh configuration (JSON5); what is set here goes over it, and so do the defaults of `mode`,
     `multicast_scouting`, `connect_timeout_ms` and `stall_ms_max`"""

@@ -1,13 +1,15 @@
 """Which subscriptions of Zenoh bring what the filters of a session want: pure.
 
-few filters   -> a subscription each: only what is wanted crosses the network
-too many      -> at most 16 that cover them, as narrow as 16 can be:    of one uEntity   up/A/10AB/0/3/*/{}/{}/{}/{}/{}
-                                                                        of one authority up/A/*/*/*/*/{}/{}/{}/{}/{}
-                                                                        all publishes    up/*/*/*/*/*/{}/{}/{}/{}/{}
-few again     -> a subscription each
+the first filters -> a subscription each: only what is wanted crosses the network
+beyond            -> one that covers them, as narrow as there is room for: a uEntity's    up/A/10AB/0/3/*/{}/{}/{}/{}/{}
+                                                                           an authority's up/A/*/*/*/*/{}/{}/{}/{}/{}
+                                                                           all publishes  up/*/*/*/*/*/{}/{}/{}/{}/{}
+the last filter of a subscription goes -> it goes, too; no other end: messages on their way by one that ends may be lost
+                                          in Zenoh, though another one covers them (seen in one of 50 such changes)
 
 Zenoh looks through all subscriptions of a session to declare one more (10,000 take 9 s of CPU, hence 100,000 some 15
-minutes), and for each message whose key it does not know by a number. So their number has to be bounded.
+minutes), and for each message whose key it does not know by a number, as that of one that is covered: some 50 ns each.
+So their number has to be bounded.
 """
 
 from __future__ import annotations
@@ -20,12 +22,11 @@ SINK: Final = range(6, 11)
 NOBODY: Final = "{}"  # each segment of a sink that is none
 ANY: Final = "*"
 # what is left open, narrowest first: of a publish, and of what has a sink
-OF_PUBLISHES: Final = ({5}, {2, 3, 4, 5}, {*SOURCE}, {*SOURCE, *SINK})
+OF_PUBLISHES: Final = ({5}, {2, 3, 4, 5}, {*SOURCE}, {*SOURCE})
 OF_OTHERS: Final = ({5, 10}, {2, 3, 4, 5, 7, 8, 9, 10}, {*SOURCE, 7, 8, 9, 10}, {*SOURCE, *SINK})
 WIDTHS: Final = range(len(OF_PUBLISHES))
-# with a wildcard each: a message whose key Zenoh does not know is compared with all of them, 0.1 us each
-COVERS_MAX: Final = 16
-FEW: Final = 0.5  # of the limit: so many need no covers, and if no more are left each filter has its own again
+# of each width, publishes and the rest apart; of the widest there is one. What several of them match is called for each
+COVERS_MAX: Final = 4
 
 
 def widened(key: str, width: int) -> str:
@@ -40,35 +41,34 @@ class Covers:
     """The filters of a session, by their key expressions, and the subscriptions that shall be declared for them."""
 
     def __init__(self, subscriptions_max: int) -> None:
+        """So many have their own."""
         self._max = subscriptions_max
         self._keys: set[str] = set()
         self.subscriptions: dict[str, int] = {}  # key expression -> how many filters it is there for
-        self._widths: list[int] = []  # in use
+        self._wide: tuple[set[str], ...] = tuple(set() for _ in WIDTHS)  # those that cover filters
 
     def __repr__(self) -> str:
-        return f"Covers(filters={len(self._keys)}, subscriptions={len(self.subscriptions)}, widths={self._widths})"
+        wide = [len(covers) for covers in self._wide]
+        return f"Covers(filters={len(self._keys)}, subscriptions={len(self.subscriptions)}, wide={wide})"
 
     @property
     def are_wide(self) -> bool:
-        """True while something comes that no filter may want."""
-        return bool(self._widths)
+        """True while something may come that no filter wants."""
+        return any(self._wide)
 
     def add(self, keys: Iterable[str]) -> bool:
-        """True if `subscriptions` are others from now on. What is there already counts once."""
+        """True if there are more `subscriptions` from now on. What is there already counts once."""
         before = len(self.subscriptions)
         for key in keys:
             if key not in self._keys:
                 self._keys.add(key)
-                owner = self._owner(key) or key
+                owner = self._owner(key) or self._new(key)
                 self.subscriptions[owner] = self.subscriptions.get(owner, 0) + 1
-        changed = len(self.subscriptions) != before
-        if len(self.subscriptions) > self._max:
-            self._widen()
-        return changed
+        return len(self.subscriptions) > before
 
     def remove(self, keys: Iterable[str]) -> bool:
-        """True if `subscriptions` are others from now on. What was never added changes nothing."""
-        changed = False
+        """True if there are fewer `subscriptions` from now on. What was never added changes nothing."""
+        before = len(self.subscriptions)
         for key in keys:
             if key in self._keys:
                 self._keys.discard(key)
@@ -77,37 +77,33 @@ class Covers:
                 self.subscriptions[owner] -= 1
                 if not self.subscriptions[owner]:
                     del self.subscriptions[owner]
-                    changed = True
-        if self._widths and len(self._keys) <= self._max * FEW:
-            self.subscriptions, self._widths, changed = dict.fromkeys(self._keys, 1), [], True
-        return changed
+                    for covers in self._wide:
+                        covers.discard(owner)
+        return len(self.subscriptions) < before
 
     def _owner(self, key: str) -> str | None:
-        """The narrowest subscription that is there for such a filter."""
+        """The narrowest subscription that covers `key`; always the same while that filter is there.
+
+        A narrower one is made only for what none covers, and each stays as long as it has filters.
+        """
         if key in self.subscriptions:
             return key
-        wider = (widened(key, width) for width in self._widths)
+        wider = (widened(key, width) for width in WIDTHS if self._wide[width])
         return next((one for one in wider if one in self.subscriptions), None)
 
-    def _widen(self) -> None:
-        """Publishes, or the rest, or both: whichever has many. As narrow as so few can be."""
-        publishes = {key: filters for key, filters in self.subscriptions.items() if _is_publish(key)}
-        others = {key: filters for key, filters in self.subscriptions.items() if key not in publishes}
-        self.subscriptions = {}
-        for some in (publishes, others):
-            self.subscriptions |= self._covered(some) if len(some) > self._max * FEW else some
-
-    def _covered(self, subscriptions: dict[str, int]) -> dict[str, int]:
-        for width in WIDTHS:
-            groups: dict[str, list[str]] = {}
-            for key in subscriptions:
-                groups.setdefault(widened(key, width), []).append(key)
-            if len(groups) <= COVERS_MAX:
+    def _new(self, key: str) -> str:
+        if len(self.subscriptions) - sum(map(len, self._wide)) < self._max:
+            return key
+        same = _is_publish(key)
+        for width in WIDTHS[:-1]:
+            if sum(_is_publish(cover) == same for cover in self._wide[width]) < COVERS_MAX:
                 break
-        self._widths = sorted({*self._widths, width})
-        alone = (cover if len(keys) > 1 else keys[0] for cover, keys in groups.items())
-        return {one: sum(subscriptions[key] for key in keys) for one, keys in zip(alone, groups.values(), strict=True)}
+        else:
+            width = WIDTHS[-1]
+        cover = widened(key, width)
+        self._wide[width].add(cover)
+        return cover
 
 
 def _is_publish(key: str) -> bool:
-    return key.endswith(f"/{NOBODY}")
+    return key.endswith(NOBODY)

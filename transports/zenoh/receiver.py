@@ -1,6 +1,6 @@
 """What arrives over Zenoh: the subscriptions of one session, and what their messages are wanted for.
 
-filters -> covers.py -> subscriptions, declared before others are undeclared: nothing is missed in between
+filters -> covers.py -> subscriptions
 Zenoh's thread: sample -> which filters want its key? -> brought by another subscription just now? -> bytes -> take
                                '-> nobody: counted, and not copied
 
@@ -135,7 +135,7 @@ class Receiver:
             self.wanted.add(key, filter)
         changed = self.covers.add(key for key, _ in pairs)
         if self.covers.are_wide and not was_wide:
-            log.info("so many filters that wider subscriptions cover them", covers=repr(self.covers))
+            log.info("so many filters that wider subscriptions cover more of them", covers=repr(self.covers))
         return changed
 
     def unwant(self, keys: list[str]) -> bool:
@@ -145,18 +145,16 @@ class Receiver:
         return self.covers.remove(keys)
 
     def declare(self, session: zenoh.Session) -> None:
-        """Make the subscriptions of `session` those of `covers`. Blocks. Raises ZError; what is declared by then stays.
-
-        New ones first: each node on the way learns of them before it forgets the others.
-        """
+        """Make the subscriptions of `session` those of `covers`. Blocks. Raises ZError; what is declared by then
+        stays."""
         with self._declaring:
-            wanted = list(self.covers.subscriptions)
+            wanted = set(self.covers.subscriptions)
             for key in wanted:
                 if key not in self._declared:
                     self._declared[key] = session.declare_subscriber(
                         key, Callback(self._on_sample(key), indirect=False), allowed_origin=zenoh.Locality.REMOTE
                     )
-            for key in self._declared.keys() - set(wanted):
+            for key in self._declared.keys() - wanted:
                 self._declared.pop(key).undeclare()  # type: ignore[no-untyped-call]
 
     def undeclare(self) -> None:
