@@ -176,7 +176,7 @@ def expected_filters(streamer: Streamer, ingress: Ingress) -> set[Any]:
     return {*fixed, *((uris.key(topic), None) for topic in wanted)}
 
 
-@pytest.mark.spec("local~disp-view")
+@pytest.mark.spec("local~disp-at-least-once")
 @settings(max_examples=60)
 @given(st.lists(steps, min_size=10, max_size=30), st.sampled_from([1, 1_000]))
 def test_what_is_kept_up_change_by_change_is_what_making_it_anew_gives(steps: list[Any], journal: int) -> None:
