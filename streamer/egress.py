@@ -215,29 +215,34 @@ class Pump:
         self.log.set_cursor(self.name, self.cursor, holds=holds, absent_ms=self.absent_ms)
 
     async def run(self) -> None:
-        """Pump until cancelled, from where `begin` found it."""
-        try:
-            while True:
-                await self._step()
-        finally:
+        """Pump until cancelled, from where `begin` found it. What is under way then is waited for, LAND_S at most."""
+        end: BaseException | None = None
+        while end is None:
             try:
-                await self._flights.answered(LAND_S)
-            finally:
-                self._settle(*self._flights.landed())
-                self._flights.drop()
+                await self._step()
+            except BaseException as error:
+                end = error
+        try:
+            await self._flights.answered(LAND_S)
+        finally:
+            self._settle(*self._flights.landed())
+            self._flights.drop()
+        raise end
 
     async def _step(self) -> None:
         self._wake.clear()
+        before, at_the_end = self.trouble, False
         try:
             at_the_end = await self._fill()
+            self.trouble = ""
         except UStatusError as error:  # of the log
-            if not self.trouble:
-                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=str(error))
             self.trouble = str(error)
+        if self.trouble:
+            if not before:
+                log.error("the log can't be read for a peer; trying again", peer=self.peer.name, error=self.trouble)
             await self._backoff.wait()
             return
-        if self.trouble:
-            self.trouble = ""
+        if before:
             self._backoff.reset()
         if self._flights.are_answered:
             await self._land()

@@ -60,7 +60,7 @@ class Network:
 
 
 class Everything:
-    version = (0, 0)
+    version = (0, 0, 0)
 
     def __init__(self, peer: Endpoint) -> None:
         self._decision = Decision((Leg(peer, (Target("cloud", 0, None),)),))

@@ -247,6 +247,24 @@ def test_no_named_tuple_is_other_than_a_tuple() -> None:
     assert found == set()
 
 
+def test_nothing_of_the_core_waits_while_it_handles_an_exception() -> None:
+    """mypyc (2.4) forgets to end the handling then: each exception of the thread has that one as its context from there
+    on, and the next one both. In a loop that is a leak, and a traceback of hours."""
+    waits = (ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Yield, ast.YieldFrom)
+    paths = {name.replace(".", "/") + ".py" for name in MODULES}
+    found = {
+        f"{path}:{node.lineno}"
+        for path, tree in trees()
+        if path in paths
+        for handling in ast.walk(tree)
+        if isinstance(handling, ast.Try | ast.TryStar)
+        for part in (*handling.handlers, *handling.finalbody)
+        for node in ast.walk(part)
+        if isinstance(node, waits)
+    }
+    assert found == set()
+
+
 def fixed(module: str) -> Iterator[tuple[str, str]]:
     """What can't be set once it is compiled: constants that are final, functions, and what a class has."""
     for node in ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text(encoding="utf-8")).body:
