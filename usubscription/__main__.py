@@ -20,6 +20,7 @@ from typing import Any, Final, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from storage import logs
+from storage.runtime import leave
 from transports.plugin import create, explain
 from uprotocol import uri as uris
 from uprotocol.core.usubscription.wire import ENTITY_TYPE
@@ -175,4 +176,4 @@ def main(arguments: Sequence[str] | None = None, prepare: Callable[[ServiceConfi
 
 
 if __name__ == "__main__":
-    sys.exit(main(prepare=lambda config: logs.configure("info", config.log_format)))  # on stderr: stdout says "ready"
+    leave(main(prepare=lambda config: logs.configure("info", config.log_format)))  # on stderr: stdout says "ready"

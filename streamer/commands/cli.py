@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 import uprotocol
+from storage.runtime import leave
 from streamer.commands import check, client, cursors, drives, history, operating, options, run
 
 app = typer.Typer(
@@ -82,7 +83,12 @@ def before_any_command(
 
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if not isinstance(end.code, int | None):
+            raise
+        leave(end.code or 0)
 
 
 if __name__ == "__main__":
