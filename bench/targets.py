@@ -5,15 +5,15 @@ figures of a run, as the last line of stdout has them -> rows(figures) -> what |
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+import uprotocol
+
 Figures = dict[str, Any]
 Path = tuple[str, ...]
 
-COMPILED_MODULES: Final = ("history.chunk", "uprotocol.encoded", "streamer.egress")  # of which some may be
 FLAT: Final = 1.25  # times what it costs with one: as far as two runs of the same may differ
 
 
@@ -63,10 +63,14 @@ def over(one: Callable[[Figures], float], other: Callable[[Figures], float]) -> 
     return lambda figures: one(figures) / other(figures)
 
 
+def beside(lane: str, cost: tuple[str, str]) -> Callable[[Figures], float]:
+    """The streamer's rate over that of another lane."""
+    return over(at(*cost, "streamer", "per_s"), at(*cost, lane, "per_s"))
+
+
 def is_compiled() -> bool:
-    """Whether the core that is measured here runs as a C extension."""
-    specs = map(importlib.util.find_spec, COMPILED_MODULES)
-    return any(spec is not None and str(spec.origin).endswith((".so", ".pyd")) for spec in specs)
+    """Whether the core that is measured here is the compiled one."""
+    return uprotocol.CORE.startswith("compiled")
 
 
 def _speeds(compiled: bool) -> list[Target]:
@@ -152,7 +156,7 @@ def _brokers() -> list[Target]:
     return [
         Target(
             "MQTT, broker 50 ms away each way, beside mosquitto's bridge",
-            over(at(*far, "streamer", "per_s"), at(*far, "bridge", "per_s")),
+            beside("bridge", far),
             0.99,
             "",
             at_least=True,
@@ -165,14 +169,14 @@ def _brokers() -> list[Target]:
         ),
         Target(
             "one message at a time over MQTT, beside bare",
-            over(at(*alone, "streamer", "per_s"), at(*alone, "bare", "per_s")),
+            beside("bare", alone),
             0.15,
             "",
             at_least=True,
         ),
         Target(
             "brokers with 20 in flight, beside bare",
-            over(at(*stock, "streamer", "per_s"), at(*stock, "bare", "per_s")),
+            beside("bare", stock),
             0.8,
             "",
             at_least=True,

@@ -222,12 +222,16 @@ def trees() -> Iterator[tuple[str, ast.AST]]:
         yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
 
-def test_no_attribute_of_the_core_becomes_a_keyword_of_c() -> None:
+def core() -> Iterator[tuple[str, ast.AST]]:
+    """Those that are compiled."""
     paths = {name.replace(".", "/") + ".py" for name in MODULES}
+    return ((path, tree) for path, tree in trees() if path in paths)
+
+
+def test_no_attribute_of_the_core_becomes_a_keyword_of_c() -> None:
     found = {
         f"{path}:{node.lineno} {node.attr}"
-        for path, tree in trees()
-        if path in paths
+        for path, tree in core()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in KEYWORDS
     }
@@ -251,11 +255,9 @@ def test_nothing_of_the_core_waits_while_it_handles_an_exception() -> None:
     """mypyc (2.4) forgets to end the handling then: each exception of the thread has that one as its context from there
     on, and the next one both. In a loop that is a leak, and a traceback of hours."""
     waits = (ast.Await, ast.AsyncFor, ast.AsyncWith, ast.Yield, ast.YieldFrom)
-    paths = {name.replace(".", "/") + ".py" for name in MODULES}
     found = {
         f"{path}:{node.lineno}"
-        for path, tree in trees()
-        if path in paths
+        for path, tree in core()
         for handling in ast.walk(tree)
         if isinstance(handling, ast.Try | ast.TryStar)
         for part in (*handling.handlers, *handling.finalbody)
