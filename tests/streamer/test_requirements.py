@@ -70,14 +70,14 @@ async def test_an_entity_elsewhere_subscribes_to_the_dead_letter_topic(make_worl
     world = await make_world(subscriptions=TO_MCU)
     vehicle, cloud = await world.node("vehicle", "vehicle1"), await world.node("cloud", "cloud", 0x9001)
     letters = dead_letter.topic("vehicle1")
-    heard = await world.hear(cloud, letters)
+    heard, published = await world.hear(cloud, letters), await world.hear(vehicle, letters)
     world.streamer.endpoints["mcu"].transport.disconnect()
 
     async def doom(name: str) -> UMessage:
-        before = world.streamer.dead_letters.total
         doomed = publish(SPEED, name, ttl=50)
+        before = len(published.messages)
         await vehicle.send(doomed)
-        await world.until(lambda: world.streamer.dead_letters.total == before + 1)
+        await published.expect(before + 1)
         return doomed
 
     await doom("before anybody subscribed")
